@@ -1,0 +1,81 @@
+"""The command line: `python main.py [verb] --config FILE [key=value ...]`.
+
+Nothing heavy is imported before the configuration has been read, so a typing error is told in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from app.config import Config, load_config
+from app.errors import SteadfastError, UsageError
+
+TRY = """Three commands to try:
+  python main.py --config ddp.yaml                     train a small GPT on this machine
+  python main.py --config ddp.yaml optimizer.lr=3e-4   the same with another learning rate
+  python main.py --help                                everything else"""
+
+HELP = """%(prog)s [verb] --config FILE [key=value ...]
+
+run:
+  train (default)   train, or resume where the run stopped
+
+FILE is taken as given, else from configs/. key=value overrides it, with dots for sections: batch.global_size=96.
+
+exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopped on request (resumable)"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="main.py", usage=HELP, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    parser.add_argument("-c", "--config", metavar="FILE", help="what to train")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(started_s: float, argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code. Every expected error is one message on stderr, without a traceback unless -v."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments:
+        print(TRY)
+        return 0
+    verbose = any(argument in ("-v", "--verbose") for argument in arguments)
+    try:
+        return _run(arguments, started_s)
+    except SteadfastError as error:
+        if verbose:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(arguments: list[str], started_s: float) -> int:
+    parser = build_parser()
+    options = parser.parse_intermixed_args(arguments)  # argparse itself exits with 2
+    if options.help:
+        parser.print_help()
+        return 0
+    verbs = [word for word in options.words if "=" not in word]
+    if verbs not in ([], ["train"]):
+        raise UsageError(f"unknown verb {' '.join(verbs)}; there is: train. Overrides are written key=value")
+    if options.config is None:
+        raise UsageError("--config FILE is missing, for example --config ddp.yaml")
+    config = load_config(options.config, [word for word in options.words if "=" in word])
+    return train(config, started_s, options.verbose)
+
+
+def train(config: Config, started_s: float, verbose: bool) -> int:
+    """Trains under torchrun where that started this process, else under Ray."""
+    sys.path.insert(0, os.getcwd())  # the user's own code by import path
+    from app.torchrun import run_under_torchrun, under_torchrun
+
+    if under_torchrun():
+        return run_under_torchrun(config, started_s, verbose)
+    from app.launch import launch
+
+    return launch(config, started_s, verbose)

@@ -1,0 +1,68 @@
+"""Everything this program raises on purpose, and the exit code each ends with.
+
+SteadfastError
+├── UsageError            2  the command cannot be carried out as given
+│   ├── ConfigError       2  the configuration is wrong; carries every problem found
+│   └── RunConflict       2  the run directory is in use, finished differently, or belongs to another configuration
+├── TrainingError         1  the run began and cannot go on
+│   ├── DataError         1  the data are empty, unreadable or of the wrong shape
+│   └── ResourcesMissing  1  the cluster did not give the workers asked for in time
+└── StorageError          1  the run directory cannot be read or written
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class SteadfastError(Exception):
+    """One clear message, the remedy with it."""
+
+    exit_code = 1
+
+
+class UsageError(SteadfastError):
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration."""
+
+    where: str  # "configs/ddp.yaml:12" or "override optimizer.lr"
+    path: str  # "optimizer.lr"
+    what: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.path, self.what) if part)
+
+
+class ConfigError(UsageError):
+    """Raised once with every problem, so that one edit mends them all."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        return ConfigError, (self.problems,)  # Exception would hand its message back to the constructor
+
+
+class RunConflict(UsageError):
+    pass
+
+
+class TrainingError(SteadfastError):
+    pass
+
+
+class DataError(TrainingError):
+    pass
+
+
+class ResourcesMissing(TrainingError):
+    pass
+
+
+class StorageError(SteadfastError):
+    pass

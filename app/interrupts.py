@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM: once means finish the step, checkpoint and stop; twice means stop now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+EXIT_STOPPED = 3
+_SAME_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C
+
+
+class Interrupts:
+    """While entered, the process's SIGINT and SIGTERM call `on_stop` instead; the second ends the process."""
+
+    def __init__(self, on_stop: Callable[[], None]) -> None:
+        self._on_stop = on_stop
+        self._first = 0.0
+
+    @property
+    def stopping(self) -> bool:
+        return self._first > 0
+
+    def __enter__(self) -> Interrupts:
+        self._former = {each: signal.signal(each, self._handle) for each in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._former.items():
+            signal.signal(each, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._first:
+            self._first = now
+            self._on_stop()
+        elif now - self._first > _SAME_S:
+            # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
+            sys.stderr.write("stopped at once; the last checkpoint holds\n")
+            os._exit(EXIT_STOPPED)

@@ -1,0 +1,72 @@
+"""What a worker process keeps from one attempt to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from app.checkpoint.restore import NO_STATE
+from app.config import Config
+from app.data import Dataset, Loader, SampleOrder, build_dataset
+from app.models import build_model
+from app.precision import build_precision
+from app.tasks import build_task
+
+
+class Kept:
+    """The data with its loader workers, and the replica that a survivor brings to its next world.
+
+    held: the step whose state `model` and `optimizer` hold complete, or NO_STATE.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self.precision = build_precision(config.precision, device)
+        self.task = build_task(config.task)
+        self.dataset = build_dataset(config.data)
+        self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
+        self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
+        self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
+        self.fingerprint = fingerprint(self.dataset)
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the initial weights, which the seed makes the same on every rank."""
+        torch.manual_seed(self._config.run.seed)
+        self.model: nn.Module = self.precision.convert(build_model(self._config.model))
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.held = NO_STATE
+
+    @property
+    def num_steps(self) -> int:
+        run = self._config.run
+        return run.steps or math.ceil((run.epochs or 0) * self.order.num_train / self._config.batch.global_size)
+
+    @property
+    def num_train_samples(self) -> int | None:
+        """Where the stream of samples ends; a run counted in steps has no end but its steps."""
+        run = self._config.run
+        return None if run.steps else (run.epochs or 0) * self.order.num_train
+
+    def example(self) -> tuple[Tensor, ...]:
+        """A batch of one real sample, on the device."""
+        return tuple(tensor.to(self.precision.device) for tensor in _batch_of(self.dataset, 0))
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Tells one dataset from another at the cost of two samples."""
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for index in (0, len(dataset) - 1):
+        for tensor in _batch_of(dataset, index):
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _batch_of(dataset: Dataset, index: int) -> tuple[Tensor, ...]:
+    batch: Any = default_collate([dataset[index]])
+    return tuple(batch)

@@ -1,0 +1,102 @@
+"""A decoder-only transformer after GPT-2 (Radford et al., 2019), with an untied head."""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from app.config import GptConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
+        self.project = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return cast(Tensor, self.project(mixed.transpose(1, 2).flatten(2)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.embed_dim, bias=config.bias)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.embed_dim, bias=config.bias)
+        self.expand = nn.Linear(config.embed_dim, 4 * config.embed_dim, bias=config.bias)
+        self.project = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
+        return x + cast(Tensor, self.dropout(self.project(hidden)))
+
+
+class Gpt(nn.Module):
+    """Submodules stand in forward order, which is the order in which DDP and FSDP expect their gradients."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.position = nn.Embedding(config.context_length, config.embed_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.embed_dim, bias=config.bias)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's: normal 0.02, less where the residual stream is fed: its variance would grow with depth."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                shrink = math.sqrt(2 * self.config.num_layers) if name.endswith("project") else 1.0
+                nn.init.normal_(module.weight, std=0.02 / shrink)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 (batch, context) -> logits (batch, context, vocab)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.embed(tokens) + self.position(positions))
+        for layer in self.layers:
+            x = layer(x)
+        return cast(Tensor, self.head(self.norm(x)))
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated modules: FSDP's units."""
+        return list(self.layers)
+
+    def flops_per_sample(self) -> int:
+        """Training FLOPs of context_length tokens: for each, 6 a parameter (none for looking up embeddings)
+        and 12 x layers x embed x context for attention, not halved for the mask (PaLM, 2022, appendix B)."""
+        config = self.config
+        looked_up = self.embed.weight.numel() + self.position.weight.numel()
+        num_parameters = sum(parameter.numel() for parameter in self.parameters()) - looked_up
+        attention = 12 * config.num_layers * config.embed_dim * config.context_length
+        return config.context_length * (6 * num_parameters + attention)
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator
+    ) -> Tensor:
+        """prompt: int64 (length,) -> (length + num_tokens,). Drawn on the CPU, by a CPU generator and at a
+        temperature above 0, so that the text does not depend on the device's generator."""
+        was_training = self.training
+        self.eval()
+        text = prompt
+        for _ in range(num_tokens):
+            logits = self(text[None, -self.config.context_length :])[0, -1].float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            text = torch.cat([text, drawn.to(text.device)])
+        self.train(was_training)
+        return text

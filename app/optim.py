@@ -1,0 +1,35 @@
+"""Optimizers and learning rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from app.config import AdamWConfig, CosineConfig, ScheduleConfig
+
+
+def build_optimizer(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW. Weight decay pulls on matrices only: on biases, gains and embeddings' one-dimensional kin it harms."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = bool(params) and all(p.is_cuda for p in params)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int) -> float:
+    """The rate of `step` (from 1): linear warmup to `peak`, then constant or a cosine down to its floor.
+
+    A pure function of the step, so a schedule has no state to save; extending a finished run stretches the cosine.
+    """
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    if not isinstance(config, CosineConfig):
+        return peak
+    floor = peak * config.min_lr_fraction
+    done = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

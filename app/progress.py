@@ -1,0 +1,48 @@
+"""How far the run is: one integer, and everything else that follows from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from app.config import Every
+
+
+class Progress:
+    """Completed optimizer steps. The position in the data is `step * global_size`; nothing else need be stored."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+
+
+class Trigger:
+    """Says when something periodic is due.
+
+    Steps and epochs are counted, so every rank knows by itself. Minutes and seconds are read off one clock: the leader
+    raises `wanted()`, the control word carries it, and all ranks act on the same step.
+
+    Args:
+        every: the period; None is never.
+        steps_per_epoch: optimizer steps in one pass over the training samples, not necessarily whole.
+    """
+
+    def __init__(
+        self, every: Every | None, steps_per_epoch: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every, self._steps_per_epoch, self._clock = every, steps_per_epoch, clock
+        self._since = clock()
+
+    def due(self, step: int) -> bool:
+        if self._every is None or self._every.unit not in ("steps", "epochs"):
+            return False
+        scale = self._steps_per_epoch if self._every.unit == "epochs" else 1.0
+        period = self._every.count * scale
+        return step // period > (step - 1) // period
+
+    def wanted(self) -> bool:
+        if self._every is None or self._every.unit not in ("minutes", "seconds"):
+            return False
+        return self._clock() - self._since >= self._every.count * (60 if self._every.unit == "minutes" else 1)
+
+    def done(self) -> None:
+        self._since = self._clock()

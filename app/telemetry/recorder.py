@@ -1,0 +1,175 @@
+"""What the leader writes down of an attempt: ledger, events, figures, and the summary at the end."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from app.agree import Agreed
+from app.checkpoint.durable import Committed
+from app.checkpoint.restore import Restored
+from app.checkpoint.state import Tensors, sha256
+from app.config import Config
+from app.errors import TrainingError
+from app.kept import Kept
+from app.ledger import Ledger, read_ledger
+from app.plan import Plan
+from app.rundir import RunDirectory
+from app.runtime import Runtime, World
+from app.tasks import Task
+from app.telemetry.goodput import goodput
+from app.telemetry.meters import Meters
+from app.telemetry.phases import Phases
+from app.telemetry.throughput import peak_flops
+from app.telemetry.trackers import Trackers, build_trackers
+
+class Recorder:
+    """Every rank has one, so that the page needs no `if`; only the leader's writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        world: World,
+        directory: RunDirectory,
+        plan: Plan,
+        kept: Kept,
+        restored: Restored,
+        phases: Phases,
+    ) -> None:
+        self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
+        self._kept, self._restored, self._phases = kept, restored, phases
+        self._ledger = Ledger(directory.ledger, world, plan.shares)
+        self._running: dict[int, tuple[float, float]] = {}  # step -> (seconds, learning rate)
+        self._metrics: dict[str, float] = {}
+        self._trackers = Trackers([])
+        self._meters = _meters(kept, world)
+        if world.leader:
+            self._trackers = build_trackers(config.trackers, directory.path, restored.step + 1)
+            if restored.source != "start":
+                lost = max(0, phases.last_step - restored.step)
+                self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
+
+    def ran(self, step: int, seconds: float, lr: float) -> None:
+        """This rank has done `step`; what it was worth is known when its word has been read."""
+        self._running[step] = seconds, lr
+        if len(self._phases.seconds) == 4:
+            self._phases.mark("first_step")
+            self._publish(
+                "attempt_started",
+                step=self._restored.step,
+                source=self._restored.source,
+                world_size=self._world.size,
+                **self._phases.seconds,
+            )
+
+    def step(self, agreed: Agreed) -> None:
+        """Commits a step.
+
+        Raises:
+            TrainingError: the loss or the gradient is not a finite number; on every rank alike.
+        """
+        seconds, lr = self._running.pop(agreed.step)
+        if not agreed.finite:
+            raise TrainingError(
+                f"step {agreed.step}: loss {agreed.loss}, gradient norm {agreed.grad_norm}: not finite. "
+                "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step"
+            )
+        self._ledger.commit(agreed, seconds)
+        self._meters.record(seconds, agreed.num_samples, agreed.count)
+        if self._world.leader and agreed.step % self._config.logging.every_steps == 0:
+            self._log(agreed, lr)
+
+    def _log(self, agreed: Agreed, lr: float) -> None:
+        total = self._kept.num_steps
+        self._publish(
+            "log",
+            step=agreed.step,
+            total_steps=total,
+            loss=agreed.loss,
+            lr=lr,
+            grad_norm=agreed.grad_norm,
+            unit="samples" if agreed.count == agreed.num_samples else "tok",
+            memory_bytes=_memory_bytes(),
+            world_size=self._world.size,
+            **self._meters.snapshot(total - agreed.step),
+        )
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+        self._publish("validation", step=step, **metrics)
+
+    def checkpoint(self, committed: Committed | None) -> None:
+        if committed is not None:
+            manifest = committed.manifest
+            self._publish(
+                "checkpoint",
+                step=manifest.step,
+                path=str(committed.path),
+                seconds=round(committed.seconds, 3),
+                bytes=manifest.num_bytes,
+            )
+
+    def end(self, cause: str, step: int, model: nn.Module, state: dict[str, Tensors]) -> None:
+        """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded."""
+        self._publish("attempt_ended", cause=cause, step=step)
+        self._trackers.close()
+        if cause == "resized":
+            return
+        hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
+        if not self._world.leader:
+            return
+        units = self._kept.units_per_sample
+        history = read_ledger(self._directory.ledger)
+        samples = sum(line["num_samples"] for line in history.committed.values())
+        newest = max(self._directory.checkpoints.glob("step-*/manifest.json"), default=None)
+        summary: dict[str, Any] = {
+            "status": cause,
+            "step": step,
+            "samples": samples,
+            "tokens": samples * units if units > 1 else None,
+            "metrics": self._metrics,
+            **hashes,
+            "attempts": self._world.attempt,
+            "lost_steps": history.num_lost,
+            **goodput(history, self._directory.read_events()),
+            "last_checkpoint": str(newest.parent) if newest else None,
+        }
+        self._directory.write_summary(summary)
+        self._publish("finished", **summary, sample=_sample(self._kept.task, model, self._kept.precision.device))
+
+    def _publish(self, name: str, **fields: Any) -> None:
+        if not self._world.leader:
+            return
+        event = {"event": name, "attempt": self._world.attempt, **fields}
+        if name in ("log", "validation"):
+            self._trackers.record(event)
+        self._runtime.publish(event)
+
+
+def _sample(task: Task, model: nn.Module, device: torch.device) -> str | None:
+    """What the task has to show of the model, if it has anything. A sharded model would need every rank for it."""
+    sample = getattr(task, "sample", None)
+    if sample is None or isinstance(model, FSDPModule):
+        return None
+    model.eval()
+    text: str | None = sample(model, device)
+    return text
+
+
+def _meters(kept: Kept, world: World) -> Meters:
+    flops = getattr(kept.model, "flops_per_sample", None)
+    device = kept.precision.device
+    peak = peak_flops(torch.cuda.get_device_name(device), kept.precision.compute_dtype) if device.type == "cuda" else None
+    return Meters(flops() if flops else None, peak * world.size if peak else None)
+
+
+def _memory_bytes() -> int:
+    """The peak so far: of the device, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,113 @@
+"""Where figures are kept: TensorBoard, and a twin in memory for tests."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.config.schema import TensorBoardConfig
+
+_log = logging.getLogger(__name__)
+_SPEED = {"step_ms", "units_per_s", "samples_per_s", "mfu", "memory_bytes", "world_size"}
+_NOT_FIGURES = {"event", "time_s", "attempt", "step", "total_steps", "eta_s", "unit"}
+
+
+class Tracker(Protocol):
+    """Calls return at once and never raise: a tracker that fails costs its own figures, not the run."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryTracker:
+    """The twin: `values[name][step]`."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, dict[int, float | str]] = defaultdict(dict)
+        self.closed = False
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.values[name][step] = value
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.values[name][step] = text
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TensorBoardTracker:
+    """Writes on a thread of its own, which also pays for the import: the first step waits for neither.
+
+    What an earlier attempt drew at `first_step` and beyond is purged, so steps done again are drawn once.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._failed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")  # one thread keeps the order
+
+        def open_writer() -> None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            # Seconds, not the default two minutes: this is what a killed leader loses.
+            self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=5)
+
+        self._do(open_writer)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._do(lambda: [self._writer.add_scalar(name, value, step) for name, value in values.items()])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._do(lambda: self._writer.add_text(name, text, step))
+
+    def close(self) -> None:
+        self._do(lambda: self._writer.close())
+        self._thread.shutdown()
+
+    def _do(self, work: Callable[[], object]) -> None:
+        def attempt() -> None:
+            try:
+                if not self._failed:
+                    work()
+            except Exception as error:
+                self._failed = True
+                _log.warning("TensorBoard is off until the next attempt, training goes on: %s", error)
+
+        self._thread.submit(attempt)
+
+
+class Trackers:
+    """All trackers of an attempt; none is fine."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Keep a `log` or `validation` event as `train/…`, `speed/…` and `validation/…`."""
+        group = {"log": "train"}.get(event["event"], event["event"])
+        fields = {
+            f"{'speed' if key in _SPEED else group}/{key}": value
+            for key, value in event.items()
+            if key not in _NOT_FIGURES and value is not None
+        }
+        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
+        for tracker in self._trackers:
+            tracker.scalars(event["step"], {k: v for k, v in fields.items() if k not in texts})
+            for name, text in texts.items():
+                tracker.text(event["step"], name, text)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def build_trackers(configs: Sequence[TensorBoardConfig], directory: Path, first_step: int) -> Trackers:
+    """One attempt's trackers, each in its folder of the run's `directory`; it begins with `first_step`."""
+    kinds = {"tensorboard": TensorBoardTracker}
+    return Trackers([kinds[config.kind](directory / config.kind, first_step) for config in configs])

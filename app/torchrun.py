@@ -1,0 +1,124 @@
+"""The same run under plain torchrun: the world is what torchrun says, and torchrun restarts what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing
+from typing import Any
+
+import torch.distributed as dist
+
+from app.config import Config
+from app.errors import SteadfastError, UsageError
+from app.interrupts import EXIT_STOPPED, Interrupts
+from app.owner import Ownership
+from app.rundir import Intent, RunDirectory, prepare
+from app.runtime import Event, Signals, World, form_groups, local_device
+from app.telemetry.console import Console
+from app.telemetry.environment import environment
+from app.worker import work
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or somebody who sets its environment, started this process.
+
+    Raises:
+        UsageError: some of its variables are set and others are not.
+    """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if len(missing) == len(_VARIABLES):
+        return False
+    if missing:
+        present = [name for name in _VARIABLES if name in os.environ]
+        raise UsageError(
+            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. "
+            "Start with torchrun, or unset them to train under Ray"
+        )
+    return True
+
+
+class TorchrunRuntime:
+    """One world for each life of the process. A failure ends the process, and `--max-restarts` begins another."""
+
+    def __init__(self, store: dist.Store, world: World, directory: RunDirectory, console: Console) -> None:
+        self.device = local_device()
+        self._store, self._world, self._directory, self._console = store, world, directory, console
+        self._stop = self._formed = False
+
+    def next_world(self) -> World | None:
+        if self._formed or self._stop:
+            return None
+        self._formed = True
+        form_groups(self._store, self._world, self.device)
+        return self._world
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def signals(self) -> Signals:
+        return Signals(stop=self._stop)
+
+    def publish(self, event: Event) -> None:
+        self._console.show(event if event["event"] == "log" else self._directory.record(event))
+
+    def failed(self, step: int, error: BaseException) -> None:
+        self.publish({"event": "failure", "step": step, "error": f"{type(error).__name__}: {error}"})
+        raise error
+
+
+def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
+    """This process's part of the run. Returns the exit code; rank 0 decides for all what the command means."""
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    directory = RunDirectory.of(config)
+    ownership: Ownership | None = None
+    with closing(Console(verbose)) as console:
+        if rank == 0:
+            try:
+                ownership, answer = _claim(config, directory, console, started_s)
+            except SteadfastError as error:
+                store.set(key, json.dumps({"code": error.exit_code}))
+                raise
+            store.set(key, json.dumps(answer))
+        answer = json.loads(store.get(key))
+        if "code" in answer:
+            return int(answer["code"])
+        runtime = TorchrunRuntime(store, World(rank, world_size, answer["attempt"]), directory, console)
+        with Interrupts(runtime.request_stop):
+            outcome = work(config, runtime, directory)
+        if ownership is not None:
+            ownership.release()
+            if summary := directory.summary():
+                console.finish({**summary, "tensorboard": str(directory / "tensorboard")})
+    return 0 if outcome is not None and outcome.kind == "finished" else EXIT_STOPPED
+
+
+def _claim(
+    config: Config, directory: RunDirectory, console: Console, started_s: float
+) -> tuple[Ownership | None, dict[str, Any]]:
+    directory.create()
+    ownership = Ownership.claim(directory.owner, os.environ.get("TORCHELASTIC_RUN_ID"))
+    intent: Intent = prepare(config, directory)
+    if intent.finished:
+        ownership.release()
+        console.line(already_finished(config, directory, intent.finished))
+        return None, {"code": 0}
+    for note in intent.notes:
+        console.line(note)
+    ownership.keep()
+    directory.record({"event": "run_started", "time_s": started_s, "launcher": "torchrun"})
+    directory.write_environment(environment())
+    return ownership, {"attempt": ownership.next_attempt()}
+
+
+def already_finished(config: Config, directory: RunDirectory, summary: dict[str, Any]) -> str:
+    key, length = ("epochs", config.run.epochs) if config.run.epochs else ("steps", summary["step"])
+    return (
+        f"{directory.path} has finished: step {summary['step']}, {summary['metrics']}. "
+        f"Extend it with run.{key}={2 * int(length or 0)}, or choose another run.name"
+    )
+
+

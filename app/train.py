@@ -1,0 +1,131 @@
+"""The page: one attempt at the run, as one worker sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal
+
+import torch.distributed as dist
+
+from app.agree import Agreed, ControlWord, Flags
+from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.restore import NO_STATE, restore
+from app.checkpoint.state import app_state
+from app.config import Config
+from app.kept import Kept
+from app.optim import build_optimizer, learning_rate
+from app.parallel import build_parallel
+from app.plan import Plan
+from app.progress import Trigger
+from app.rundir import RunDirectory
+from app.runtime import Runtime, World
+from app.step import Stepper
+from app.telemetry.phases import Phases
+from app.telemetry.recorder import Recorder
+from app.validate import validate
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a worker reached the end of an attempt. `resized` means that another world follows."""
+
+    kind: Literal["finished", "stopped", "resized"]
+    step: int
+
+
+def train(
+    config: Config, runtime: Runtime, world: World, kept: Kept, directory: RunDirectory, phases: Phases
+) -> Outcome:
+    """One attempt. Whatever ended the last one, this one begins the same way: build, restore, go on."""
+    parallel = build_parallel(config, world, kept.precision)
+    batch = config.batch
+    plan = Plan.even(
+        batch.global_size,
+        batch.microbatch_size,
+        world.size,
+        lockstep=parallel.lockstep,
+        num_samples=kept.num_train_samples,
+    )
+    held_out = kept.order.num_validation and Plan.even(
+        kept.order.num_validation, batch.microbatch_size, world.size, lockstep=parallel.lockstep
+    )
+    control_group = dist.new_group(backend="gloo")
+
+    if not parallel.replicated:
+        kept.forget()
+    model = parallel.wrap(kept.model)
+    kept.optimizer = optimizer = kept.optimizer or build_optimizer(config.optimizer, kept.model)
+    stepper = Stepper(
+        model,
+        optimizer,
+        kept.task,
+        parallel,
+        kept.precision,
+        nominal_count=batch.global_size * kept.units_per_sample,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.run.seed,
+    )
+    state = app_state(parallel.plain(model), optimizer)
+    store = CheckpointStore(directory, world, control_group, kept.fingerprint, config.checkpoint.keep_last)
+    phases.mark("built")
+
+    held, kept.held = kept.held, NO_STATE  # a state that is being overwritten is nobody's
+    restored = restore(state, held, store, control_group, parallel.replicated)
+    kept.held = step = restored.step
+    stepper.rehearse(kept.example())
+    phases.mark("restored")
+
+    num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / batch.global_size
+    validation_trigger = Trigger(config.validation.every, steps_per_epoch)
+    checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
+    control = ControlWord(control_group, settle=int(kept.precision.device.type == "cuda"))
+    recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
+    batches = kept.loader.steps(plan.stream(world.rank, step + 1, num_steps))
+
+    def settle() -> None:
+        for agreed in control.drain():
+            recorder.step(agreed)
+
+    def run_validation() -> None:
+        assert held_out
+        metrics = validate(parallel.plain(model), kept.task, kept.loader, held_out, world, kept.precision)
+        recorder.validation(step, metrics)
+        validation_trigger.done()
+
+    def save() -> None:
+        settle()  # the last word says whether this state is finite
+        recorder.checkpoint(store.save(step, state))
+        checkpoint_trigger.done()
+
+    agreed: Agreed | None = None
+    while step < num_steps and not (agreed and (agreed.flags.stop or agreed.flags.leave)):
+        began = perf_counter()
+        lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
+        result = stepper.step(step + 1, lr, batches, plan.num_forwards(world.rank))
+        kept.held = step = step + 1
+        signals = runtime.signals()
+        wished = Flags(
+            stop=signals.stop,
+            leave=signals.leave,
+            checkpoint=world.leader and checkpoint_trigger.wanted(),
+            validate=world.leader and validation_trigger.wanted(),
+        )
+        agreed = control.exchange(result, wished)
+        recorder.ran(step, perf_counter() - began, lr)
+        if agreed:
+            recorder.step(agreed)
+        flags = agreed.flags if agreed else Flags()
+        if held_out and step < num_steps and (validation_trigger.due(step) or flags.validate):
+            run_validation()
+        if step < num_steps and (checkpoint_trigger.due(step) or flags.checkpoint):
+            save()
+
+    settle()
+    leaving = step < num_steps and bool(agreed and agreed.flags.leave and not agreed.flags.stop)
+    if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
+        save()
+    if step == num_steps and held_out:
+        run_validation()
+    outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)
+    recorder.end(outcome.kind, step, parallel.plain(model), state)
+    return outcome

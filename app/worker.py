@@ -1,0 +1,31 @@
+"""A worker process: it outlives attempts."""
+
+from __future__ import annotations
+
+from app.config import Config
+from app.kept import Kept
+from app.rundir import RunDirectory
+from app.runtime import Runtime, destroy_groups
+from app.telemetry.phases import Phases
+from app.train import Outcome, train
+
+
+def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
+    """Trains in world after world until the run ends, or this worker is not needed any more (None)."""
+    kept: Kept | None = None
+    while True:
+        phases = Phases(directory)
+        world = runtime.next_world()
+        if world is None:
+            return None
+        phases.mark("formed")
+        try:
+            kept = kept or Kept(config, runtime.device)
+            outcome = train(config, runtime, world, kept, directory, phases)
+            if outcome.kind != "resized":
+                return outcome
+        except Exception as error:
+            # Before the groups go: their sockets are how the others learn that something is wrong here.
+            runtime.failed(kept.held if kept else 0, error)
+        finally:
+            destroy_groups()

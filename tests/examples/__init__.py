@@ -1,0 +1,1 @@
+"""User code as a user would write it; the shipped configurations name it by `target`."""

@@ -1,0 +1,162 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from app.config import (
+    ClassificationConfig,
+    GptConfig,
+    LanguageModelingConfig,
+    MlpConfig,
+    RegressionConfig,
+    Target,
+)
+from app.errors import ConfigError
+from app.models import build_model
+from app.tasks import IGNORED, LanguageModeling, build_task
+
+SMALL = GptConfig(num_layers=2, num_heads=2, embed_dim=16, context_length=12)
+
+
+def gpt(**fields):
+    torch.manual_seed(0)
+    return build_model(SMALL.model_copy(update=fields))
+
+
+def tokens(batch=3, context=12):
+    return torch.randint(256, (batch, context), generator=torch.Generator().manual_seed(2))
+
+
+def test_gpt_never_looks_ahead():
+    model, inputs = gpt(), tokens()
+    changed = inputs.clone()
+    changed[:, 7] += 1
+    before, after = model(inputs), model(changed % 256)
+    assert before.shape == (3, 12, 256)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_gpt_starts_near_uniform():
+    inputs = tokens(8)
+    loss = F.cross_entropy(gpt()(inputs).flatten(0, 1), inputs.flatten())
+    assert abs(loss.item() - math.log(256)) < 0.1
+
+
+def test_gpt_init_is_gpt2s():
+    model = gpt(embed_dim=64, num_layers=8)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif parameter.ndim == 2:
+            expected = 0.02 / math.sqrt(16) if "project" in name else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_gpt_without_bias_has_none_and_dropout_only_trains():
+    assert not any("bias" in name for name, _ in gpt(bias=False).named_parameters())
+    model = gpt(dropout=0.5)
+    assert not torch.equal(model(tokens()), model(tokens()))
+    model.eval()
+    assert torch.equal(model(tokens()), model(tokens()))
+
+
+def test_gpt_submodules_stand_in_forward_order():
+    model, called = gpt(), []
+    leaves = [name for name, module in model.named_modules() if not list(module.children())]
+    for name in leaves:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    model(tokens())
+    assert [name for name in called if not name.endswith("dropout")] == [
+        name for name in leaves if not name.endswith("dropout")
+    ]
+    assert model.blocks() == list(model.layers)
+
+
+def test_flops_are_those_of_the_matrices_and_attention():
+    model = gpt(bias=False)
+    matmul = 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 16 * 256
+    norms = 5 * 16
+    assert model.flops_per_sample() == 12 * (6 * (matmul + norms) + 12 * 2 * 16 * 12)
+    mlp = build_model(MlpConfig(kind="mlp", in_features=5, hidden=(4,), out_features=3))
+    assert mlp.flops_per_sample() == 6 * (5 * 4 + 4 + 4 * 3 + 3)
+
+
+def test_generate_follows_its_generator_alone():
+    model = gpt(dropout=0.5)
+
+    def write(seed):
+        torch.rand(1)
+        return model.generate(torch.tensor([1, 2, 3]), 20, 1.0, torch.Generator().manual_seed(seed))
+
+    assert write(1).tolist() == write(1).tolist() != write(2).tolist()
+    assert write(1)[:3].tolist() == [1, 2, 3]
+    assert len(write(1)) == 23
+    assert model.training
+
+
+def test_mlp_flattens_and_ends_linear():
+    model = build_model(MlpConfig(kind="mlp", in_features=64, hidden=(32, 16), out_features=10))
+    assert model(torch.zeros(2, 8, 8)).shape == (2, 10)
+    assert isinstance(model.layers[-1], nn.Linear)
+
+
+def test_users_model_and_task_come_by_name():
+    linear = build_model(Target(target="torch.nn:Linear", args={"in_features": 2, "out_features": 1}))
+    assert isinstance(linear, nn.Linear)
+    assert isinstance(build_task(Target(target="app.tasks:LanguageModeling")), LanguageModeling)
+    with pytest.raises(ConfigError, match=r"model\.target: .*gave a dict, not a torch"):
+        build_model(Target(target="builtins:dict"))
+    with pytest.raises(ConfigError, match=r"task\.target: .*gave a dict without loss"):
+        build_task(Target(target="builtins:dict"))
+
+
+# tasks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_language_modeling_sums_over_counted_tokens(dtype):
+    model, inputs = gpt().to(dtype), tokens()
+    targets = inputs.clone()
+    targets[0, :5] = IGNORED
+    sums = build_task(LanguageModelingConfig()).loss(model, (inputs, targets))
+    kept = targets != IGNORED
+    expected = F.cross_entropy(model(inputs)[kept].double(), targets[kept], reduction="sum")
+    assert sums.count.item() == 31
+    assert sums.loss_sum.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(sums.loss_sum.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_add_up_over_microbatches():
+    torch.manual_seed(0)
+    model, inputs, targets = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
+    for config, batch in (
+        (ClassificationConfig(), (inputs, targets)),
+        (RegressionConfig(), (inputs, torch.randn(10, 3))),
+    ):
+        task = build_task(config)
+        whole = task.loss(model, batch)
+        parts = [task.loss(model, tuple(part[at] for part in batch)) for at in (slice(3), slice(3, 10))]
+        torch.testing.assert_close(sum(part.loss_sum for part in parts), whole.loss_sum)
+        assert sum(part.count for part in parts) == whole.count == 10
+        for name, total in whole.metrics.items():
+            assert sum(part.metrics[name] for part in parts) == total
+
+
+def test_regression_is_mean_squared_error_without_broadcasting():
+    model = nn.Linear(4, 1)
+    inputs, targets = torch.randn(6, 4), torch.randn(6, dtype=torch.float64)
+    sums = build_task(RegressionConfig()).loss(model, (inputs, targets))
+    expected = F.mse_loss(model(inputs)[:, 0], targets.float())
+    torch.testing.assert_close(sums.loss_sum / sums.count, expected)
+
+
+def test_sample_is_text_and_only_from_a_model_that_writes_bytes():
+    task = LanguageModeling()
+    text = task.sample(gpt(), torch.device("cpu"))
+    assert text == task.sample(gpt(), torch.device("cpu"))
+    assert text.startswith("The ")
+    assert task.sample(gpt(vocab_size=300), torch.device("cpu")) is None
+    assert task.sample(nn.Linear(2, 2), torch.device("cpu")) is None

@@ -1,0 +1,104 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.data.order import Permutation, SampleOrder, samples_digest
+
+SEEDS = st.integers(0, 2**63 - 1)
+FROZEN_TRAIN = [977, 243, 94, 529, 756, 902, 253, 324]
+FROZEN_VALIDATION = [175, 143, 938, 664]
+FROZEN_DIGEST = 15385669249192051020
+
+
+def key(seed):
+    return np.array([seed], np.uint64)
+
+
+@given(st.integers(1, 3000), SEEDS)
+def test_permutation_is_a_bijection(size, seed):
+    assert sorted(Permutation(size, key(seed))(np.arange(size))) == list(range(size))
+
+
+@given(st.integers(2**20, 2**62), SEEDS)
+def test_permutation_of_any_size_stays_inside_and_does_not_repeat(size, seed):
+    index = np.concatenate([np.arange(500), size - 1 - np.arange(500)])
+    placed = Permutation(size, key(seed))(index)
+    assert placed.min() >= 0
+    assert placed.max() < size
+    assert len(set(placed)) == len(index)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_small_permutation_is_about_as_likely(size):
+    drawn = [tuple(Permutation(size, key(seed * 7919))(np.arange(size))) for seed in range(2400)]
+    counts = [drawn.count(each) for each in set(drawn)]
+    assert len(counts) == [2, 6, 24][size - 2]
+    assert min(counts) > 0.5 * max(counts)
+
+
+def test_permutation_looks_random():
+    """Neighbours land independently: the mean gap of two uniform points is a third of the range."""
+    placed = Permutation(100_000, key(1))(np.arange(100_000))
+    assert abs(np.abs(np.diff(placed)).mean() / 100_000 - 1 / 3) < 0.01
+    assert abs(np.corrcoef(placed, np.arange(100_000))[0, 1]) < 0.02
+
+
+def test_a_trillion_samples_open_at_once():
+    began = time.perf_counter()
+    ids = SampleOrder(10**12, 0.1, 1).train(np.arange(8))
+    assert time.perf_counter() - began < 0.1
+    assert len(set(ids)) == 8
+
+
+@given(st.integers(2, 400), st.floats(0.0, 0.9), SEEDS, st.integers(0, 3))
+def test_each_epoch_and_validation_partition_the_samples(num_samples, fraction, seed, epoch):
+    order = SampleOrder(num_samples, fraction, seed)
+    train = order.train(epoch * order.num_train + np.arange(order.num_train))
+    held_out = order.validation(np.arange(order.num_validation)) if order.num_validation else []
+    assert sorted([*train, *held_out]) == list(range(num_samples))
+    assert (order.num_validation >= 1) == (fraction > 0)
+
+
+def test_order_depends_on_seed_and_epoch_and_the_split_on_seed_alone():
+    def held_out(seed):
+        return set(SampleOrder(100, 0.2, seed).validation(np.arange(20)))
+
+    order = SampleOrder(100, 0.2, 1)
+    epochs = order.train(np.arange(240)).reshape(3, 80)
+    assert not (epochs[0] == epochs[1]).all()
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) == set(range(100)) - held_out(1)
+    assert held_out(1) != held_out(2)
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=1, max_size=50))
+def test_any_grouping_of_positions_gives_the_same_ids(positions):
+    order = SampleOrder(97, 0.1, 3)
+    one_by_one = [int(order.train(np.array([position]))[0]) for position in positions]
+    assert order.train(np.array(positions)).tolist() == one_by_one
+
+
+def test_the_order_is_frozen():
+    """A run must resume in the order that it began with: another order is another format of checkpoints."""
+    order = SampleOrder(1000, 0.1, 1)
+    assert order.train(np.arange(896, 904)).tolist() == FROZEN_TRAIN
+    assert order.validation(np.arange(4)).tolist() == FROZEN_VALIDATION
+    assert samples_digest(np.arange(3), np.arange(3), 1) == FROZEN_DIGEST
+
+
+@given(st.permutations(range(8)), SEEDS)
+def test_digest_ignores_grouping_and_catches_loss_repeat_and_swap(positions, seed):
+    ids = np.arange(8) * 31
+    positions = np.array(positions)
+    whole = samples_digest(ids, positions, seed)
+    parts = [samples_digest(ids[each], positions[each], seed) for each in np.array_split(np.arange(8), 3)]
+    assert sum(parts) % 2**64 == whole
+
+    swapped, repeated = ids.copy(), ids.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    repeated[0] = repeated[1]
+    for wrong_ids, wrong_positions in ((swapped, positions), (repeated, positions), (ids[1:], positions[1:])):
+        assert samples_digest(wrong_ids, wrong_positions, seed) != whole
+    assert samples_digest(ids, positions, seed + 1) != whole
