@@ -10,7 +10,7 @@ from typing import Any
 
 from app.config import Change, Config, diff, dump_config, parse_config
 from app.errors import RunConflict, UsageError
-from app.files import append_line, read_json, read_lines, write_json, write_text
+from app.files import append_line, last_line, read_json, read_lines, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ class RunDirectory:
 
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("step-*/manifest.json"))
+
+    def discard_if_unused(self) -> None:
+        """Leaves nothing of a command that failed before its first step."""
+        if not self.has_checkpoint() and last_line(self.ledger) is None:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def stored_config(self) -> Config | None:
         try:

@@ -71,9 +71,7 @@ def form_groups(store: dist.Store, world: World, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     prefixed = dist.PrefixStore(f"attempt-{world.attempt}", store)
     try:
-        dist.init_process_group(
-            backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=FORM_TIMEOUT
-        )
+        dist.init_process_group(backend, store=prefixed, rank=world.rank, world_size=world.size, timeout=FORM_TIMEOUT)
     except (RuntimeError, dist.DistError) as error:
         raise PeerLost(f"forming a world of {world.size} failed: {error}") from error
 
@@ -93,7 +91,15 @@ def local_device() -> torch.device:
     return torch.device("cuda", index)
 
 
-_PEER_LOST_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+_PEER_LOST_MARKS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket",
+    "tcpstore",
+)
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from app.rundir import Intent, RunDirectory, prepare
 from app.runtime import Event, Signals, World, form_groups, local_device
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
+from app.telemetry.narrate import already_finished
 from app.worker import work
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -104,7 +105,7 @@ def _claim(
     intent: Intent = prepare(config, directory)
     if intent.finished:
         ownership.release()
-        console.line(already_finished(config, directory, intent.finished))
+        console.line(already_finished(config, str(directory.path), intent.finished))
         return None, {"code": 0}
     for note in intent.notes:
         console.line(note)
@@ -112,13 +113,3 @@ def _claim(
     directory.record({"event": "run_started", "time_s": started_s, "launcher": "torchrun"})
     directory.write_environment(environment())
     return ownership, {"attempt": ownership.next_attempt()}
-
-
-def already_finished(config: Config, directory: RunDirectory, summary: dict[str, Any]) -> str:
-    key, length = ("epochs", config.run.epochs) if config.run.epochs else ("steps", summary["step"])
-    return (
-        f"{directory.path} has finished: step {summary['step']}, {summary['metrics']}. "
-        f"Extend it with run.{key}={2 * int(length or 0)}, or choose another run.name"
-    )
-
-

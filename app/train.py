@@ -25,6 +25,7 @@ from app.telemetry.phases import Phases
 from app.telemetry.recorder import Recorder
 from app.validate import validate
 
+
 @dataclass(frozen=True)
 class Outcome:
     """How a worker reached the end of an attempt. `resized` means that another world follows."""

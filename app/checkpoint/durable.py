@@ -49,7 +49,12 @@ class CheckpointStore:
     """The checkpoints of one run, as one attempt sees them. `save` and `load` are collectives of `group`."""
 
     def __init__(
-        self, directory: RunDirectory, world: World, group: dist.ProcessGroup, fingerprint: str, keep_last: int
+        self,
+        directory: RunDirectory,
+        world: World,
+        group: dist.ProcessGroup,
+        fingerprint: str,
+        keep_last: int,
     ) -> None:
         self._directory, self._world, self._group = directory, world, group
         self._fingerprint, self._keep_last = fingerprint, keep_last

@@ -37,9 +37,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def rules_hold(self) -> Self:
         """Check every rule before raising: pydantic alone would stop at the first."""
-        checks = [
-            check for check in vars(type(self)).values() if "rule_key" in getattr(check, "__dict__", ())
-        ]
+        checks = [check for check in vars(type(self)).values() if "rule_key" in getattr(check, "__dict__", ())]
         broken = [(check.rule_key, what) for check in checks if (what := check(self))]
         if broken:
             text = "; ".join(f"{key}: {what}" for key, what in broken)
@@ -67,9 +65,7 @@ def choose(sections: tuple[type[Section], ...], value: Any) -> type[Section] | N
         return next((section for section in sections if "target" in section.model_fields), sections[0])
     if "kind" not in value:
         return sections[0]
-    return next(
-        (section for section in sections if value["kind"] and kind_of(section) == value["kind"]), None
-    )
+    return next((section for section in sections if value["kind"] and kind_of(section) == value["kind"]), None)
 
 
 class ByKind:

@@ -86,9 +86,7 @@ def _explain(errors: list[ErrorDetails], tree: dict[str, Any], document: Documen
                 document.problem(path, f"missing{about}", beside="kind")
             case "unknown_kind":
                 kind, known = error["input"]["kind"], filter(None, map(kind_of, members))
-                document.problem(
-                    (*path, "kind"), f"unknown kind, found {_shown(kind)}{_nearest(kind, known)}"
-                )
+                document.problem((*path, "kind"), f"unknown kind, found {_shown(kind)}{_nearest(kind, known)}")
             case "default_factory_not_called":
                 pass  # run.steps, waiting for a field that has its own error
             case _:

@@ -287,9 +287,7 @@ class Config(Section):
         if not (isinstance(self.data, TextData | TokensData) and isinstance(self.model, GptConfig)):
             return None
         longest, asked = self.model.context_length, self.data.context_length
-        return (
-            None if asked <= longest else f"must be at most model.context_length ({longest}), found {asked}"
-        )
+        return None if asked <= longest else f"must be at most model.context_length ({longest}), found {asked}"
 
     @rule("model.vocab_size")
     def vocabulary_holds_every_byte(self) -> str | None:

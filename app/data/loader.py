@@ -162,9 +162,7 @@ class _Fetch:
             reason = error
         for sample, item in zip(ids, items, strict=True):
             if (seen := _form_of(sample, item)) != self._form:
-                raise DataError(
-                    f"sample {sample} is {_said(seen)}, expected {_said(self._form)} as sample 0 is"
-                )
+                raise DataError(f"sample {sample} is {_said(seen)}, expected {_said(self._form)} as sample 0 is")
         raise DataError(f"samples {ids} cannot be batched: {reason}") from reason
 
 
@@ -183,9 +181,7 @@ def _form_of(sample: int, item: Any) -> Form:
 
 def _said(form: Form) -> str:
     """`(float32 (64,), int64 ())`."""
-    return (
-        "(" + ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in form) + ")"
-    )
+    return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in form) + ")"
 
 
 @contextlib.contextmanager

@@ -86,9 +86,7 @@ class Gpt(nn.Module):
         return config.context_length * (6 * num_parameters + attention)
 
     @torch.no_grad()
-    def generate(
-        self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator
-    ) -> Tensor:
+    def generate(self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator) -> Tensor:
         """prompt: int64 (length,) -> (length + num_tokens,). Drawn on the CPU, by a CPU generator and at a
         temperature above 0, so that the text does not depend on the device's generator."""
         was_training = self.training

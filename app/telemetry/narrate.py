@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from app.config import Config
+
 Event = Mapping[str, Any]
 
 
@@ -69,6 +71,13 @@ def result(summary: Event) -> list[str]:
     return [f"{name:<10}  {text}".replace("\n", f"\n{'':12}") for name, text in lines.items() if text]
 
 
+def already_finished(config: Config, path: str, summary: Event) -> str:
+    """What the same command says of a run that has nothing left to do."""
+    key, length = ("epochs", config.run.epochs) if config.run.epochs else ("steps", summary["step"])
+    reached = _joined([f"{path} has finished: {plural(summary['step'], 'step')}", *_metrics(summary["metrics"])])
+    return f"{reached}\nExtend it with run.{key}={2 * length}, or choose another run.name"
+
+
 def _attempt_started(event: Event, verbose: bool) -> str:
     origin = f"step {event['step']} restored from {event['source']}" if event["step"] else "from step 0"
     names = ("detected", "formed", "built", "restored", "first_step")
@@ -80,11 +89,7 @@ def _attempt_started(event: Event, verbose: bool) -> str:
 
 
 def _metrics(event: Event) -> list[str]:
-    known = {
-        k: v
-        for k, v in event.items()
-        if isinstance(v, int | float) and k not in ("step", "time_s", "attempt")
-    }
+    known = {k: v for k, v in event.items() if isinstance(v, int | float) and k not in ("step", "time_s", "attempt")}
     return [f"{name} {number(value)}" for name, value in known.items()]
 
 

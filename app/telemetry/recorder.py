@@ -27,6 +27,7 @@ from app.telemetry.phases import Phases
 from app.telemetry.throughput import peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
 
+
 class Recorder:
     """Every rank has one, so that the page needs no `if`; only the leader's writes."""
 
@@ -164,7 +165,9 @@ def _sample(task: Task, model: nn.Module, device: torch.device) -> str | None:
 def _meters(kept: Kept, world: World) -> Meters:
     flops = getattr(kept.model, "flops_per_sample", None)
     device = kept.precision.device
-    peak = peak_flops(torch.cuda.get_device_name(device), kept.precision.compute_dtype) if device.type == "cuda" else None
+    peak = (
+        peak_flops(torch.cuda.get_device_name(device), kept.precision.compute_dtype) if device.type == "cuda" else None
+    )
     return Meters(flops() if flops else None, peak * world.size if peak else None)
 
 

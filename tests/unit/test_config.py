@@ -1,7 +1,5 @@
 """The configuration: every bad input has its own clear message; what is written loads back the same."""
 
-# ruff: noqa: E501 - the table of messages reads best with one case a line
-
 import subprocess
 import sys
 from pathlib import Path
@@ -141,9 +139,7 @@ def test_a_missing_key_is_placed_at_the_kind_that_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configs_load_by_name_and_by_path(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_configs_load_by_name_and_by_path(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(path.name)
     assert config == load_config(str(path)) == parse_config(dump_config(config), "other.yaml")
@@ -156,9 +152,7 @@ def test_the_canonical_config_is_the_defaults() -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
-    with pytest.raises(
-        ConfigError, match=r"dpd.yaml: no such file, here or in configs/; nearest is ddp.yaml"
-    ):
+    with pytest.raises(ConfigError, match=r"dpd.yaml: no such file, here or in configs/; nearest is ddp.yaml"):
         load_config("dpd.yaml")
     for path in (tmp_path, tmp_path / "binary.yaml"):
         with pytest.raises(ConfigError, match="cannot be read as text"):
@@ -184,10 +178,7 @@ def test_an_override_of_the_kind_drops_the_former_kinds_keys() -> None:
     mlp = parse_config(text, "x.yaml", ["model.in_features=4", "model.kind=mlp", "model.out_features=2"])
     assert mlp.model == MlpConfig(in_features=4, out_features=2, dropout=0.5)
     assert parse_config(text, "x.yaml", ["model.target=a.b:c"]).model == Target(target="a.b:c")
-    assert (
-        parse_config("model: {target: 'a:b', args: {x: 1}}", "x.yaml", ["model.kind=gpt"]).model
-        == GptConfig()
-    )
+    assert parse_config("model: {target: 'a:b', args: {x: 1}}", "x.yaml", ["model.kind=gpt"]).model == GptConfig()
     data = parse_config("data: {source: a, num_workers: 3}", "x.yaml", ["data.target=a:b"]).data
     assert data == TargetData(target="a:b", num_workers=3)
 
@@ -229,9 +220,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.dictionaries(
-        st.text(), st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
-    )
+    st.dictionaries(st.text(), st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 )
 def test_round_trip_of_any_arguments(args: dict[str, object]) -> None:
     config = Config(model=Target(target="a:b", args=args))
@@ -246,9 +235,7 @@ def test_identity_is_what_the_result_follows_from() -> None:
 
 def test_diff_sorts_changes_into_refused_told_and_free() -> None:
     old = load_config("ddp.yaml")
-    new = load_config(
-        "ddp.yaml", ["run.seed=2", "optimizer.lr=1", "scaling.num_workers=3", "data.num_workers=1"]
-    )
+    new = load_config("ddp.yaml", ["run.seed=2", "optimizer.lr=1", "scaling.num_workers=3", "data.num_workers=1"])
     assert [tuple(change) for change in diff(old, new)] == [
         ("run.seed", 1, 2, True, False),
         ("scaling.num_workers", [1, 8], [3, 3], False, True),
@@ -268,13 +255,6 @@ def test_a_bad_config_is_told_without_loading_torch_or_ray() -> None:
 def test_every_field_says_what_it_is() -> None:
     from app.config.base import sections_in
 
-    members = [
-        (name, m) for name, field in Config.model_fields.items() for m in sections_in(field.annotation)
-    ]
-    silent = [
-        f"{name}.{key}"
-        for name, m in members
-        for key, field in m.model_fields.items()
-        if not field.description
-    ]
+    members = [(name, m) for name, field in Config.model_fields.items() for m in sections_in(field.annotation)]
+    silent = [f"{name}.{key}" for name, m in members for key, field in m.model_fields.items() if not field.description]
     assert {key.split(".")[1] for key in silent} == {"kind"}

@@ -233,9 +233,7 @@ def test_worker_processes_give_the_same_survive_between_calls_and_end():
 
 def test_error_in_a_worker_process_stays_short_and_the_loader_usable():
     loader = loader_of(Odd((torch.zeros(3), 7), sample=0), num_workers=1, persistent_workers=False)
-    with pytest.raises(
-        DataError, match=r"^sample \d+ is \(float32 \(2,\), int64 \(\)\), expected \(float32 \(3,\)"
-    ):
+    with pytest.raises(DataError, match=r"^sample \d+ is \(float32 \(2,\), int64 \(\)\), expected \(float32 \(3,\)"):
         list(loader.steps(microbatches(0, 16)))
     assert loader._running is None
     with pytest.raises(DataError):

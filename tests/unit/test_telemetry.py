@@ -40,10 +40,7 @@ LOG: dict[str, Any] = {
     "eta_s": 3200.0,
     "unit": "tok",
 }
-LINE = (
-    "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | 39.8k tok/s | mfu 41.2% | 31.2 GiB"
-    " | 4 workers | eta 53m"
-)
+LINE = "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | 39.8k tok/s | mfu 41.2% | 31.2 GiB | 4 workers | eta 53m"
 STARTED: dict[str, Any] = {
     "event": "attempt_started",
     "attempt": 2,
@@ -175,9 +172,7 @@ def on_a_terminal(verbose: bool) -> str:
     events = json.dumps([LOG, STARTED, {**LOG, "step": 1210}])
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    subprocess.run(
-        [sys.executable, "-c", script, str(verbose), events], stdout=theirs, env=env, check=True, timeout=60
-    )
+    subprocess.run([sys.executable, "-c", script, str(verbose), events], stdout=theirs, env=env, check=True, timeout=60)
     os.close(theirs)
     seen = b""
     while chunk := read(ours):
@@ -312,9 +307,7 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]
 
 
-def test_a_failing_tracker_warns_once_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         tracker: Tracker = TensorBoardTracker(tmp_path / "file", first_step=1)

@@ -1,0 +1,1 @@
+"""Everything that touches Ray while a run is going on."""
