@@ -10,18 +10,6 @@ import time
 from contextlib import closing
 from typing import Any
 
-# Ray reads these when it is imported or when its processes start. A user's own settings win.
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean what they mean to the user
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker is noticed; stock is 2
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-for _name, _value in _ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
-
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
@@ -38,6 +26,14 @@ from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
 
+# Defaults for Ray's own settings; what the user has set in the environment wins.
+_RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean what they mean to the user
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker is noticed; stock is 2
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 _STORE_BYTES = 100 * 2**20  # nothing large travels through Ray's object store
 
 
@@ -94,6 +90,8 @@ def _run(config: Config, directory: RunDirectory, ownership: Ownership, console:
 
 def connect(config: Config, verbose: bool) -> str:
     """Joins the cluster that the rule of the README names, or starts one inside this process. Returns what to say."""
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     quiet: dict[str, Any] = {
         "log_to_driver": verbose,
         "logging_level": logging.INFO if verbose else logging.ERROR,

@@ -19,8 +19,8 @@ def app_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     The optimizer's hyperparameters are left out: they come from the configuration, which may change on resume.
     The order of the data, dropout, learning rate and loss scale all follow from the step and need no state.
     """
-    optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {"model": get_model_state_dict(model), "optimizer": dict(optimizer_state)}
+    optimizer_state: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
 
 def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +144,5 @@ class Coordinator:
         self._changed = asyncio.Event()
 
     async def _wait_for_change(self) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _POLL_S)
-        except TimeoutError:
-            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from app.ledger import History
@@ -19,7 +20,7 @@ def goodput(history: History, events: list[dict[str, Any]]) -> dict[str, float]:
     lines = sorted(history.lines, key=lambda line: line["time_s"])
     stall = sum(
         max(0.0, new["time_s"] - new["step_s"] - old["time_s"])
-        for old, new in zip(lines, lines[1:], strict=False)
+        for old, new in pairwise(lines)
         if new["attempt"] != old["attempt"] and not any(old["time_s"] < s <= new["time_s"] for s in starts)
     )
     productive = sum(line["step_s"] for line in history.committed.values())

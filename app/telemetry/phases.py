@@ -9,7 +9,7 @@ from app.rundir import RunDirectory
 
 
 class Phases:
-    """Seconds by phase, in order. `detected_s` begins when progress ended: at the last step of the former attempt, or at
+    """Seconds by phase, in order. `detected_s` begins when progress ended: at the former attempt's last step, or at
     the command."""
 
     def __init__(self, directory: RunDirectory) -> None:
