@@ -72,8 +72,12 @@ def _run(arguments: list[str], started_s: float) -> int:
 def train(config: Config, started_s: float, verbose: bool) -> int:
     """Trains under torchrun where that started this process, else under Ray."""
     sys.path.insert(0, os.getcwd())  # the user's own code by import path
+    from app.imports import load_target
     from app.torchrun import run_under_torchrun, under_torchrun
 
+    for name in ("model", "task", "data"):  # here, where a mistake costs a second and not a start of Ray
+        if target := getattr(getattr(config, name), "target", None):
+            load_target(target, f"{name}.target")
     if under_torchrun():
         return run_under_torchrun(config, started_s, verbose)
     from app.launch import launch

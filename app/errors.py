@@ -3,10 +3,10 @@
 SteadfastError
 ├── UsageError            2  the command cannot be carried out as given
 │   ├── ConfigError       2  the configuration is wrong; carries every problem found
-│   └── RunConflict       2  the run directory is in use, finished differently, or belongs to another configuration
+│   ├── RunConflict       2  the run directory is in use, or belongs to another configuration
+│   └── ResourcesMissing  2  the cluster did not give the workers asked for in time
 ├── TrainingError         1  the run began and cannot go on
-│   ├── DataError         1  the data are empty, unreadable or of the wrong shape
-│   └── ResourcesMissing  1  the cluster did not give the workers asked for in time
+│   └── DataError         1  the data are empty, unreadable or of the wrong shape
 └── StorageError          1  the run directory cannot be read or written
 """
 
@@ -60,7 +60,7 @@ class DataError(TrainingError):
     pass
 
 
-class ResourcesMissing(TrainingError):
+class ResourcesMissing(UsageError):
     pass
 
 

@@ -16,9 +16,11 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from app.config import Config
-from app.errors import ResourcesMissing, TrainingError
+from app.errors import ResourcesMissing, SteadfastError, TrainingError, UsageError
+from app.files import last_line
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.orchestration.coordinator import Coordinator
+from app.orchestration.internals import hush
 from app.orchestration.runtime import Job, train_loop
 from app.owner import Ownership
 from app.rundir import RunDirectory, prepare
@@ -34,6 +36,7 @@ _RAY_SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
+EMBEDDED = "embedded"
 _STORE_BYTES = 100 * 2**20  # nothing large travels through Ray's object store
 
 
@@ -77,10 +80,11 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
 
 
 def _run(config: Config, directory: RunDirectory, ownership: Ownership, console: Console, verbose: bool) -> int:
-    console.line(connect(config, verbose))
+    address = connect(config, verbose)
     try:
+        console.line(describe_cluster(address))
         gpus = gpus_per_worker(config)
-        await_room(config, gpus, ownership)
+        await_room(config, gpus, ownership, embedded=address == EMBEDDED)
         coordinator = start_coordinator(config, directory, ownership)
         trainer = build_trainer(config, directory, coordinator, gpus)
         return Fit(trainer, coordinator, directory, console).result()
@@ -89,9 +93,11 @@ def _run(config: Config, directory: RunDirectory, ownership: Ownership, console:
 
 
 def connect(config: Config, verbose: bool) -> str:
-    """Joins the cluster that the rule of the README names, or starts one inside this process. Returns what to say."""
+    """Joins the cluster that the rule of the README names, or embeds one in this process. Returns which."""
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    if not verbose:
+        hush()
     quiet: dict[str, Any] = {
         "log_to_driver": verbose,
         "logging_level": logging.INFO if verbose else logging.ERROR,
@@ -112,7 +118,11 @@ def connect(config: Config, verbose: bool) -> str:
             _node_ip_address="127.0.0.1",
             **quiet,
         )
-        address = "embedded"
+        address = EMBEDDED
+    return address
+
+
+def describe_cluster(address: str) -> str:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     total = ray.cluster_resources()
     return (
@@ -126,14 +136,14 @@ def gpus_per_worker(config: Config) -> int:
     return (1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0) if wanted == "auto" else wanted
 
 
-def await_room(config: Config, gpus: int, ownership: Ownership) -> None:
-    """Waits until the smallest number of workers fits.
+def await_room(config: Config, gpus: int, ownership: Ownership, embedded: bool) -> None:
+    """Waits until the smallest number of workers fits; not at all on an embedded cluster, which cannot grow.
 
     Raises:
         ResourcesMissing: it did not within `scaling.start_timeout_s`; says what is missing.
     """
     scaling = config.scaling
-    deadline = time.monotonic() + scaling.start_timeout_s
+    began, patience = time.monotonic(), 0.0 if embedded else scaling.start_timeout_s
     while True:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fitting = sum(
@@ -142,10 +152,10 @@ def await_room(config: Config, gpus: int, ownership: Ownership) -> None:
         )
         if fitting >= scaling.min_workers:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() - began >= patience:
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "
-                f"and {gpus} GPU each, but after {scaling.start_timeout_s:g} s {len(nodes)} nodes with "
+                f"and {gpus} GPU each, but after {patience:g} s {len(nodes)} node(s) with "
                 f"{_sum(nodes, 'CPU')} CPUs and {_sum(nodes, 'GPU')} GPUs have room for {fitting}. "
                 "Add nodes, or lower scaling.num_workers or scaling.gpus_per_worker"
             )
@@ -207,7 +217,7 @@ class Fit:
                 self._show_events()
             self._show_events()
         if self._fatal is not None:
-            raise TrainingError(self._fatal["error" if self._fatal["kind"] == "ours" else "traceback"])
+            raise self._explained(self._fatal)
         if self._error is not None:
             raise TrainingError(str(self._error)) from self._error
         if self._finished is None:
@@ -222,6 +232,12 @@ class Fit:
             self._trainer.fit()
         except BaseException as error:
             self._error = error
+
+    def _explained(self, failure: dict[str, Any]) -> SteadfastError:
+        """Bad input that is found before the first step is bad usage; after it the training has failed."""
+        if failure["kind"] != "ours":
+            return TrainingError(failure["traceback"])
+        return (TrainingError if last_line(self._directory.ledger) else UsageError)(failure["error"])
 
     def _request_stop(self) -> None:
         self._console.line("stopping after this step; Ctrl-C again to stop at once")

@@ -65,6 +65,7 @@ class Coordinator:
         self._tables: dict[str, _Table] = {}
         self._signals = Signals()
         self._over = False
+        self._running = 0  # the attempt under way, 0 between two
         self._shown: list[Event] = []
         self._changed = asyncio.Event()
         self._seen_failures: set[tuple[int, str]] = set()
@@ -78,7 +79,8 @@ class Coordinator:
         table = self._tables.setdefault(group, _Table(size))
         table.ranks.add(rank)
         if len(table.ranks) == size:
-            table.attempt = self._ownership.next_attempt()
+            await self._end_attempt("all workers lost")
+            self._running = table.attempt = self._ownership.next_attempt()
             self._commits.clear()
             self._registrations.clear()
             table.seated.set()
@@ -89,17 +91,22 @@ class Coordinator:
         """Writes an event down, unless it is a mere figure, and shows it to the driver."""
         if event["event"] == "checkpoint":
             self._commits.append(event)
+        if event["event"] == "attempt_ended":
+            self._running = 0
         self._show(event if event["event"] == "log" else self._directory.record(event))
 
     async def failed(self, rank: int, failure: Failure) -> bool:
         """Records a failure; True if the run is over. An exception that comes back at its step would do so for ever."""
         if failure.kind == "peer":
+            await self._end_attempt("worker lost", failure.step)
             return self._over
         seen = (failure.step, failure.message)
         self._over |= failure.kind == "ours" or self._max_failures == 0 or seen in self._seen_failures
         self._seen_failures.add(seen)
         shown = {"kind": failure.kind, "error": failure.message, "traceback": failure.traceback}
         await self.publish({"event": "failure", "rank": rank, "step": failure.step, "fatal": self._over, **shown})
+        if not self._over:
+            await self._end_attempt("exception", failure.step)
         return self._over
 
     async def events(self, first: int) -> list[Event]:
@@ -134,6 +141,11 @@ class Coordinator:
 
     async def end(self) -> None:
         self._ownership.release()
+
+    async def _end_attempt(self, cause: str, step: int | None = None) -> None:
+        """Told once: every survivor reports the same end."""
+        if self._running:
+            await self.publish({"event": "attempt_ended", "attempt": self._running, "cause": cause, "step": step})
 
     def _show(self, event: Event) -> None:
         self._shown.append(event)

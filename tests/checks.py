@@ -1,0 +1,46 @@
+"""What every drill asserts, whatever was done to the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.config import Config, parse_config
+from app.data import SampleOrder, build_dataset
+from app.data.order import samples_digest
+from app.ledger import History, read_ledger
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return found
+
+
+def check_ledger(directory: Path, num_steps: int) -> History:
+    """Every step is committed once, with the digest of the samples that the seed puts there."""
+    config = parse_config((directory / "config.yaml").read_text())
+    history = read_ledger(directory / "steps.jsonl")
+    assert sorted(history.committed) == list(range(1, num_steps + 1))
+    order = order_of(config)
+    for step, line in history.committed.items():
+        assert line["num_samples"] == config.batch.global_size, f"step {step}"
+        assert line["samples_digest"] == expected_digest(config, order, step), f"step {step}"
+    return history
+
+
+def order_of(config: Config) -> SampleOrder:
+    return SampleOrder(len(build_dataset(config.data)), config.data.validation_fraction, config.run.seed)
+
+
+def expected_digest(config: Config, order: SampleOrder, step: int) -> str:
+    positions = np.arange((step - 1) * config.batch.global_size, step * config.batch.global_size)
+    return f"{samples_digest(order.train(positions), positions, config.run.seed):016x}"
+
+
+def check_identical(one: Path, other: Path) -> None:
+    ours, theirs = summary_of(one), summary_of(other)
+    for part in ("model_sha256", "optimizer_sha256"):
+        assert ours[part] == theirs[part], f"{part} of {one.name} and {other.name}"

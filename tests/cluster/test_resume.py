@@ -1,0 +1,84 @@
+"""Giving the same command again, in every state that a run can be left in."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.checks import check_identical, check_ledger, summary_of
+from tests.command import descendants
+
+STEPS = 500
+OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=50 steps"]
+
+
+@pytest.mark.timeout(300)
+def test_the_same_command_again(command):
+    run = command("run")
+
+    running = run.start(*OVERRIDES)
+    running.wait_for_step(60)
+    second = run.run(*OVERRIDES)
+    assert second.code == 2
+    assert f"already running: attempt 1 on {os.uname().nodename}, pid {running.process.pid}" in second.output
+
+    running.interrupt()
+    stopped = running.wait(30)
+    assert stopped.code == 3, stopped.output
+    reached = summary_of(run.directory)
+    assert reached["status"] == "stopped"
+    assert reached["last_checkpoint"].endswith(f"step-{reached['step']:08d}")
+
+    reseeded = run.run(*OVERRIDES, "run.seed=2")
+    assert reseeded.code == 2
+    assert "run.seed: 1 -> 2" in reseeded.output
+
+    resumed = run.start(*OVERRIDES, "logging.every_steps=20")
+    restored = resumed.wait_for_event("restore")
+    assert (restored["step"], restored["source"], restored["lost_steps"]) == (reached["step"], "checkpoint", 0)
+    resumed.wait_for_step(reached["step"] + 80)
+    resumed.process.kill()
+    assert "changed logging.every_steps: 10 -> 20" in resumed.wait().output
+
+    last = run.start(*OVERRIDES)
+    finished = last.wait()
+    assert finished.code == 0, finished.output
+    check_ledger(run.directory, STEPS)
+    assert summary_of(run.directory)["lost_steps"] <= 50
+
+    began = time.monotonic()
+    again = run.run(*OVERRIDES)
+    assert again.code == 0
+    assert f"has finished: {STEPS} steps" in again.output
+    assert f"run.steps={2 * STEPS}" in again.output
+    assert time.monotonic() - began < 20, "a finished run needs no Ray to say so"
+
+    assert command("undisturbed").run(*OVERRIDES).code == 0
+    check_identical(run.directory, command("undisturbed").directory)
+
+
+def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
+    running = command().start(*OVERRIDES)
+    running.wait_until(lambda: "Ray: embedded" in running.output_path.read_text(), "Ray")
+    left = [pid for pid, _ in descendants(running.process.pid)]
+    running.interrupt()
+    running.wait_until(lambda: "stopping after this step" in running.output_path.read_text(), "the first Ctrl-C")
+    time.sleep(0.6)  # sooner, and it would count as the same one
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(5) == 3
+    gone = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in left):
+        assert time.monotonic() < gone, "processes are left"
+        time.sleep(0.1)
+
+
+def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(command):
+    refused = command("empty").run("run.resume=must")
+    assert refused.code == 2
+    assert "holds no checkpoint" in refused.output
+    full = command("full")
+    assert full.run("run.steps=5").code == 0
+    refused = full.run("run.steps=5", "run.resume=never")
+    assert refused.code == 2
+    assert "holds checkpoints" in refused.output

@@ -1,0 +1,156 @@
+"""The literal command as a user gives it, in a process group of its own, with eyes on its run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.files import read_lines
+from app.ledger import History, read_ledger
+
+ROOT = Path(__file__).parents[1]
+
+# A GPT of a few thousand weights, in steps long enough that a test can act between two of them.
+SMALL = [
+    "model.num_layers=2",
+    "model.embed_dim=32",
+    "model.num_heads=2",
+    "model.context_length=32",
+    "data.context_length=32",
+    "scaling.num_workers=2",
+    "schedule.warmup_steps=5",
+    "validation.every=1000 steps",
+    "cluster.address=local",
+]
+
+
+@dataclass
+class Command:
+    """`python main.py --config ddp.yaml ...` against a run directory below `storage`."""
+
+    storage: Path
+    name: str = "run"
+    launcher: list[str] = field(default_factory=list)
+    config: str = "ddp.yaml"
+
+    @property
+    def directory(self) -> Path:
+        return self.storage / self.name
+
+    def start(self, *overrides: str, small: bool = True) -> Running:
+        words = [f"run.storage={self.storage}", f"run.name={self.name}", *(SMALL if small else ()), *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.storage)}
+        output = (self.storage / "output.txt").open("w+")
+        process = subprocess.Popen(
+            [sys.executable, *self.launcher, "main.py", "--config", self.config, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return Running(process, self.directory, Path(output.name))
+
+    def run(self, *overrides: str, timeout_s: float = 120, small: bool = True) -> Finished:
+        return self.start(*overrides, small=small).wait(timeout_s)
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    output: str
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    directory: Path
+    output_path: Path
+
+    def wait(self, timeout_s: float = 120) -> Finished:
+        try:
+            code = self.process.wait(timeout_s)
+        finally:
+            self.end()
+        return Finished(code, self.output_path.read_text())
+
+    def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
+        self.wait_until(lambda: self.history.last_step >= step, f"step {step}", timeout_s)
+
+    def wait_for_event(self, name: str, timeout_s: float = 90, **fields: Any) -> dict[str, Any]:
+        def found() -> list[dict[str, Any]]:
+            return [e for e in self.events if e["event"] == name and fields.items() <= e.items()]
+
+        self.wait_until(lambda: bool(found()), f"event {name} {fields}", timeout_s)
+        return found()[0]
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        """Looks at files that other processes write: there is nothing else to await from outside."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output_path.read_text()}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.output_path.read_text()}"
+            time.sleep(0.02)
+
+    @property
+    def history(self) -> History:
+        return read_ledger(self.directory / "steps.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.directory / "events.jsonl"))
+
+    def workers(self) -> list[int]:
+        """Pids of the training processes below this command, oldest first."""
+        return sorted(pid for pid, title in descendants(self.process.pid) if "RayTrainWorker" in title)
+
+    def kill_workers(self, count: int) -> None:
+        for pid in self.workers()[:count]:
+            os.kill(pid, signal.SIGKILL)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """As a terminal does: to the whole foreground process group."""
+        os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        left = [pid for pid, _ in descendants(self.process.pid)]
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in left:
+            if Path(f"/proc/{pid}").exists() and _session(pid) == self.process.pid:
+                os.kill(pid, signal.SIGKILL)
+
+
+def descendants(root: int) -> list[tuple[int, str]]:
+    """(pid, title) of every living process that `root` started, directly or not."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if stat.rpartition(")")[2].split()[0] != "Z":
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1]), title
+
+    def below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid][0]
+            if pid == root:
+                return True
+        return False
+
+    return [(pid, title) for pid, (_, title) in parents.items() if below(pid)]
+
+
+def _session(pid: int) -> int:
+    return os.getsid(pid)
