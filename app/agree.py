@@ -68,10 +68,13 @@ class ControlWord:
         group: a gloo group of the whole world, used for nothing else at the same time.
         settle: steps by which a word trails its step, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
 
+    stop and leave are true from the moment that a word which said so has been read, by whichever verb.
+
     Raises (from every verb): RuntimeError when a peer is gone; that is how the others notice.
     """
 
     def __init__(self, group: dist.ProcessGroup, settle: int) -> None:
+        self.stop = self.leave = False
         self._group, self._settle = group, settle
         self._copies: deque[_HostCopy] = deque()
         self._posted: deque[tuple[dist.Work, Tensor, int, tuple[float, float, float]]] = deque()
@@ -102,7 +105,10 @@ class ControlWord:
     def _read(self) -> Agreed:
         work, word, step, (loss, count, grad_norm) = self._posted.popleft()
         work.wait()
-        digest, num_samples, not_finite, *flags = word.tolist()
+        digest, num_samples, not_finite, *wishes = word.tolist()
+        flags = Flags(*map(bool, wishes))
+        self.stop |= flags.stop
+        self.leave |= flags.leave
         return Agreed(
             step=step,
             loss=loss,
@@ -110,6 +116,6 @@ class ControlWord:
             grad_norm=grad_norm,
             num_samples=num_samples,
             samples_digest=digest & _UINT64,
-            flags=Flags(*map(bool, flags)),
+            flags=flags,
             finite=not not_finite,
         )

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 from app.config import Config, load_config
 from app.errors import SteadfastError, UsageError
+from app.interrupts import EXIT_STOPPED
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 TRY = """Three commands to try:
   python main.py --config ddp.yaml                     train a small GPT on this machine
@@ -52,6 +55,8 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
 
 
 def _run(arguments: list[str], started_s: float) -> int:
@@ -73,13 +78,32 @@ def train(config: Config, started_s: float, verbose: bool) -> int:
     """Trains under torchrun where that started this process, else under Ray."""
     sys.path.insert(0, os.getcwd())  # the user's own code by import path
     from app.imports import load_target
-    from app.torchrun import run_under_torchrun, under_torchrun
 
     for name in ("model", "task", "data"):  # here, where a mistake costs a second and not a start of Ray
         if target := getattr(getattr(config, name), "target", None):
             load_target(target, f"{name}.target")
     if under_torchrun():
+        from app.torchrun import run_under_torchrun
+
         return run_under_torchrun(config, started_s, verbose)
     from app.launch import launch
 
     return launch(config, started_s, verbose)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or somebody who sets its environment, started this process.
+
+    Raises:
+        UsageError: some of its variables are set and others are not.
+    """
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if len(missing) == len(_TORCHRUN):
+        return False
+    if missing:
+        present = [name for name in _TORCHRUN if name in os.environ]
+        raise UsageError(
+            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. "
+            "Start with torchrun, or unset them to train under Ray"
+        )
+    return True

@@ -1,12 +1,13 @@
-"""Optimizers and learning rate schedules."""
+"""Optimizers, gradient clipping and learning rate schedules."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from app.checkpoint.state import unsharded
 from app.config import AdamWConfig, CosineConfig, ScheduleConfig
 
 
@@ -19,6 +20,23 @@ def build_optimizer(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     fused = bool(params) and all(p.is_cuda for p in params)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def rescale_gradients(model: nn.Module, correction: Tensor, max_norm: float | None) -> Tensor:
+    """Multiplies all gradients by `correction`, then clips them to a global norm of `max_norm`; one pass does both.
+
+    Args:
+        correction: () on the device, the same on every rank.
+
+    Returns:
+        The norm after the correction and before clipping, over the whole model even where gradients are sharded.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = unsharded(torch.nn.utils.get_total_norm(grads)) * correction
+    if max_norm is not None:
+        correction = correction * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, correction.to(grads[0].dtype))
+    return norm
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int) -> float:

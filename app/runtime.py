@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,14 @@ class Signals:
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a worker reached the end of an attempt. `resized` means that another world follows."""
+
+    kind: Literal["finished", "stopped", "resized"]
+    step: int
 
 
 class PeerLost(Exception):

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from app.data import Fetched
+from app.optim import rescale_gradients
 from app.parallel import Parallel
-from app.plan import Microbatch
 from app.precision import Precision
+from app.seed import seed_generators
 from app.tasks import Task
 
 
@@ -63,7 +63,7 @@ class Stepper:
             digest = (digest + fetched.digest) & ((1 << 64) - 1)
         summing.wait()
 
-        grad_norm = self._rescale(self.nominal_count / sums[1])
+        grad_norm = rescale_gradients(self.model, self.nominal_count / sums[1], self.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -81,26 +81,3 @@ class Stepper:
             loss = self.task.loss(self.model, batch).loss_sum
         (loss * 0.0).backward()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _rescale(self, correction: Tensor) -> Tensor:
-        """Turns nominal into true means and clips, in one multiplication. Returns the norm before clipping."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if isinstance(norm, DTensor):  # a norm of shards is partial until its ranks have summed it
-            norm = norm.full_tensor()
-        norm = norm * correction
-        if self.max_grad_norm is not None:
-            correction = correction * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, correction.to(grads[0].dtype))
-        return norm
-
-
-def seed_generators(seed: int, microbatch: Microbatch, device: torch.device) -> None:
-    """Keys dropout by (seed, step, microbatch), so that it does not matter who draws it.
-
-    `default_generator.manual_seed` takes 1 us; `torch.manual_seed` takes 80, for every accelerator it looks at.
-    """
-    key = hash((seed, microbatch.step, microbatch.index)) & ((1 << 63) - 1)
-    torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(key)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from app.config import Config
-from app.errors import SteadfastError, UsageError
+from app.errors import SteadfastError
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.owner import Ownership
 from app.rundir import Intent, RunDirectory, prepare
@@ -19,26 +19,6 @@ from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
 from app.worker import work
-
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or somebody who sets its environment, started this process.
-
-    Raises:
-        UsageError: some of its variables are set and others are not.
-    """
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if len(missing) == len(_VARIABLES):
-        return False
-    if missing:
-        present = [name for name in _VARIABLES if name in os.environ]
-        raise UsageError(
-            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. "
-            "Start with torchrun, or unset them to train under Ray"
-        )
-    return True
 
 
 class TorchrunRuntime:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal
 
 import torch.distributed as dist
 
-from app.agree import Agreed, ControlWord, Flags
+from app.agree import ControlWord, Flags
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
@@ -19,19 +17,11 @@ from app.parallel import build_parallel
 from app.plan import Plan
 from app.progress import Trigger
 from app.rundir import RunDirectory
-from app.runtime import Runtime, World
+from app.runtime import Outcome, Runtime, World
 from app.step import Stepper
 from app.telemetry.phases import Phases
 from app.telemetry.recorder import Recorder
 from app.validate import validate
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a worker reached the end of an attempt. `resized` means that another world follows."""
-
-    kind: Literal["finished", "stopped", "resized"]
-    step: int
 
 
 def train(
@@ -98,8 +88,7 @@ def train(
         recorder.checkpoint(store.save(step, state))
         checkpoint_trigger.done()
 
-    agreed: Agreed | None = None
-    while step < num_steps and not (agreed and (agreed.flags.stop or agreed.flags.leave)):
+    while step < num_steps and not (control.stop or control.leave):
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
         result = stepper.step(step + 1, lr, batches, plan.num_forwards(world.rank))
@@ -122,11 +111,11 @@ def train(
             save()
 
     settle()
-    leaving = step < num_steps and bool(agreed and agreed.flags.leave and not agreed.flags.stop)
+    leaving = step < num_steps and control.leave and not control.stop
     if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
         save()
     if step == num_steps and held_out:
         run_validation()
     outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)
-    recorder.end(outcome.kind, step, parallel.plain(model), state)
+    recorder.end(outcome.kind, step, parallel.plain(model) if parallel.replicated else None, state)
     return outcome

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+
 from app.config import Config
 from app.kept import Kept
 from app.rundir import RunDirectory
-from app.runtime import Runtime, destroy_groups
+from app.runtime import Outcome, Runtime, destroy_groups
 from app.telemetry.phases import Phases
-from app.train import Outcome, train
+from app.train import train
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
@@ -26,6 +28,10 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
                 return outcome
         except Exception as error:
             # Before the groups go: their sockets are how the others learn that something is wrong here.
-            runtime.failed(kept.held if kept else 0, error)
+            try:
+                runtime.failed(max(0, kept.held) if kept else 0, error)
+            finally:
+                # The traceback's frames hold the groups, and a socket that is still referenced is still open.
+                traceback.clear_frames(error.__traceback__)
         finally:
             destroy_groups()

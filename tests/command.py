@@ -44,10 +44,10 @@ class Command:
     def directory(self) -> Path:
         return self.storage / self.name
 
-    def start(self, *overrides: str, small: bool = True) -> Running:
+    def start(self, *overrides: str, small: bool = True, log: str = "output.txt") -> Running:
         words = [f"run.storage={self.storage}", f"run.name={self.name}", *(SMALL if small else ()), *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.storage)}
-        output = (self.storage / "output.txt").open("w+")
+        output = (self.storage / log).open("w+")
         process = subprocess.Popen(
             [sys.executable, *self.launcher, "main.py", "--config", self.config, *words],
             cwd=ROOT,
@@ -107,12 +107,12 @@ class Running:
     def events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.directory / "events.jsonl"))
 
-    def workers(self) -> list[int]:
+    def worker_pids(self, title: str = "RayTrainWorker") -> list[int]:
         """Pids of the training processes below this command, oldest first."""
-        return sorted(pid for pid, title in descendants(self.process.pid) if "RayTrainWorker" in title)
+        return sorted(pid for pid, name in descendants(self.process.pid) if title in name)
 
     def kill_workers(self, count: int) -> None:
-        for pid in self.workers()[:count]:
+        for pid in self.worker_pids()[:count]:
             os.kill(pid, signal.SIGKILL)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:

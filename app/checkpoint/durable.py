@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from app.checkpoint.state import Tensors
 from app.errors import RunConflict, StorageError
@@ -79,6 +78,8 @@ class CheckpointStore:
             raise StorageError(
                 f"{path} was written over another dataset than this one. Restore the data, or choose another run.name"
             )
+        import torch.distributed.checkpoint as dcp  # takes longer to import than all else here; few attempts need it
+
         dcp.load(state, checkpoint_id=path, process_group=self._group)
 
     def save(self, step: int, state: dict[str, Tensors]) -> Committed | None:
@@ -90,6 +91,8 @@ class CheckpointStore:
         began, path = time.monotonic(), self._path(step)
         if self._agreed_to_skip(path):
             return None
+        import torch.distributed.checkpoint as dcp
+
         writer = dcp.FileSystemWriter(path, sync_files=True)
         dcp.save(state, storage_writer=writer, process_group=self._group)
         return self._commit(step, path, began) if self._world.leader else None

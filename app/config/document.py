@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from app.config.base import choose, sections_in
-from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
 Keys = tuple[str, ...]
+OVERRIDE = 10**9  # as a line number: overrides come after the last line of any file
 
 
 class Loader(yaml.SafeLoader):
@@ -28,110 +27,74 @@ for _resolver in (Loader, Dumper):
     )
 
 
-class Mark(NamedTuple):
-    line: int  # orders the problems; overrides come after the last line of the file
-    where: str
-
-
 class Document:
-    """The tree that was written, where each key stands, and what is wrong with it so far."""
+    """The tree that was written, the line of each key, and what is wrong with it so far."""
 
     def __init__(self, text: str, file: str) -> None:
-        self.file = file
-        self.num_lines = text.count("\n") + 1
-        self.tree: dict[Any, Any] = {}
-        self.marks: dict[Keys, Mark] = {(): Mark(1, f"{file}:1")}
-        self.found: list[tuple[int, Problem]] = []
-        try:
-            self._read(text)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            tab = "; indent with spaces, not tabs" if r"\t" in (error.problem or "") else ""
-            where = f"{file}:{mark.line + 1}" if mark else file
-            raise ConfigError([Problem(where, "", f"not valid YAML: {error.problem}{tab}")]) from None
-        except (yaml.YAMLError, RecursionError) as error:  # an unprintable character; an anchor inside itself
-            raise ConfigError([Problem(file, "", f"not valid YAML: {error}")]) from None
-
-    def _read(self, text: str) -> None:
+        self._file = file
+        self._lines: dict[Keys, int] = {(): 1}
+        self._found: list[tuple[int, Problem]] = []
         loader = Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return
-        self._mark(root, ())
-        tree = loader.construct_object(root, deep=True)
-        if isinstance(tree, dict):
-            self.tree = tree
-        else:
-            self.problem((), f"must be a mapping of sections, found {str(tree)[:60]!r}")
+        try:
+            root = loader.get_single_node()
+            self.tree: Any = loader.construct_document(root) if root else {}
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            what = f"not valid YAML: {getattr(error, 'problem', error)}"
+            raise ConfigError([Problem(f"{file}:{mark.line + 1}" if mark else file, "", what)]) from None
+        if root:
+            self._note_lines(root, ())
+        if not isinstance(self.tree, dict):
+            self.problem((), "must be a mapping of sections")
+            self.tree = {}
 
-    def _mark(self, node: yaml.Node, path: Keys) -> None:
-        """Note the line of every key and item; YAML itself lets a key that is given twice pass."""
+    def _note_lines(self, node: yaml.Node, path: Keys) -> None:
+        """YAML itself lets a key that is given twice pass; here it is a problem."""
         first: dict[str, int] = {}
         for name, key, value in _children(node):
-            line = key.start_mark.line + 1
-            self.marks[*path, name] = Mark(line, f"{self.file}:{line}")
+            self._lines[*path, name] = line = key.start_mark.line + 1
             if first.setdefault(name, line) != line:
                 self.problem((*path, name), f"given twice, first on line {first[name]}")
-            self._mark(value, (*path, name))
+            self._note_lines(value, (*path, name))
 
     def override(self, overrides: Sequence[str]) -> None:
         """Set KEY=VALUE for each; VALUE is read as YAML, or as text where it is not YAML (such as *.txt)."""
-        settings: list[tuple[Keys, Any]] = []
-        for index, text in enumerate(overrides, 1):
-            key, equals, value = text.partition("=")
-            path = tuple(key.split("."))
-            # What the file said below this key is gone, and so are its lines.
-            self.marks = {old: mark for old, mark in self.marks.items() if old[: len(path)] != path}
-            self.marks[path] = Mark(self.num_lines + index, f"override {key}")
-            if equals and all(path):
-                settings.append((path, _value(value)))
+        settings = [text.partition("=") for text in overrides]
+        # Another kind first: it drops what the file said of the former, but nothing that an override says.
+        for key, equals, text in sorted(settings, key=lambda setting: not setting[0].endswith((".kind", ".target"))):
+            *parents, name = path = tuple(key.split("."))
+            section = self.tree
+            for depth, part in enumerate(parents, 1):
+                if not isinstance(section.get(part), dict):
+                    section[part] = {}
+                    self._lines[path[:depth]] = OVERRIDE
+                section = section[part]
+            self._lines[path] = OVERRIDE
+            if equals:
+                _drop_former(section, path, _value(text))
+                section[name] = _value(text)
             else:
-                self.problem(path, "must look like section.key=value")
-        # Before any is set, so that the order in which overrides are given does not matter.
-        for path, value in settings:
-            self._make_room(path, value)
-        for path, value in settings:
-            self._set(path, value)
+                self.problem(path, "must be given as section.key=value")
 
-    def _make_room(self, path: Keys, value: Any) -> None:
-        """Drop from the file what an override replaces: a former kind's keys, the run's other length."""
-        section = self.tree.get(path[0])
-        if len(path) != 2 or not isinstance(section, dict):
-            return
-        gone: set[str] = set()
-        if path in (("run", "steps"), ("run", "epochs")) and value is not None:
-            gone = {"steps", "epochs"} - {path[1]}
-        elif path[0] in Config.model_fields and path[1] in ("kind", "target"):
-            members = sections_in(Config.model_fields[path[0]].annotation)
-            old, new = choose(members, section), choose(members, {path[1]: value})
-            gone = set(old.model_fields) - set(new.model_fields) if old and new else gone
-        for key in gone & set(section):
-            del section[key]
-
-    def _set(self, path: Keys, value: Any) -> None:
-        parent = self.tree
-        for depth, part in enumerate(path[:-1], 1):
-            if parent.get(part) is None:
-                parent[part] = {}
-            parent = parent[part]
-            if not isinstance(parent, dict):
-                self.problem(path, f"{'.'.join(path[:depth])} has no keys; set the whole of it")
-                return
-        parent[path[-1]] = value
-
-    def problem(self, path: Keys, what: str, beside: str = "") -> None:
-        """Record what is wrong with `path`.
-
-        If nobody wrote it, it stands where its sibling `beside` or its parent does.
-        """
-        places = [path, (*path[:-1], beside), *(path[:end] for end in range(len(path) - 1, -1, -1)), ()]
-        line, where = next(self.marks[place] for place in places if place in self.marks)
-        key = ".".join(path)
-        self.found.append((line, Problem(where, "" if where == f"override {key}" else key, what)))
+    def problem(self, path: Keys, what: str) -> None:
+        """Record what is wrong with `path`, at its line, or at its section's if nobody wrote it."""
+        line = next(self._lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self._lines)
+        where = "override" if line == OVERRIDE else f"{self._file}:{line}"
+        self._found.append((line, Problem(where, ".".join(path), what)))
 
     def problems(self) -> list[Problem]:
-        """Every problem, from the top of the file to the last override."""
-        return [problem for _, problem in sorted(self.found, key=lambda found: found[0])]
+        """Every problem, from the top of the file to the overrides."""
+        return [problem for _, problem in sorted(self._found, key=lambda found: found[0])]
+
+
+def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
+    """Another kind has other keys, and of two lengths of the run the override's holds."""
+    former = section.get("kind", "target" if "target" in section else None)
+    if path[-1] in ("kind", "target") and former not in (None, value if path[-1] == "kind" else "target"):
+        section.clear()
+    if path in (("run", "steps"), ("run", "epochs")) and value is not None:
+        section.pop("steps", None)
+        section.pop("epochs", None)
 
 
 def _children(node: yaml.Node) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:

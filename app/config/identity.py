@@ -1,6 +1,5 @@
 """What makes two configurations the same run, and what may change between its attempts."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from app.config.schema import Config, LoaderConfig
@@ -21,31 +20,19 @@ class Change(NamedTuple):
     free: bool  # a resume need not mention it
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """The flat keys that must not change on resume."""
-    return {key: value for key, value in _flat(config).items() if _is_identity(key)}
-
-
 def diff(old: Config, new: Config) -> list[Change]:
     """Every flat key in which two configurations differ, in the order of the schema."""
-    before, after = _flat(old), _flat(new)
-    return [
-        Change(key, before.get(key), after.get(key), _is_identity(key), key.startswith(FREE))
-        for key in before | after
-        if key not in before or key not in after or before[key] != after[key]
-    ]
+    before, after = (_flat(config.model_dump(mode="json")) for config in (old, new))
+    changes = []
+    for key in before | after:
+        if before.get(key) != after.get(key):
+            free = key.startswith(FREE)
+            changes.append(Change(key, before.get(key), after.get(key), key.startswith(IDENTITY) and not free, free))
+    return changes
 
 
-def _is_identity(key: str) -> bool:
-    return key.startswith(IDENTITY) and not key.startswith(FREE)
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(value, dict):
-            yield prefix, value
-            return
-        for key, inner in value.items():
-            yield from leaves(f"{prefix}.{key}" if prefix else str(key), inner)
-
-    return dict(leaves("", config.model_dump(mode="json")))
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

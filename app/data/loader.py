@@ -1,6 +1,5 @@
 """Microbatches in, tensors on the device out. Randomness and digest are keyed by sample, not by worker."""
 
-import contextlib
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -18,9 +17,8 @@ from app.errors import DataError
 from app.plan import Microbatch
 
 _WINDOW = 1024  # positions ordered at once: numpy's overhead for eight is that for hundreds
-_UNCOLLATABLE = (AttributeError, RuntimeError, TypeError, ValueError)  # what torch raises for odd samples
 
-Form = tuple[tuple[Any, ...], ...]  # (dtype, shape) of each tensor of a sample
+Form = list[tuple[Any, Any]]  # (dtype or type, shape) of each part of a sample
 
 
 class Fetched(NamedTuple):
@@ -41,22 +39,20 @@ class Loader:
         self._device = device
         self._validation = _Fetch(dataset, order.validation, seed)
         self._stream = _Stream()
-        self._running: Any = None
         workers: dict[str, Any] = {}
         if config.num_workers:
             # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each worker.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["torch"])
-            workers["multiprocessing_context"] = context
+            workers = {"multiprocessing_context": context, "persistent_workers": True}
             workers["prefetch_factor"] = config.prefetch_factor
-            workers["persistent_workers"] = config.persistent_workers
         self._loader: DataLoader[Fetched | DataError] = DataLoader(
             _Fetch(dataset, order.train, seed),  # type: ignore[arg-type]  # any __getitem__ will do
             batch_size=None,
             sampler=self._stream,
             collate_fn=_as_it_is,
             num_workers=config.num_workers,
-            pin_memory=device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory,
+            pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else every start of the DataLoader draws from the global one
             **workers,
         )
@@ -64,34 +60,17 @@ class Loader:
     def steps(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Each microbatch, fetched: num_workers x prefetch_factor ahead, from this call on. A call ends the
         one before it. DataError if a sample cannot be batched."""
-        if not self._loader.persistent_workers:
-            self.close()
         self._stream.microbatches = microbatches
-        self._running = iter(self._loader)
-        return self._guarded(self._running)
+        return map(self._placed, iter(self._loader))
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """The same over validation positions."""
         return (self._placed(self._validation[microbatch]) for microbatch in microbatches)
 
-    def close(self) -> None:
-        """End the worker processes; the next steps() starts others."""
-        if hasattr(self._running, "_shutdown_workers"):
-            self._running._shutdown_workers()
-        self._running = self._loader._iterator = None
-
-    def _guarded(self, results: Iterator[Fetched | DataError]) -> Iterator[Fetched]:
-        try:
-            yield from map(self._placed, results)
-        except Exception:
-            self.close()  # a DataLoader that lost a worker never recovers
-            raise
-
     def _placed(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
             raise fetched
-        batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in fetched.batch)
-        return fetched._replace(batch=batch)
+        return fetched._replace(batch=tuple(part.to(self._device, non_blocking=True) for part in fetched.batch))
 
 
 class _Stream:
@@ -116,10 +95,7 @@ class _Fetch:
         """A DataError is returned, since raising it here would bury its message in the worker's traceback."""
         ids, keys = self._ordered(microbatch.start, microbatch.stop)
         try:
-            if self._read_batch is not None:
-                batch = self._read_batch(ids)
-            else:
-                batch = self._collated(ids.tolist(), self._read(ids.tolist(), keys.tolist()))
+            batch = self._read_batch(ids) if self._read_batch else self._collated(ids.tolist(), keys.tolist())
         except DataError as error:
             return error
         counted = bool(microbatch.weight)
@@ -136,64 +112,46 @@ class _Fetch:
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
 
-    def _read(self, ids: list[int], keys: list[int]) -> list[Any]:
-        items = []
-        with _own_randomness():
-            for sample, key in zip(ids, keys, strict=True):
-                torch.default_generator.manual_seed(key)
-                random.seed(key)
-                np.random.seed(key & 0xFFFFFFFF)
-                try:
-                    items.append(self._dataset[sample])
-                except Exception as error:
-                    error.add_note(f"while reading sample {sample}")
-                    raise
-        return items
+    def _collated(self, ids: list[int], keys: list[int]) -> tuple[Tensor, ...]:
+        """Every sample must look like the first that this process read."""
+        samples = self._samples(ids, keys)
+        for index, sample in zip(ids, samples, strict=True):
+            form = _form(sample)
+            self._form = self._form or form
+            if form != self._form:
+                raise DataError(f"sample {index} is {_said(form)}, expected {_said(self._form)} as those before it")
+        batch = default_collate(samples)
+        if not isinstance(batch, list | tuple) or not all(isinstance(part, Tensor) for part in batch):
+            raise DataError(f"sample {ids[0]} is {samples[0]!r:.80}, expected a tuple of tensors, arrays or numbers")
+        return tuple(batch)
 
-    def _collated(self, ids: list[int], items: list[Any]) -> tuple[Tensor, ...]:
-        if self._form is None:
-            self._form = _form_of(0, self._read([0], [0])[0])
-        reason: Exception | None = None
+    def _samples(self, ids: list[int], keys: list[int]) -> list[Any]:
+        """Each sample with the generators seeded by its key, and these left as they were: without worker processes
+        they are the training loop's."""
+        kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
-            batch = tuple(default_collate(items))
-            if _form(batch) == self._form:
-                return batch
-        except _UNCOLLATABLE as error:
-            reason = error
-        for sample, item in zip(ids, items, strict=True):
-            if (seen := _form_of(sample, item)) != self._form:
-                raise DataError(f"sample {sample} is {_said(seen)}, expected {_said(self._form)} as sample 0 is")
-        raise DataError(f"samples {ids} cannot be batched: {reason}") from reason
+            return [self._sample(index, key) for index, key in zip(ids, keys, strict=True)]
+        finally:
+            torch.set_rng_state(kept[0])
+            random.setstate(kept[1])
+            np.random.set_state(kept[2])
+
+    def _sample(self, index: int, key: int) -> Any:
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        return self._dataset[index]
 
 
-def _form(batch: tuple[Tensor, ...]) -> Form:
-    return tuple((part.dtype, part.shape[1:]) for part in batch)
-
-
-def _form_of(sample: int, item: Any) -> Form:
-    if isinstance(item, tuple | list) and item:
-        with contextlib.suppress(*_UNCOLLATABLE):
-            return _form(tuple(default_collate([item])))
-    parts = ", ".join(type(part).__name__ for part in item) if isinstance(item, tuple | list) else ""
-    seen = f"{type(item).__name__}({parts})"
-    raise DataError(f"sample {sample} is a {seen}, expected a tuple of tensors, arrays or numbers")
+def _form(sample: Any) -> Form:
+    parts = sample if isinstance(sample, tuple | list) else ()
+    return [(getattr(part, "dtype", type(part)), getattr(part, "shape", ())) for part in parts]
 
 
 def _said(form: Form) -> str:
     """`(float32 (64,), int64 ())`."""
-    return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in form) + ")"
-
-
-@contextlib.contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Leave the generators as they were: without worker processes they are the training loop's."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])
+    kinds = [getattr(kind, "__name__", str(kind)).removeprefix("torch.") for kind, _ in form]
+    return "(" + ", ".join(f"{kind} {tuple(shape)}" for kind, (_, shape) in zip(kinds, form, strict=True)) + ")"
 
 
 def _as_it_is(fetched: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 
 from app.config import Config
 from app.parallel.ddp import DistributedDataParallelism
-from app.parallel.fsdp import FullyShardedDataParallelism
 from app.precision import Precision
 from app.runtime import World
 
@@ -41,5 +40,7 @@ class Parallel(Protocol):
 
 def build_parallel(config: Config, world: World, precision: Precision) -> Parallel:
     if config.parallel.kind == "fsdp":
+        from app.parallel.fsdp import FullyShardedDataParallelism  # a second of imports that DDP need not wait for
+
         return FullyShardedDataParallelism(world, precision)
     return DistributedDataParallelism(config.parallel, world, precision)

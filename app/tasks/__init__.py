@@ -1,6 +1,5 @@
 """What a model is trained for: the loss as a sum and its count, to be divided once, by the global count."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.config import ClassificationConfig, LanguageModelingConfig, RegressionConfig, Target
+from app.config import Target, TaskConfig
 from app.errors import ConfigError, Problem
 from app.imports import build_target
-from app.models.gpt import Gpt
 
 IGNORED = -100  # cross_entropy's own mark for a target that does not count
 
@@ -22,13 +20,10 @@ class Sums:
 
     loss_sum: Tensor
     count: Tensor | int
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Sums too; reported divided by count."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # sums too, reported divided by count
 
 
 class Task(Protocol):
-    """May also have `sample(model, device) -> str | None`: text that shows what the model has learnt."""
-
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums: ...
 
 
@@ -41,14 +36,6 @@ class LanguageModeling:
         logits = _full_precision(model(inputs)).flatten(0, 1)
         loss_sum = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return Sums(loss_sum, (targets != IGNORED).sum())
-
-    def sample(self, model: nn.Module, device: torch.device) -> str | None:
-        """Two hundred bytes, the same for the same weights; None from a model that does not write bytes."""
-        if not isinstance(model, Gpt) or model.config.vocab_size != 256:
-            return None
-        prompt = torch.tensor(list(b"The "), device=device)
-        text = model.generate(prompt, 200, 0.8, torch.Generator().manual_seed(1))
-        return bytes(text.tolist()).decode(errors="replace")
 
 
 class Classification:
@@ -71,19 +58,19 @@ class Regression:
         outputs = _full_precision(model(inputs))
         # reshape: (microbatch,) against (microbatch, 1) would broadcast to a square without a word
         errors = (outputs.reshape(targets.shape) - targets.to(outputs.dtype)).square()
-        return Sums(errors.flatten(1).mean(1).sum() if errors.ndim > 1 else errors.sum(), len(targets))
+        return Sums(errors.reshape(len(targets), -1).mean(1).sum(), len(targets))
 
 
-_TASKS: dict[str, Callable[[], Task]] = {
+_TASKS: dict[str, type[Task]] = {
     "language_modeling": LanguageModeling,
     "classification": Classification,
     "regression": Regression,
 }
 
 
-def build_task(config: LanguageModelingConfig | ClassificationConfig | RegressionConfig | Target) -> Task:
+def build_task(config: TaskConfig | Target) -> Task:
     """The task the config names."""
-    if not isinstance(config, Target):
+    if isinstance(config, TaskConfig):
         return _TASKS[config.kind]()
     task: Task = build_target(config.target, config.args, "task")
     if not callable(getattr(task, "loss", None)):

@@ -3,8 +3,7 @@
 import os
 import platform
 import subprocess
-import sys
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,17 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
 
     Imports nothing heavy and makes no CUDA context, so that the driver too may call it.
     """
-    torch = sys.modules.get("torch")  # its metadata do not say which CUDA it was built with
+    describe = ("git", "-C", str(directory or Path.cwd()), "describe", "--always", "--abbrev=40", "--exclude=*")
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
-        "git": _git(str(directory or Path.cwd())),
+        "git": _output(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "ray": _version("ray"),
-        "cuda": torch.version.cuda if torch else None,
+        "torch": version("torch"),
+        "ray": version("ray"),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines(),
+        "gpus": gpus.splitlines() if gpus else [],
     }
-
-
-def _git(directory: str) -> dict[str, Any] | None:
-    revision = _output("git", "-C", directory, "rev-parse", "HEAD")
-    # Tracked files only: a run directory inside the clone does not make its code another.
-    changes = _output("git", "-C", directory, "status", "--porcelain", "--untracked-files=no")
-    return None if revision is None else {"revision": revision, "dirty": bool(changes)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str | None:

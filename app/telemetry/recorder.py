@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from app.agree import Agreed
 from app.checkpoint.durable import Committed
@@ -115,8 +114,12 @@ class Recorder:
                 bytes=manifest.num_bytes,
             )
 
-    def end(self, cause: str, step: int, model: nn.Module, state: dict[str, Tensors]) -> None:
-        """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded."""
+    def end(self, cause: str, step: int, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
+        """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded.
+
+        Args:
+            whole: the model, where this rank alone can run it.
+        """
         self._publish("attempt_ended", cause=cause, step=step)
         self._trackers.close()
         if cause == "resized":
@@ -141,7 +144,7 @@ class Recorder:
             "last_checkpoint": str(newest.parent) if newest else None,
         }
         self._directory.write_summary(summary)
-        self._publish("finished", **summary, sample=_sample(self._kept.task, model, self._kept.precision.device))
+        self._publish("finished", **summary, sample=_sample(self._kept.task, whole, self._kept.precision.device))
 
     def _publish(self, name: str, **fields: Any) -> None:
         if not self._world.leader:
@@ -152,10 +155,10 @@ class Recorder:
         self._runtime.publish(event)
 
 
-def _sample(task: Task, model: nn.Module, device: torch.device) -> str | None:
-    """What the task has to show of the model, if it has anything. A sharded model would need every rank for it."""
+def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | None:
+    """What the task has to show of the model, if it has anything."""
     sample = getattr(task, "sample", None)
-    if sample is None or isinstance(model, FSDPModule):
+    if sample is None or model is None:
         return None
     model.eval()
     text: str | None = sample(model, device)

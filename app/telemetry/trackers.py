@@ -19,8 +19,6 @@ class Tracker(Protocol):
 
     def scalars(self, step: int, values: dict[str, float]) -> None: ...
 
-    def text(self, step: int, name: str, text: str) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -28,15 +26,12 @@ class MemoryTracker:
     """The twin: `values[name][step]`."""
 
     def __init__(self) -> None:
-        self.values: defaultdict[str, dict[int, float | str]] = defaultdict(dict)
+        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self.closed = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self.values[name][step] = value
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self.values[name][step] = text
 
     def close(self) -> None:
         self.closed = True
@@ -58,28 +53,26 @@ class TensorBoardTracker:
             # Seconds, not the default two minutes: this is what a killed leader loses.
             self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=5)
 
-        self._do(open_writer)
+        self._thread.submit(self._attempt, open_writer)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._do(lambda: [self._writer.add_scalar(name, value, step) for name, value in values.items()])
+        def write() -> None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        self._do(lambda: self._writer.add_text(name, text, step))
+        self._thread.submit(self._attempt, write)
 
     def close(self) -> None:
-        self._do(lambda: self._writer.close())
+        self._thread.submit(self._attempt, lambda: self._writer.close())
         self._thread.shutdown()
 
-    def _do(self, work: Callable[[], object]) -> None:
-        def attempt() -> None:
-            try:
-                if not self._failed:
-                    work()
-            except Exception as error:
-                self._failed = True
-                _log.warning("TensorBoard is off until the next attempt, training goes on: %s", error)
-
-        self._thread.submit(attempt)
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            if not self._failed:
+                work()
+        except Exception as error:
+            self._failed = True
+            _log.warning("TensorBoard is off until the next attempt, training goes on: %s", error)
 
 
 class Trackers:
@@ -90,17 +83,14 @@ class Trackers:
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Keep a `log` or `validation` event as `train/…`, `speed/…` and `validation/…`."""
-        group = {"log": "train"}.get(event["event"], event["event"])
-        fields = {
+        group = "train" if event["event"] == "log" else "validation"
+        figures = {
             f"{'speed' if key in _SPEED else group}/{key}": value
             for key, value in event.items()
             if key not in _NOT_FIGURES and value is not None
         }
-        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
         for tracker in self._trackers:
-            tracker.scalars(event["step"], {k: v for k, v in fields.items() if k not in texts})
-            for name, text in texts.items():
-                tracker.text(event["step"], name, text)
+            tracker.scalars(event["step"], figures)
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -109,5 +99,4 @@ class Trackers:
 
 def build_trackers(configs: Sequence[TensorBoardConfig], directory: Path, first_step: int) -> Trackers:
     """One attempt's trackers, each in its folder of the run's `directory`; it begins with `first_step`."""
-    kinds = {"tensorboard": TensorBoardTracker}
-    return Trackers([kinds[config.kind](directory / config.kind, first_step) for config in configs])
+    return Trackers([TensorBoardTracker(directory / config.kind, first_step) for config in configs])

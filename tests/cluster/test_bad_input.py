@@ -15,7 +15,7 @@ BEFORE_RAY = {
 @pytest.mark.parametrize(("override", "message"), BEFORE_RAY.values(), ids=BEFORE_RAY)
 def test_what_is_wrong_is_told_before_ray_starts(command, override, message):
     run = command()
-    finished = run.run(override)
+    finished = run.run(override, small=False)
     assert finished.code == 2
     assert message in finished.output
     assert "Traceback" not in finished.output

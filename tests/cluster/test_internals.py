@@ -1,11 +1,19 @@
 """Fails first when a Ray upgrade moves what we use of its internals."""
 
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
+import inspect
 
-from app.orchestration.internals import hush
+from ray._private import worker
+from ray.train.torch import TorchTrainer
+
+from app.orchestration.internals import without_idle_actors
 
 
-def test_the_raylets_messages_have_a_handler_that_can_be_removed():
-    handlers = global_worker_stdstream_dispatcher.handlers
-    assert "ray_print_logs" in [handler[0] if isinstance(handler, tuple) else handler for handler in handlers]
-    hush()
+def test_the_raylets_messages_go_through_a_function_that_can_be_replaced():
+    assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
+    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names
+
+
+def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones():
+    callbacks = TorchTrainer(lambda: None)._create_default_callbacks()
+    left_out = {type(each).__name__ for each in callbacks} - {type(e).__name__ for e in without_idle_actors(callbacks)}
+    assert left_out == {"DatasetsCallback", "PlacementGroupCleanerCallback"}

@@ -58,19 +58,34 @@ def test_the_same_command_again(command):
     check_identical(run.directory, command("undisturbed").directory)
 
 
-def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
-    running = command().start(*OVERRIDES)
+def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command):
+    run = command()
+    running = run.start(*OVERRIDES)
     running.wait_until(lambda: "Ray: embedded" in running.output_path.read_text(), "Ray")
+    left = [pid for pid, _ in descendants(running.process.pid)]
+    running.interrupt()
+    assert running.process.wait(30) == 3
+    await_end_of(left)
+    assert not run.directory.exists()
+
+
+def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
+    running = command().start(*OVERRIDES, "task.target=tests.examples.slow:Slow")
+    running.wait_for_step(1)
     left = [pid for pid, _ in descendants(running.process.pid)]
     running.interrupt()
     running.wait_until(lambda: "stopping after this step" in running.output_path.read_text(), "the first Ctrl-C")
     time.sleep(0.6)  # sooner, and it would count as the same one
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(5) == 3
-    gone = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in left):
-        assert time.monotonic() < gone, "processes are left"
-        time.sleep(0.1)
+    await_end_of(left)
+
+
+def await_end_of(pids):
+    limit = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < limit, "processes are left"
+        time.sleep(0.05)
 
 
 def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(command):

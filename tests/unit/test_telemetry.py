@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console as RichConsole
 
 from app.config.schema import TensorBoardConfig
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.meters import Meters
 from app.telemetry.narrate import compact, duration, narrate, result, size
-from app.telemetry.throughput import mfu, peak_flops
+from app.telemetry.throughput import peak_flops
 from app.telemetry.trackers import MemoryTracker, TensorBoardTracker, Tracker, Trackers, build_trackers
 
 LOG: dict[str, Any] = {
@@ -53,7 +52,7 @@ STARTED: dict[str, Any] = {
     "restored_s": 0.6,
     "first_step_s": 0.2,
 }
-ON_CPU = {**LOG, "mfu": None, "memory_bytes": None, "world_size": 1, "step_ms": 4.08, "unit": "samples"}
+ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples"}
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,7 @@ ON_CPU = {**LOG, "mfu": None, "memory_bytes": None, "world_size": 1, "step_ms": 
         (LOG, LINE),
         (
             ON_CPU,
-            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4.1 ms | 311 samples/s | 1 worker | eta 53m",
-        ),
-        (
-            {"event": "log", "step": 1, "total_steps": 3, "loss": float("nan"), "eta_s": None},
-            "step 1/3 33% | loss nan",
+            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | 311 samples/s | 31.2 GiB | 1 worker | eta 53m",
         ),
         (
             {
@@ -75,7 +70,6 @@ ON_CPU = {**LOG, "mfu": None, "memory_bytes": None, "world_size": 1, "step_ms": 
                 "step": 200,
                 "loss": 2.0,
                 "accuracy": 0.912,
-                "sample": "abc",
             },
             "validation at step 200 | loss 2.000 | accuracy 0.9120",
         ),
@@ -91,8 +85,8 @@ ON_CPU = {**LOG, "mfu": None, "memory_bytes": None, "world_size": 1, "step_ms": 
         ),
         (STARTED, "attempt 2: 2 workers, step 40 restored from checkpoint | ready in 3.1 s"),
         (
-            {"event": "attempt_started", "attempt": 1, "world_size": 1, "step": 0, "source": "start"},
-            "attempt 1: 1 worker, from step 0",
+            {**STARTED, "attempt": 1, "world_size": 1, "step": 0, "source": "start"},
+            "attempt 1: 1 worker, from step 0 | ready in 3.1 s",
         ),
         (
             {"event": "attempt_ended", "attempt": 1, "step": 43, "cause": "worker lost"},
@@ -109,42 +103,45 @@ def test_one_event_is_one_line(event: dict[str, Any], line: str) -> None:
 
 
 def test_verbose_says_where_the_time_of_a_start_went() -> None:
-    spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first step 0.2"
+    spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first_step 0.2"
     assert narrate(STARTED, verbose=True) == narrate(STARTED) + spent
 
 
 def test_numbers_in_words() -> None:
-    assert [compact(v) for v in (0, 3.25, 812, 39_812, 1.2e6)] == ["0", "3.2", "812", "39.8k", "1.2M"]
-    assert [size(v) for v in (0, 512, 2048, 3 * 2**40)] == ["0 B", "512 B", "2.0 KiB", "3072.0 GiB"]
-    spans = [duration(v) for v in (0, 45.2, 221, 3200, 11_520, 187_300)]
-    assert spans == ["0s", "45s", "3m 41s", "53m", "3h 12m", "2d 4h"]
+    assert [compact(v) for v in (0, 812, 39_812, 1.2e6)] == ["0", "812", "39.8k", "1.2M"]
+    assert [size(v) for v in (0, 512, 2048, 3 * 2**40)] == ["0.0 B", "512.0 B", "2.0 KiB", "3072.0 GiB"]
+    spans = [duration(v) for v in (0, 45.2, 221, 3200, 11_520)]
+    assert spans == ["0s", "45s", "4m", "53m", "3h 12m"]
+
+
+SUMMARY: dict[str, Any] = {
+    "event": "finished",
+    "status": "finished",
+    "step": 2000,
+    "samples": 96_000,
+    "tokens": 12_288_000,
+    "wall_s": 221.0,
+    "goodput": 0.982,
+    "attempts": 2,
+    "lost_steps": 1,
+    "stall_s": 3.9,
+    "metrics": {"loss": 2.31},
+    "last_checkpoint": "runs/ddp/checkpoints/step-00002000",
+    "tensorboard": "runs/ddp/tensorboard",
+}
+RESULT = [
+    "finished    2000 steps, 96.0k samples, 12.3M tokens in 4m",
+    "goodput     98.2% | 2 attempts | 1 lost step | stalled 4s",
+    "validation  loss 2.310",
+    "checkpoint  runs/ddp/checkpoints/step-00002000",
+    "curves      tensorboard --logdir runs/ddp/tensorboard",
+]
 
 
 def test_result_tells_what_is_known() -> None:
-    summary = {
-        "status": "finished",
-        "step": 2000,
-        "samples": 96_000,
-        "tokens": 12_288_000,
-        "wall_s": 221.0,
-        "goodput": 0.982,
-        "attempts": 2,
-        "lost_steps": 1,
-        "stall_s": 3.9,
-        "metrics": {"loss": 2.31},
-        "last_checkpoint": "runs/ddp/checkpoints/step-00002000",
-        "sample": "The\nquick",
-        "tensorboard": "runs/ddp/tensorboard",
-    }
-    assert result(summary) == [
-        "finished    2000 steps, 96.0k samples, 12.3M tokens in 3m 41s",
-        "goodput     98.2% | 2 attempts | 1 lost step | stalled 4s",
-        "validation  loss 2.310",
-        "checkpoint  runs/ddp/checkpoints/step-00002000",
-        "sample      The\n            quick",
-        "curves      tensorboard --logdir runs/ddp/tensorboard",
-    ]
-    assert result({"status": "stopped", "step": 1}) == ["stopped     1 step"]
+    assert result(SUMMARY) == RESULT
+    unknown = result({**SUMMARY, "tokens": None, "metrics": {}, "last_checkpoint": None})
+    assert unknown == ["finished    2000 steps, 96.0k samples in 4m", RESULT[1], RESULT[4]]
 
 
 def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
@@ -152,13 +149,9 @@ def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
     console = Console(file=pipe)
     console.show(LOG)
     console.line("[rank 3] ran out of memory " + "x" * 200)
-    console.show({"event": "finished", "status": "finished", "step": 9000})
-    console.finish({"status": "finished", "step": 9000})
-    assert pipe.getvalue().splitlines() == [
-        LINE,
-        "[rank 3] ran out of memory " + "x" * 200,
-        "finished    9000 steps",
-    ]
+    console.show(SUMMARY)
+    console.finish(SUMMARY)
+    assert pipe.getvalue().splitlines() == [LINE, "[rank 3] ran out of memory " + "x" * 200, *RESULT]
 
 
 def on_a_terminal(verbose: bool) -> str:
@@ -166,10 +159,11 @@ def on_a_terminal(verbose: bool) -> str:
     script = (
         "import json, sys\nfrom app.telemetry.console import Console\n"
         "console = Console(verbose=sys.argv[1] == 'True')\n"
-        "for event in json.loads(sys.argv[2]): console.show(event)\n"
-        "console.finish({'status': 'finished', 'step': 9000})\n"
+        "*events, summary = json.loads(sys.argv[2])\n"
+        "for event in events: console.show(event)\n"
+        "console.finish(summary)\n"
     )
-    events = json.dumps([LOG, STARTED, {**LOG, "step": 1210}])
+    events = json.dumps([LOG, STARTED, {**LOG, "step": 1210}, SUMMARY])
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     subprocess.run([sys.executable, "-c", script, str(verbose), events], stdout=theirs, env=env, check=True, timeout=60)
@@ -192,55 +186,38 @@ def test_on_a_terminal_a_log_moves_the_bar_and_events_are_lines() -> None:
     seen = on_a_terminal(verbose=False)
     assert "━" in seen
     assert "step 1210/9000 13%" in seen
+    assert seen.count("| eta 53m") == 3  # two log events, and once more below the line between them
     assert LINE not in seen
     assert narrate(STARTED) in seen
-    assert seen.rstrip().endswith("finished    9000 steps")
+    assert seen.rstrip().endswith(RESULT[-1])
     assert LINE in on_a_terminal(verbose=True)
 
 
-def test_close_gives_the_terminal_back() -> None:
-    console = Console()
-    console._rich = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
+def test_close_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(file=io.StringIO())
     before = sys.stdout
     console.show(LOG)
+    assert sys.stdout is not before
     console.close()
     console.close()
     assert sys.stdout is before
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_meters_give_median_step_and_mean_rates() -> None:
-    clock = Clock()
-    meters = Meters(flops_per_sample=5e9, peak_flops_total=1e12, clock=clock)
+    meters = Meters(flops_per_sample=5e9, peak_flops_total=1e12)
     for seconds in (5.0, 1.0, 1.0, 3.0):
-        clock.now += seconds
         meters.record(seconds, num_samples=10, units=1000)
-    clock.now += 4.0  # a validation
     first = meters.snapshot(remaining_steps=6)
-    assert first == {
-        "step_ms": 2000.0,
-        "units_per_s": 400.0,
-        "samples_per_s": 4.0,
-        "mfu": 0.02,
-        "eta_s": 18.0,
-    }
-    clock.now += 0.5
+    assert first == {"step_ms": 2000.0, "units_per_s": 400.0, "samples_per_s": 4.0, "mfu": 0.02, "eta_s": 12.0}
     meters.record(0.5, num_samples=10, units=1000)
     assert meters.snapshot(remaining_steps=0)["step_ms"] == 500.0
 
 
-def test_meters_after_one_step() -> None:
-    meters = Meters(clock=Clock())
+def test_mfu_is_unknown_without_a_peak() -> None:
+    meters = Meters(flops_per_sample=5e9)
     meters.record(2.0, num_samples=10, units=10)
-    snapshot = meters.snapshot(remaining_steps=3)
-    assert (snapshot["eta_s"], snapshot["mfu"]) == (6.0, None)
+    assert meters.snapshot(remaining_steps=3)["mfu"] is None
 
 
 @pytest.mark.parametrize(
@@ -252,11 +229,8 @@ def test_meters_after_one_step() -> None:
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H100 NVL", torch.float32, 60),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("NVIDIA L4", torch.bfloat16, 121),
         ("NVIDIA L40S", torch.float16, 362.05),
-        ("Tesla V100-SXM2-16GB", torch.float16, 125),
-        ("Tesla T4", torch.bfloat16, None),
         ("NVIDIA H200", torch.float64, None),
         ("NVIDIA GeForce RTX 3090", torch.bfloat16, None),
     ],
@@ -265,16 +239,11 @@ def test_peak_flops(name: str, dtype: torch.dtype, teraflops: float | None) -> N
     assert peak_flops(name, dtype) == (teraflops and pytest.approx(teraflops * 1e12))
 
 
-def test_mfu_is_unknown_without_a_peak() -> None:
-    assert mfu(10.0, 5e9, None) is None
-    assert mfu(10.0, 5e9, 1e11) == 0.5
-
-
-def test_trackers_sort_figures_and_texts() -> None:
+def test_trackers_sort_figures() -> None:
     twin = MemoryTracker()
     trackers = Trackers([twin])
     trackers.record(ON_CPU)
-    trackers.record({"event": "validation", "time_s": 1.0, "step": 1200, "loss": 2.5, "sample": "abc"})
+    trackers.record({"event": "validation", "time_s": 1.0, "step": 1200, "loss": 2.5})
     trackers.close()
     assert twin.values == {
         "train/loss": {1200: 2.4131},
@@ -283,9 +252,9 @@ def test_trackers_sort_figures_and_texts() -> None:
         "speed/step_ms": {1200: 4.08},
         "speed/units_per_s": {1200: 39_812.0},
         "speed/samples_per_s": {1200: 311.0},
+        "speed/memory_bytes": {1200: LOG["memory_bytes"]},
         "speed/world_size": {1200: 1},
         "validation/loss": {1200: 2.5},
-        "validation/sample": {1200: "abc"},
     }
     assert twin.closed
 
@@ -312,7 +281,6 @@ def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         tracker: Tracker = TensorBoardTracker(tmp_path / "file", first_step=1)
         tracker.scalars(1, {"train/loss": 1.0})
-        tracker.text(1, "sample", "abc")
         tracker.close()
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
@@ -321,7 +289,7 @@ def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplo
 def test_environment_is_plain_json_and_survives_outside_a_repository(tmp_path: Path) -> None:
     seen = json.loads(json.dumps(environment(tmp_path)))
     assert seen["git"] is None
-    assert seen["torch"] == torch.__version__
+    assert torch.__version__.startswith(seen["torch"].split("+")[0])
     assert seen["num_cpus"] >= 1
 
 
@@ -335,5 +303,5 @@ def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:
     (tmp_path / "runs" / "events.jsonl").write_text("")
     clean = environment(tmp_path)["git"]
     tracked.write_text("2")
-    assert environment(tmp_path)["git"] == {"revision": clean["revision"], "dirty": True}
-    assert not clean["dirty"]
+    assert len(clean) == 40
+    assert environment(tmp_path)["git"] == f"{clean}-dirty"

@@ -1,0 +1,132 @@
+"""The `TorchTrainer` of a run, and what the driver does while it fits."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ray
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from app.config import Config
+from app.errors import SteadfastError, TrainingError, UsageError
+from app.files import last_line
+from app.interrupts import EXIT_STOPPED, Interrupts
+from app.orchestration.coordinator import Coordinator
+from app.orchestration.internals import without_idle_actors
+from app.orchestration.runtime import Job, train_loop
+from app.owner import Ownership
+from app.rundir import RunDirectory
+from app.telemetry.console import Console
+
+
+class NoProcessGroups(Backend):
+    """Ray starts the workers; the runtime forms the process groups, a new generation for every world."""
+
+
+class RuntimeConfig(TorchConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return NoProcessGroups
+
+
+class LeanTrainer(TorchTrainer):
+    def _create_default_callbacks(self) -> list[Any]:
+        return without_idle_actors(super()._create_default_callbacks())
+
+
+def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership) -> Any:
+    """On the head node, which outlives workers' nodes."""
+    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(Coordinator)
+    return actor.remote(directory, ownership, config.recovery.max_failures)
+
+
+def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int) -> TorchTrainer:
+    low, high = config.scaling.num_workers
+    head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
+    job = Job(config, directory, coordinator, head["NodeManagerAddress"])
+    # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
+    (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+    return LeanTrainer(
+        train_loop,
+        train_loop_config={"job": job},
+        torch_config=RuntimeConfig(),
+        scaling_config=ScalingConfig(
+            num_workers=(low, high) if low < high else low,
+            use_gpu=gpus > 0,
+            resources_per_worker={"CPU": config.scaling.cpus_per_worker, **({"GPU": gpus} if gpus else {})},
+        ),
+        run_config=RunConfig(
+            name=directory.path.name,
+            storage_path=str(directory.path.parent),
+            failure_config=FailureConfig(max_failures=config.recovery.max_failures),
+            checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
+        ),
+    )
+
+
+class Fit:
+    """`trainer.fit()` in a thread of its own, so that this one can show events and keep the signal handlers."""
+
+    def __init__(self, trainer: TorchTrainer, coordinator: Any, directory: RunDirectory, console: Console) -> None:
+        self._trainer, self._coordinator = trainer, coordinator
+        self._directory, self._console = directory, console
+        self._error: BaseException | None = None
+        self._fatal: dict[str, Any] | None = None
+        self._finished: dict[str, Any] | None = None
+        self._num_shown = 0
+
+    def result(self) -> int:
+        """The exit code.
+
+        Raises:
+            TrainingError: the training failed.
+        """
+        thread = threading.Thread(target=self._fit, daemon=True, name="fit")
+        with Interrupts(self._request_stop) as interrupts:
+            thread.start()
+            while thread.is_alive():
+                self._show_events()
+            self._show_events()
+        if self._fatal is not None:
+            raise self._explained(self._fatal)
+        if self._error is not None:
+            raise TrainingError(str(self._error)) from self._error
+        if self._finished is None:
+            if interrupts.stopping:
+                return EXIT_STOPPED
+            raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
+        self._console.finish({**self._finished, "tensorboard": str(self._directory / "tensorboard")})
+        return 0 if self._finished["status"] == "finished" else EXIT_STOPPED
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:
+            self._error = error
+
+    def _explained(self, failure: dict[str, Any]) -> SteadfastError:
+        """Bad input that is found before the first step is bad usage; after it the training has failed."""
+        if failure["kind"] != "ours":
+            return TrainingError(failure["traceback"])
+        return (TrainingError if last_line(self._directory.ledger) else UsageError)(failure["error"])
+
+    def _request_stop(self) -> None:
+        self._console.line("stopping after this step; Ctrl-C again to stop at once")
+        self._coordinator.request_stop.remote()
+
+    def _show_events(self) -> None:
+        try:
+            events = ray.get(self._coordinator.events.remote(self._num_shown))
+        except ray.exceptions.RayError as error:
+            raise TrainingError(f"the coordinator is gone: {error}") from error
+        self._num_shown += len(events)
+        for event in events:
+            if event["event"] == "finished":
+                self._finished = event
+            elif event.get("fatal"):
+                self._fatal = event
+            else:
+                self._console.show({key: value for key, value in event.items() if key != "traceback"})

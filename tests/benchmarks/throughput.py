@@ -1,0 +1,131 @@
+"""Milliseconds a step: this app under Ray beside the peer under torchrun, on the same machine at the same time.
+
+python -m tests.benchmarks.throughput --pairs 24
+
+Three contenders are started once and then take turns of a few steps each (turns.py): the app, the peer, and the peer
+again, whose ratio to the first one is the A/A control. Each round is one pair of both; the order is reversed from
+round to round, so that neither drift nor a place in the order favours anyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from app.config import GptConfig
+from app.models.gpt import Gpt
+from tests.benchmarks.commands import (
+    NUM_WORKERS,
+    Running,
+    app_under_ray,
+    app_under_torchrun,
+    end_on_sigterm,
+    peer,
+    write_config,
+)
+from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.turns import give_turn
+
+LIMIT = 1.05
+SIDES = ("ours", "peer", "control")
+_START_S, _TURN_S = 300.0, 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: dict[str, Any]
+    global_size: int
+    microbatch_size: int
+    steps_per_block: int
+
+    @property
+    def num_forwards(self) -> int:
+        return self.global_size // (self.microbatch_size * NUM_WORKERS)
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.numel() for p in Gpt(GptConfig(**self.model)).parameters())
+
+
+CASES = {
+    "10m": Case("gpt 10M", {"num_layers": 6, "num_heads": 6, "embed_dim": 384, "context_length": 128}, 8, 2, 2),
+    "10ms": Case("gpt 10 ms", {"num_layers": 2, "num_heads": 2, "embed_dim": 64, "context_length": 32}, 8, 2, 100),
+}
+
+
+def compare(case: Case, num_pairs: int, launcher: str, folder: Path) -> list[str]:
+    """One row of the table."""
+    num_blocks = num_pairs + 1
+    turns = {"block": case.steps_per_block, "blocks": num_blocks}
+    config = write_config(
+        folder / f"{case.name.replace(' ', '-')}.yaml",
+        run={"storage": str(folder / "runs"), "steps": num_blocks * case.steps_per_block + 1},
+        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
+        model={"kind": "gpt", **case.model},
+        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+        schedule={"kind": "cosine", "warmup_steps": 1},
+        task={
+            "target": "tests.benchmarks.turns:TurnTakingTask",
+            "args": {
+                "folder": str(folder),
+                "num_forwards": case.num_forwards,
+                "steps_per_block": case.steps_per_block,
+                "num_blocks": num_blocks,
+            },
+        },
+    )
+    commands = {
+        "ours": app_under_ray(config) if launcher == "ray" else app_under_torchrun(config),
+        "peer": peer(config, turns=folder, side="peer", **turns),
+        "control": peer(config, turns=folder, side="control", **turns),
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    with ExitStack() as stack:
+        running = [stack.enter_context(Running(side, commands[side], folder / f"{side}.log")) for side in SIDES]
+
+        def still_alive() -> None:
+            for each in running:
+                each.check()
+
+        for block in range(num_blocks):
+            for side in SIDES if block % 2 else SIDES[::-1]:
+                limit_s = _TURN_S if block else _START_S
+                took = give_turn(folder, side, block, NUM_WORKERS, limit_s, still_alive)
+                if block:
+                    seconds[side].append(took)
+    ratio = paired_ratio(seconds["ours"], seconds["peer"])
+    step_ms = {side: 1e3 * median(seconds[side]) / case.steps_per_block for side in SIDES}
+    return [
+        case.name,
+        f"{case.num_params / 1e6:.2f} M",
+        f"{step_ms['ours']:.1f}",
+        f"{step_ms['peer']:.1f}",
+        str(ratio),
+        str(paired_ratio(seconds["peer"], seconds["control"])),
+        verdict(ratio, LIMIT),
+    ]
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--model", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--launcher", choices=("ray", "torchrun"), default="ray", help="what starts the app")
+    options = parser.parse_args()
+    rows = [["model", "parameters", "ours ms/step", "peer ms/step", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    for name in options.model or CASES:
+        with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+            rows.append(compare(CASES[name], options.pairs, options.launcher, Path(folder)))
+    print(table(rows))
+    print(f"{options.pairs} pairs, {NUM_WORKERS} workers; verdict: the interval reaches down to {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()

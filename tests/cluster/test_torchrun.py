@@ -1,0 +1,71 @@
+"""The same loop under plain torchrun, and the same result as under Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.checks import check_identical, check_ledger, summary_of
+from tests.command import ROOT, SMALL
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_and_ray_give_identical_results(command):
+    torchrun = command("torchrun", launcher=STANDALONE)
+    assert torchrun.run(*OVERRIDES).code == 0
+    assert command("ray").run(*OVERRIDES).code == 0
+    check_identical(torchrun.directory, command("ray").directory)
+
+
+@pytest.mark.timeout(240)
+def test_max_restarts_resumes_a_killed_worker(command):
+    run = command(launcher=[*STANDALONE, "--max-restarts", "2"])
+    running = run.start(*OVERRIDES, "run.steps=400")
+    running.wait_for_step(60)
+    os.kill(running.worker_pids("main.py")[-1], signal.SIGKILL)
+    finished = running.wait()
+    assert finished.code == 0, finished.output
+    history = check_ledger(run.directory, 400)
+    assert history.num_lost <= 40
+    assert summary_of(run.directory)["attempts"] == 2
+
+
+@pytest.mark.timeout(240)
+def test_two_nodes_meet_at_a_rendezvous(command):
+    rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29611", "--rdzv-id", "run"]
+    nodes = [command(launcher=[*TORCHRUN, *rendezvous]).start(*OVERRIDES, log=f"node{i}.txt") for i in range(2)]
+    codes = [node.wait().code for node in nodes]
+    assert codes == [0, 0]
+    history = check_ledger(nodes[0].directory, 200)
+    assert {line["world_size"] for line in history.lines} == {2}
+
+
+def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command):
+    run = command(launcher=STANDALONE)
+    running = run.start(*OVERRIDES, "run.steps=2000")
+    running.wait_for_step(50)
+    running.interrupt()
+    running.wait(60)
+    reached = summary_of(run.directory)
+    assert reached["status"] == "stopped"
+    finished = run.run(*OVERRIDES, f"run.steps={reached['step'] + 20}")
+    assert finished.code == 0, finished.output
+    assert "restored from checkpoint" in finished.output
+
+
+def test_half_of_torchruns_environment_is_one_clear_error(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, "main.py", "--config", "ddp.yaml", f"run.storage={tmp_path}", *SMALL],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 2
+    assert "RANK, WORLD_SIZE set without LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in finished.stderr

@@ -1,0 +1,158 @@
+"""`drill(config, worlds=[3, 2, 3], leave_after=[4, 4])`: the whole loop in real processes, world after world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from app.checkpoint.state import app_state, flatten
+from app.config import Config
+from app.kept import Kept
+from app.ledger import History, read_ledger
+from app.optim import build_optimizer
+from app.rundir import RunDirectory
+from app.runtime import Event, Signals, World, form_groups
+from app.worker import work
+from tests.dist.gang import Gang, Member
+from tests.dist.reference import CPU
+
+Members = int | Sequence[int]  # of a world: the processes 0 to n - 1, or these, in the order of their ranks
+
+
+class Attempt(NamedTuple):
+    """One world of the schedule. leave_after, stop_after: steps after which its last rank wishes to."""
+
+    number: int
+    members: Sequence[int]
+    leave_after: int | None
+    stop_after: int | None
+
+
+class Seat(NamedTuple):
+    attempt: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Drilled:
+    """What a drill leaves behind. Weights and optimizer state are whole, read from the last checkpoint.
+
+    seats: who sat where, in the order of attempts and ranks.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    history: History
+    events: list[Event]
+    summary: dict[str, Any]
+    seats: list[Seat]
+
+    def told(self, name: str, field: str) -> list[Any]:
+        """`field` of every event of this name, oldest first."""
+        return [event[field] for event in self.events if event["event"] == name]
+
+    def pids(self) -> list[list[int]]:
+        """By attempt, in the order of ranks."""
+        attempts = sorted({seat.attempt for seat in self.seats})
+        return [[seat.pid for seat in self.seats if seat.attempt == attempt] for attempt in attempts]
+
+
+def drill(
+    config: Config,
+    worlds: Sequence[Members],
+    leave_after: Sequence[int] = (),
+    stop_after: int | None = None,
+    patch: Callable[[], None] | None = None,
+) -> Drilled:
+    """Trains in each world in turn, in processes that live through all of them, and reads what they left.
+
+    Args:
+        leave_after: for each world but the last, the steps after which one of its workers wishes to leave. The wish is
+            agreed on one step later.
+        stop_after: the same for the last world and the wish to stop; None lets it finish.
+        patch: called in every process before anything else, to break something on purpose.
+
+    Raises:
+        MemberFailed: a process raised.
+    """
+    directory = RunDirectory.of(config)
+    directory.create()
+    directory.record({"event": "run_started", "launcher": "drill"})
+    earlier = max((line["attempt"] for line in read_ledger(directory.ledger).lines), default=0)
+    schedule = [
+        Attempt(earlier + index, _members(world), leave, stop_after if index == len(worlds) else None)
+        for index, (world, leave) in enumerate(zip_longest(worlds, leave_after), 1)
+    ]
+    with Gang(1 + max(number for attempt in schedule for number in attempt.members), patch) as gang:
+        seats = gang.run(_take_part, config, schedule)
+    return _what_is_left(config, directory, sorted(seat for each in seats for seat in each))
+
+
+def _members(world: Members) -> Sequence[int]:
+    return range(world) if isinstance(world, int) else world
+
+
+def _take_part(member: Member, config: Config, schedule: list[Attempt]) -> list[Seat]:
+    directory = RunDirectory.of(config)
+    runtime = DrillRuntime(member, schedule, directory)
+    work(config, runtime, directory)
+    return runtime.seats
+
+
+def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) -> Drilled:
+    summary = directory.summary()
+    assert summary is not None
+    kept = Kept(config, CPU)
+    state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
+    dcp.load(state, checkpoint_id=summary["last_checkpoint"], no_dist=True)
+    return Drilled(
+        weights=flatten(state["model"]),
+        optimizer=flatten(state["optimizer"]),
+        history=read_ledger(directory.ledger),
+        events=directory.read_events(),
+        summary=summary,
+        seats=seats,
+    )
+
+
+class DrillRuntime:
+    """The schedule, as one process sees it. A world that it is not in, it does not wait for."""
+
+    device = CPU
+
+    def __init__(self, member: Member, schedule: list[Attempt], directory: RunDirectory) -> None:
+        self._member, self._directory = member, directory
+        self._coming = iter([attempt for attempt in schedule if member.number in attempt.members])
+        self.seats: list[Seat] = []
+
+    def next_world(self) -> World | None:
+        attempt = next(self._coming, None)
+        if attempt is None:
+            return None
+        world = World(attempt.members.index(self._member.number), len(attempt.members), attempt.number)
+        form_groups(self._member.store, world, self.device)
+        self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
+        self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
+        return world
+
+    def signals(self) -> Signals:
+        """Asked once a step."""
+        self._num_steps += 1
+        return Signals(stop=self._wants(self._attempt.stop_after), leave=self._wants(self._attempt.leave_after))
+
+    def publish(self, event: Event) -> None:
+        if event["event"] != "log":
+            self._directory.record(event)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        raise error
+
+    def _wants(self, after: int | None) -> bool:
+        return self._wishes and after is not None and self._num_steps >= after

@@ -1,0 +1,114 @@
+"""The code, broken on purpose: each function breaks one thing in the process that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import app.checkpoint.restore
+import app.step
+from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.state import Tensors
+from app.data.order import Int64s, SampleOrder
+from app.plan import Microbatch, Plan
+from app.step import Stepper
+from app.tasks import LanguageModeling, Sums
+from tests.dist.small import Tokens
+
+# Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
+EARLY, LATE = 26, 38
+
+
+def _replace(owner: Any, name: str, broken: Callable[[Any], Any]) -> None:
+    """`broken` is given the honest function, and answers with the one to put in its place."""
+    setattr(owner, name, broken(getattr(owner, name)))
+
+
+def nothing() -> None:
+    """The code as it is."""
+
+
+def _read_elsewhere(places: dict[int, int]) -> None:
+    """At each position that is named, the sample of another."""
+
+    def broken(honest: Any) -> Any:
+        def train(self: SampleOrder, positions: Int64s) -> Int64s:
+            wanted = positions.copy()
+            for position, other in places.items():
+                wanted[positions == position] = other
+            ids: Int64s = honest(self, wanted)
+            return ids
+
+        return train
+
+    _replace(SampleOrder, "train", broken)
+
+
+def repeat_a_sample() -> None:
+    _read_elsewhere({EARLY: LATE})
+
+
+def swap_two_samples_across_ranks() -> None:
+    _read_elsewhere({EARLY: LATE, LATE: EARLY})
+
+
+def read_another_sample_than_is_said() -> None:
+    _replace(Tokens, "__getitem__", lambda honest: lambda self, index: honest(self, index // 2))
+
+
+def drop_a_microbatch() -> None:
+    def broken(honest: Any) -> Any:
+        def microbatch(self: Plan, step: int, index: int) -> Microbatch:
+            found: Microbatch = honest(self, step, index)
+            return found._replace(weight=0) if (step, index) == (3, 4) else found
+
+        return microbatch
+
+    _replace(Plan, "_microbatch", broken)
+
+
+def count_pads() -> None:
+    _replace(Plan, "_pad", lambda honest: lambda *place: honest(*place)._replace(weight=1))
+
+
+def key_dropout_by_rank() -> None:
+    _replace(app.step, "seed_generators", lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest))
+
+
+def take_means_before_the_sum() -> None:
+    def broken(honest: Any) -> Any:
+        def loss(self: LanguageModeling, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+            sums: Sums = honest(self, model, batch)
+            return Sums(sums.loss_sum / max(1, int(sums.count)), 1)
+
+        return loss
+
+    _replace(LanguageModeling, "loss", broken)
+
+
+def broadcast_from_rank_0() -> None:
+    _replace(app.checkpoint.restore, "broadcast", lambda honest: lambda state, source: honest(state, 0))
+
+
+def broadcast_no_optimizer() -> None:
+    def broken(honest: Any) -> Any:
+        return lambda state, source: honest({"model": state["model"]}, source)
+
+    _replace(app.checkpoint.restore, "broadcast", broken)
+
+
+def load_no_optimizer() -> None:
+    def broken(honest: Any) -> Any:
+        def load(self: CheckpointStore, step: int, state: dict[str, Tensors]) -> None:
+            honest(self, step, {"model": state["model"]})
+
+        return load
+
+    _replace(CheckpointStore, "load", broken)
+
+
+def skip_the_rehearsal() -> None:
+    _replace(Stepper, "rehearse", lambda honest: lambda self, batch: None)

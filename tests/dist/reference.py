@@ -1,0 +1,110 @@
+"""What a run computes, said as plainly as possible: one process, the whole global batch, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from app.config import Config
+from app.data import SampleOrder, build_dataset
+from app.data.order import sample_keys, samples_digest
+from app.models import build_model
+from app.optim import learning_rate
+from app.plan import Microbatch
+from app.seed import seed_generators
+from app.tasks import build_task
+
+CPU = torch.device("cpu")
+
+
+class Reference(NamedTuple):
+    """What a run should come to: its weights in the end, and each step's loss, samples and their digest."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    num_samples: list[int]
+    digests: list[int]
+    validation_loss: float
+
+
+class GlobalBatch(NamedTuple):
+    """The samples of a step, and where in the stream they stand."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+def reference(config: Config) -> Reference:
+    """The run that the configuration describes, done the plain way."""
+    torch.manual_seed(config.run.seed)
+    model, adamw = build_model(config.model).double(), config.optimizer
+    matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": adamw.weight_decay}
+    others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, others], betas=adamw.betas, eps=adamw.eps)
+
+    losses, batches = [], global_batches(config)
+    for step, global_batch in enumerate(batches, 1):
+        loss = mean_loss(model, global_batch, config, step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), adamw.max_grad_norm or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.schedule, adamw.lr, step, len(batches))
+        optimizer.step()
+        losses.append(loss.item())
+    return Reference(
+        model.state_dict(),
+        losses,
+        num_samples=[len(each.ids) for each in batches],
+        digests=[samples_digest(*each, config.run.seed) for each in batches],
+        validation_loss=mean_loss(model.eval(), held_out(config), config).item(),
+    )
+
+
+def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int = 0) -> Tensor:
+    """The sum of all losses, divided once by the count of all. Dropout is drawn for each microbatch of a step."""
+    task = build_task(config.task)
+    loss_sum, count = torch.zeros((), dtype=torch.float64), 0
+    for index, microbatch in enumerate(microbatches(batch, config)):
+        seed_generators(config.run.seed, Microbatch(step, index, 0, 0), CPU)
+        sums = task.loss(model, microbatch)
+        loss_sum, count = loss_sum + sums.loss_sum, count + int(sums.count)
+    return loss_sum / count
+
+
+def order_of(config: Config) -> SampleOrder:
+    return SampleOrder(len(build_dataset(config.data)), config.data.validation_fraction, config.run.seed)
+
+
+def global_batches(config: Config) -> list[GlobalBatch]:
+    """What each step of the run is made of."""
+    order, size = order_of(config), config.batch.global_size
+    end = (config.run.steps or 0) * size or (config.run.epochs or 0) * order.num_train
+    stream = np.arange(end)
+    parts = np.split(stream, range(size, end, size))
+    return [GlobalBatch(order.train(positions), positions) for positions in parts]
+
+
+def held_out(config: Config) -> GlobalBatch:
+    order = order_of(config)
+    positions = np.arange(order.num_validation)
+    return GlobalBatch(order.validation(positions), positions)
+
+
+def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[tuple[Tensor, ...]]:
+    """Its samples, each read with the randomness that is its own."""
+    dataset = build_dataset(config.data)
+    keys = sample_keys(*global_batch, config.run.seed)
+    samples = []
+    for sample, key in zip(global_batch.ids.tolist(), keys.tolist(), strict=True):
+        torch.default_generator.manual_seed(key)
+        samples.append(dataset[sample])
+    size = config.batch.microbatch_size
+    for start in range(0, len(samples), size):
+        yield tuple(default_collate(samples[start : start + size]))

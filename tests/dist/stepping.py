@@ -1,0 +1,81 @@
+"""Some optimizer steps by hand, without the loop around them: any shares that a plan allows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from app.config import Config
+from app.kept import Kept
+from app.optim import build_optimizer, learning_rate
+from app.parallel import Parallel, build_parallel
+from app.plan import Plan
+from app.runtime import World, destroy_groups, form_groups
+from app.step import Stepper, StepResult
+from tests.dist.gang import Gang, Member
+from tests.dist.reference import CPU
+
+
+class Stepped(NamedTuple):
+    """weights: whole, as rank 0 has them. samples, digests: of each step, summed over the ranks."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    num_samples: list[int]
+    digests: list[int]
+
+
+def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]) -> Stepped:
+    """All steps of the run by as many workers as there are shares. `attempt` is another number at each call."""
+    answers = gang.run(_work, World(0, len(shares), attempt), config, shares)[: len(shares)]
+    by_step = list(zip(*(results for _, results in answers), strict=True))
+    return Stepped(
+        weights=answers[0][0],
+        losses=[float(each[0].numbers[0] / each[0].numbers[1]) for each in by_step],
+        num_samples=[sum(result.num_samples for result in each) for each in by_step],
+        digests=[sum(result.samples_digest for result in each) % 2**64 for each in by_step],
+    )
+
+
+def _work(member: Member, world: World, config: Config, shares: tuple[int, ...]) -> object:
+    if member.number >= world.size:
+        return None
+    world = World(member.number, world.size, world.attempt)
+    form_groups(member.store, world, CPU)
+    try:
+        return _steps(world, config, shares)
+    finally:
+        destroy_groups()
+
+
+def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], list[StepResult]]:
+    kept = Kept(config, CPU)
+    parallel = build_parallel(config, world, kept.precision)
+    batch = config.batch
+    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.lockstep, kept.num_train_samples)
+    stepper = _stepper(config, kept, parallel)
+    batches = kept.loader.steps(plan.stream(world.rank, 1, kept.num_steps))
+    results = []
+    for step in range(1, kept.num_steps + 1):
+        lr = learning_rate(config.schedule, config.optimizer.lr, step, kept.num_steps)
+        results.append(stepper.step(step, lr, batches, plan.num_forwards(world.rank)))
+    assert next(batches, None) is None, "microbatches were left over"
+    whole = StateDictOptions(full_state_dict=True)
+    weights: dict[str, Any] = get_model_state_dict(parallel.plain(stepper.model), options=whole)
+    return weights, results
+
+
+def _stepper(config: Config, kept: Kept, parallel: Parallel) -> Stepper:
+    model = parallel.wrap(kept.model)
+    return Stepper(
+        model,
+        build_optimizer(config.optimizer, kept.model),
+        kept.task,
+        parallel,
+        kept.precision,
+        nominal_count=config.batch.global_size * kept.units_per_sample,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.run.seed,
+    )

@@ -1,0 +1,98 @@
+"""The theorem of app.plan: whoever computes what, a step is the same sum divided by the same count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from app.config import Config
+from app.plan import even_shares
+from tests.dist.checks import EQUAL, check_equal
+from tests.dist.gang import Gang
+from tests.dist.reference import Reference, reference
+from tests.dist.small import small
+from tests.dist.stepping import Stepped, take_steps
+
+Shares = tuple[int, ...]
+Steps = Callable[[Config, Shares], Stepped]
+Case = tuple[list[str], Shares]
+
+NOWHERE = Path("nothing-is-written")
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+
+@pytest.fixture(scope="module")
+def steps() -> Iterator[Steps]:
+    """All steps of a run, in five processes that all tests of this module share."""
+    attempts = count(1)
+    with Gang(5) as gang:
+        yield lambda config, shares: take_steps(gang, next(attempts), config, shares)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A batch of any size, cut into microbatches of any size, dealt out to one to five workers in any way."""
+    global_size = draw(st.integers(1, 12))
+    microbatch_size = draw(st.integers(1, global_size))
+    grid = -(-global_size // microbatch_size)
+    num_workers = draw(st.integers(1, 5))
+    cuts = draw(st.lists(st.integers(0, grid), min_size=num_workers - 1, max_size=num_workers - 1))
+    length = draw(st.sampled_from(["run.steps=3", "run.epochs=1"]))
+    num_samples = draw(st.integers(3, 3 + 3 * global_size))
+    overrides = [
+        length,
+        f"data.args.num_samples={num_samples}",
+        f"batch.global_size={global_size}",
+        f"batch.microbatch_size={microbatch_size}",
+        f"data.args.masked={draw(st.booleans())}",
+        f"model.dropout={draw(st.sampled_from([0.0, 0.2]))}",
+        f"optimizer.max_grad_norm={draw(st.sampled_from(['null', '0.3']))}",
+        "schedule.warmup_steps=0",
+    ]
+    return overrides, tuple(right - left for left, right in pairwise([0, *sorted(cuts), grid]))
+
+
+@KINDS
+@settings(max_examples=16, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+@example(case=([], (0, 7, 0)))
+@example(case=(["batch.global_size=1", "batch.microbatch_size=1", "data.args.masked=false"], (0, 0, 0, 0, 1)))
+def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
+    overrides, shares = case
+    config = small(NOWHERE, f"parallel.kind={kind}", *overrides)
+    expected = reference(config)
+    assume(all(map(math.isfinite, expected.losses)))  # a whole step in which nothing counts has no mean
+    check_steps(steps(config, shares), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("microbatch_size", [1, 3, 8])
+def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
+    steps: Steps, kind: str, microbatch_size: int
+) -> None:
+    overrides = [f"parallel.kind={kind}", "model.dropout=0", "run.steps=5"]
+    whole = small(NOWHERE, *overrides, "batch.microbatch_size=13")
+    cut = small(NOWHERE, *overrides, f"batch.microbatch_size={microbatch_size}")
+    check_steps(steps(cut, even_shares(-(-13 // microbatch_size), 3)), reference(whole))
+
+
+@KINDS
+@pytest.mark.parametrize("num_workers", [1, 3, 5])
+def test_a_stream_that_ends_within_a_batch_ends_in_a_shorter_one(steps: Steps, kind: str, num_workers: int) -> None:
+    config = small(NOWHERE, f"parallel.kind={kind}", "run.epochs=1")
+    expected = reference(config)
+    assert expected.num_samples == [13, 13, 13, 13, 3]  # two of seven microbatches are left for the last step
+    check_steps(steps(config, even_shares(7, num_workers)), expected)
+
+
+def check_steps(found: Stepped, expected: Reference) -> None:
+    check_equal(found.weights, expected.weights)
+    assert found.losses == pytest.approx(expected.losses, abs=EQUAL)
+    assert found.num_samples == expected.num_samples
+    assert found.digests == expected.digests

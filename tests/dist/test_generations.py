@@ -1,0 +1,119 @@
+"""Workers come and go while the run goes on: the result is the one that an undisturbed run gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.checks import check_checkpoint, check_equal, check_identical, check_run
+from tests.dist.drill import Drilled, drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def resized(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Drilled:
+    """Fourteen steps: five by three workers, five by two of them, four by all three."""
+    config = small(tmp_path_factory.mktemp("resized"), f"parallel.kind={kind}")
+    return drill(config, worlds=[3, 2, 3], leave_after=[4, 4])
+
+
+def test_a_run_that_shrinks_and_grows_equals_an_undisturbed_one(resized: Drilled, kind: str, tmp_path: Path) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}")
+    undisturbed = drill(config, worlds=[3])
+    check_equal(resized.weights, undisturbed.weights)
+    check_equal(resized.optimizer, undisturbed.optimizer)
+    check_run(undisturbed, reference(config))
+    check_run(resized, reference(config))
+
+
+def test_processes_live_through_resizes_and_no_step_is_done_twice(resized: Drilled) -> None:
+    first, second, third = resized.pids()
+    assert first == third
+    assert second == first[:2]
+    assert [line["world_size"] for line in resized.history.lines] == [3] * 5 + [2] * 5 + [3] * 4
+    assert resized.summary["lost_steps"] == 0
+
+
+def test_survivors_bring_replicated_state_along_and_sharded_state_goes_by_storage(resized: Drilled, kind: str) -> None:
+    assert resized.told("restore", "step") == [5, 10]
+    if kind == "ddp":  # neither written nor read
+        assert resized.told("restore", "source") == ["rank 0", "rank 0"]
+        assert resized.told("checkpoint", "step") == [14]
+    else:
+        assert resized.told("restore", "source") == ["checkpoint", "checkpoint"]
+        assert resized.told("checkpoint", "step") == [5, 10, 14]
+
+
+def test_the_newest_state_is_taken_from_whichever_rank_has_it(tmp_path: Path) -> None:
+    """The first leader leaves, and comes back as rank 0 with a state that is five steps old."""
+    config = small(tmp_path)
+    run = drill(config, worlds=[3, [2, 1], 3], leave_after=[4, 4])
+    check_run(run, reference(config))
+    assert run.told("restore", "source") == ["rank 0", "rank 1"]
+
+
+def test_any_sequence_of_worlds_will_do(tmp_path: Path, kind: str) -> None:
+    """Down to one worker, up to five in another order, and off to two of them; the last batch is a short one."""
+    config = small(tmp_path, f"parallel.kind={kind}", "run.epochs=3", "checkpoint.keep_last=1")
+    run = drill(config, worlds=[2, 1, [4, 2, 0, 1, 3], [3, 2]], leave_after=[1, 2, 2])
+    check_run(run, reference(config))
+    assert [line["world_size"] for line in run.history.lines] == [2] * 2 + [1] * 3 + [5] * 3 + [2] * 5
+    assert run.history.lines[-1]["num_samples"] == 9
+
+
+def test_a_wish_is_heard_although_every_step_is_checkpointed(tmp_path: Path, kind: str) -> None:
+    """A checkpoint reads the control word before the next step would: what is wished in it must not be lost."""
+    config = small(tmp_path, f"parallel.kind={kind}", "checkpoint.every=1 steps")
+    run = drill(config, worlds=[2, 3], leave_after=[3], stop_after=4)
+    assert run.summary["status"] == "stopped"
+    assert {line["world_size"] for line in run.history.lines} == {2, 3}
+    assert run.history.last_step <= 9
+
+
+def test_loader_processes_do_not_change_what_is_read(tmp_path: Path, kind: str) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}", "data.num_workers=2")
+    check_run(drill(config, worlds=[2, 1, 2], leave_after=[3, 3]), reference(config))
+
+
+def test_a_run_that_is_stopped_and_resumed_is_identical_to_one_that_was_not(tmp_path: Path, kind: str) -> None:
+    overrides = [f"parallel.kind={kind}", "precision.kind=fp32", "run.steps=12"]
+    undisturbed = drill(small(tmp_path / "undisturbed", *overrides), worlds=[3])
+    config = small(tmp_path / "resumed", *overrides)
+    stopped = drill(config, worlds=[3], stop_after=6)
+    resumed = drill(config, worlds=[3])
+    assert (stopped.summary["status"], stopped.summary["step"]) == ("stopped", 7)
+    assert not {*stopped.pids()[0]} & {*resumed.pids()[0]}
+    check_identical(resumed, undisturbed)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_a_checkpoint_of_one_strategy_is_restored_bit_by_bit_by_the_other(
+    tmp_path: Path, writer: str, reader: str
+) -> None:
+    written = drill(small(tmp_path, f"parallel.kind={writer}"), worlds=[2])
+    restored = drill(small(tmp_path, f"parallel.kind={reader}"), worlds=[3])  # nothing is left to do but to restore
+    assert restored.told("restore", "source") == ["checkpoint"]
+    assert restored.told("checkpoint", "step") == [14]
+    check_identical(restored, written)
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_a_run_may_change_its_strategy_on_the_way(tmp_path: Path, first: str, second: str) -> None:
+    check_checkpoint(drill(small(tmp_path, f"parallel.kind={first}"), worlds=[2], stop_after=5))
+    config = small(tmp_path, f"parallel.kind={second}")
+    check_run(drill(config, worlds=[3]), reference(config))
+
+
+def test_a_dataset_that_draws_from_every_generator_is_known_again(tmp_path: Path) -> None:
+    """Augmentation must not make the same dataset look like another one, whose checkpoints would be refused."""
+    config = small(tmp_path, "data.args.all_generators=true")
+    drill(config, worlds=[2], stop_after=4)
+    assert drill(config, worlds=[2]).summary["status"] == "finished"

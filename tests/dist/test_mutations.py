@@ -1,0 +1,74 @@
+"""A test that cannot fail shows nothing: the code is broken on purpose, and the checks that must notice do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist import mutations
+from tests.dist.checks import (
+    CLAIMS,
+    check_checkpoint,
+    check_equal,
+    check_identical,
+    check_ledger,
+    check_losses,
+    check_weights,
+)
+from tests.dist.drill import Drilled, drill
+from tests.dist.reference import Reference, reference
+from tests.dist.small import small
+
+Claim = Callable[[Drilled, Reference], None]
+Mutation = Callable[[], None]
+
+RESULT = {check_weights, check_losses}
+EVERYTHING = {check_ledger, *RESULT}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind", "broken"),
+    [
+        (mutations.nothing, "ddp", set()),
+        (mutations.nothing, "fsdp", set()),
+        (mutations.repeat_a_sample, "ddp", EVERYTHING),
+        (mutations.swap_two_samples_across_ranks, "ddp", EVERYTHING),
+        (mutations.read_another_sample_than_is_said, "ddp", RESULT),
+        (mutations.drop_a_microbatch, "ddp", EVERYTHING),
+        (mutations.count_pads, "fsdp", EVERYTHING),
+        (mutations.key_dropout_by_rank, "ddp", RESULT),
+        (mutations.take_means_before_the_sum, "ddp", RESULT),
+        (mutations.broadcast_from_rank_0, "ddp", RESULT),
+        (mutations.broadcast_no_optimizer, "ddp", {*RESULT, check_checkpoint}),
+        (mutations.load_no_optimizer, "fsdp", RESULT),
+    ],
+)
+def test_what_is_broken_is_noticed_by_the_claims_that_it_breaks(
+    tmp_path: Path, mutation: Mutation, kind: str, broken: set[Claim]
+) -> None:
+    """In a run whose first leader leaves, and comes back with an old state."""
+    config = small(tmp_path, f"parallel.kind={kind}")
+    run = drill(config, worlds=[3, [1, 2], 3], leave_after=[4, 4], patch=mutation)
+    expected = reference(config)
+    assert {claim for claim in CLAIMS if not holds(claim, run, expected)} == broken
+
+
+def holds(claim: Claim, run: Drilled, expected: Reference) -> bool:
+    try:
+        claim(run, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_without_a_rehearsal_a_run_that_was_resumed_is_only_equal(tmp_path: Path) -> None:
+    """DDP then adds the gradients of an attempt's first step in another order than those of later ones."""
+    undisturbed = drill(small(tmp_path / "undisturbed"), worlds=[3], patch=mutations.skip_the_rehearsal)
+    config = small(tmp_path / "resumed")
+    drill(config, worlds=[3], stop_after=6, patch=mutations.skip_the_rehearsal)
+    resumed = drill(config, worlds=[3], patch=mutations.skip_the_rehearsal)
+    check_equal(resumed.weights, undisturbed.weights)
+    with pytest.raises(AssertionError):
+        check_identical(resumed, undisturbed)

@@ -1,0 +1,146 @@
+"""The theorem of app.plan, without a process: every sample of a step is run once, whoever runs it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.plan import Microbatch, Plan, even_shares
+
+
+@st.composite
+def plans(draw: st.DrawFn, num_samples: int | None = None) -> Plan:
+    """Any batch, any grid, any shares."""
+    global_size = draw(st.integers(1, 64))
+    microbatch_size = draw(st.integers(1, global_size))
+    grid = -(-global_size // microbatch_size)
+    cuts = draw(st.lists(st.integers(0, grid), max_size=7))
+    shares = tuple(right - left for left, right in pairwise([0, *sorted(cuts), grid]))
+    return Plan(global_size, microbatch_size, shares, draw(st.booleans()), num_samples)
+
+
+@st.composite
+def plans_that_end(draw: st.DrawFn) -> Plan:
+    return draw(plans(num_samples=draw(st.integers(1, 300))))
+
+
+def ranks(plan: Plan) -> range:
+    return range(len(plan.shares))
+
+
+def run_by_all(plan: Plan, step: int) -> list[Microbatch]:
+    return [each for rank in ranks(plan) for each in plan.microbatches(step, rank)]
+
+
+def positions(microbatches: list[Microbatch]) -> list[int]:
+    """What counts."""
+    return [position for each in microbatches if each.weight for position in range(each.start, each.stop)]
+
+
+STEPS = st.integers(1, 10**9)
+
+
+@given(plans(), STEPS)
+def test_every_position_of_a_step_is_run_once_and_no_other(plan: Plan, step: int) -> None:
+    begin = (step - 1) * plan.global_size
+    assert positions(run_by_all(plan, step)) == list(range(begin, begin + plan.global_size))
+
+
+@given(plans(), STEPS)
+def test_the_grid_does_not_depend_on_the_shares(plan: Plan, step: int) -> None:
+    alone = Plan.even(plan.global_size, plan.microbatch_size, 1)
+    assert [each for each in run_by_all(plan, step) if each.weight] == alone.microbatches(step, 0)
+
+
+@given(plans(), STEPS)
+def test_microbatches_are_whole_but_for_the_last(plan: Plan, step: int) -> None:
+    *whole, last = [each.stop - each.start for each in run_by_all(plan, step) if each.weight]
+    assert set(whole) <= {plan.microbatch_size}
+    assert 1 <= last <= plan.microbatch_size
+
+
+@given(plans(), STEPS)
+def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, step: int) -> None:
+    for rank in ranks(plan):
+        run = plan.microbatches(step, rank)
+        assert len(run) == plan.num_forwards(rank) >= 1
+        assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
+        assert plan.lockstep or len(run) == max(1, plan.shares[rank])
+    if plan.lockstep:
+        assert {plan.num_forwards(rank) for rank in ranks(plan)} == {max(plan.shares)}
+
+
+@given(plans_that_end(), st.data())
+def test_a_stream_that_ends_is_run_to_its_end_and_not_beyond(plan: Plan, data: st.DataObject) -> None:
+    assert plan.num_samples
+    num_steps = -(-plan.num_samples // plan.global_size)
+    first = data.draw(st.integers(1, num_steps))
+    done = [position for step in range(first, num_steps + 1) for position in positions(run_by_all(plan, step))]
+    assert done == list(range((first - 1) * plan.global_size, plan.num_samples))
+
+
+@given(plans_that_end())
+def test_pads_are_one_sample_that_exists(plan: Plan) -> None:
+    """And in a short step every rank still runs as often as in a whole one."""
+    assert plan.num_samples
+    last = -(-plan.num_samples // plan.global_size)
+    for rank in ranks(plan):
+        run = plan.microbatches(last, rank)
+        assert len(run) == plan.num_forwards(rank)
+        for each in run:
+            assert 0 <= each.start < each.stop <= plan.num_samples
+            assert each.weight or each.stop - each.start == 1
+
+
+@given(plans(), STEPS)
+def test_no_two_microbatches_of_a_rank_draw_the_same_dropout_unless_they_are_pads(plan: Plan, step: int) -> None:
+    keys = [(each.step, each.index) for each in run_by_all(plan, step) if each.weight]
+    assert len(set(keys)) == len(keys)
+    assert {number for number, _ in keys} == {step}
+
+
+@given(plans(), st.integers(1, 50), st.integers(0, 20))
+def test_a_stream_is_its_steps_one_after_the_other(plan: Plan, first: int, more: int) -> None:
+    """So a run that resumes at a step reads on where the one before it ended."""
+    for rank in ranks(plan):
+        whole = list(plan.stream(rank, 1, first + more))
+        assert whole == [*plan.stream(rank, 1, first - 1), *plan.stream(rank, first, first + more)]
+        assert len(whole) == (first + more) * plan.num_forwards(rank)
+
+
+@given(st.integers(0, 1000), st.integers(1, 100))
+def test_even_shares_differ_by_one_at_most_and_the_first_take_more(num_microbatches: int, num_workers: int) -> None:
+    shares = even_shares(num_microbatches, num_workers)
+    assert len(shares) == num_workers
+    assert sum(shares) == num_microbatches
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("global_size", "microbatch_size", "num_workers", "lockstep", "expected"),
+    [
+        (12, 4, 3, False, ["1", "1", "1"]),
+        (13, 2, 3, False, ["111", "11", "11"]),
+        (13, 2, 3, True, ["111", "110", "110"]),
+        (4, 2, 3, False, ["1", "1", "0"]),
+        (1, 1, 2, True, ["1", "0"]),
+        (48, 8, 4, True, ["11", "11", "10", "10"]),
+    ],
+)
+def test_who_runs_what(
+    global_size: int, microbatch_size: int, num_workers: int, lockstep: bool, expected: list[str]
+) -> None:
+    """A worker a word, a forward a letter: 1 counts, 0 is a pad."""
+    plan = Plan.even(global_size, microbatch_size, num_workers, lockstep=lockstep)
+    weights = [[each.weight for each in plan.microbatches(1, rank)] for rank in ranks(plan)]
+    assert ["".join(map(str, each)) for each in weights] == expected
+
+
+@pytest.mark.parametrize("shares", [(3,), (1, 2, 2), (5, -1), (0, 0)])
+def test_shares_that_do_not_cover_the_grid_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="do not cover a grid of 4"):
+        Plan(global_size=8, microbatch_size=2, shares=shares)
