@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from app.checkpoint.restore import NO_STATE
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
+from app.data.loader import own_randomness
 from app.models import build_model
 from app.precision import build_precision
 from app.tasks import build_task
@@ -68,5 +69,6 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def _batch_of(dataset: Dataset, index: int) -> tuple[Tensor, ...]:
-    batch: Any = default_collate([dataset[index]])
+    with own_randomness(0):  # or a dataset that augments would look like another one each time
+        batch: Any = default_collate([dataset[index]])
     return tuple(batch)

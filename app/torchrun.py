@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from app.config import Config
@@ -14,7 +17,7 @@ from app.errors import SteadfastError
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.owner import Ownership
 from app.rundir import Intent, RunDirectory, prepare
-from app.runtime import Event, Signals, World, form_groups, local_device
+from app.runtime import Event, Signals, World, form_world, local_device
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
@@ -24,17 +27,16 @@ from app.worker import work
 class TorchrunRuntime:
     """One world for each life of the process. A failure ends the process, and `--max-restarts` begins another."""
 
-    def __init__(self, store: dist.Store, world: World, directory: RunDirectory, console: Console) -> None:
+    def __init__(self, form: Callable[[torch.device], World], directory: RunDirectory, console: Console) -> None:
         self.device = local_device()
-        self._store, self._world, self._directory, self._console = store, world, directory, console
+        self._form, self._directory, self._console = form, directory, console
         self._stop = self._formed = False
 
     def next_world(self) -> World | None:
         if self._formed or self._stop:
             return None
         self._formed = True
-        form_groups(self._store, self._world, self.device)
-        return self._world
+        return self._form(self.device)
 
     def request_stop(self) -> None:
         self._stop = True
@@ -67,7 +69,8 @@ def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
         answer = json.loads(store.get(key))
         if "code" in answer:
             return int(answer["code"])
-        runtime = TorchrunRuntime(store, World(rank, world_size, answer["attempt"]), directory, console)
+        form = partial(form_world, store, rank, world_size, answer["attempt"])
+        runtime = TorchrunRuntime(form, directory, console)
         with Interrupts(runtime.request_stop):
             outcome = work(config, runtime, directory)
         if ownership is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from time import perf_counter
 
-import torch.distributed as dist
-
 from app.agree import ControlWord, Flags
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.restore import NO_STATE, restore
@@ -40,8 +38,6 @@ def train(
     held_out = kept.order.num_validation and Plan.even(
         kept.order.num_validation, batch.microbatch_size, world.size, lockstep=parallel.lockstep
     )
-    control_group = dist.new_group(backend="gloo")
-
     if not parallel.replicated:
         kept.forget()
     model = parallel.wrap(kept.model)
@@ -57,19 +53,20 @@ def train(
         seed=config.run.seed,
     )
     state = app_state(parallel.plain(model), optimizer)
-    store = CheckpointStore(directory, world, control_group, kept.fingerprint, config.checkpoint.keep_last)
+    store = CheckpointStore(directory, world, world.groups.control, kept.fingerprint, config.checkpoint.keep_last)
     phases.mark("built")
 
     held, kept.held = kept.held, NO_STATE  # a state that is being overwritten is nobody's
-    restored = restore(state, held, store, control_group, parallel.replicated)
+    restored = restore(state, held, store, world.groups.control, parallel.replicated)
     kept.held = step = restored.step
-    stepper.rehearse(kept.example())
+    if parallel.replicated:  # shards have no buckets to lay out
+        stepper.rehearse(kept.example())
     phases.mark("restored")
 
     num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / batch.global_size
     validation_trigger = Trigger(config.validation.every, steps_per_epoch)
     checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
-    control = ControlWord(control_group, settle=int(kept.precision.device.type == "cuda"))
+    control = ControlWord(world.groups.control, settle=int(kept.precision.device.type == "cuda"))
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
     batches = kept.loader.steps(plan.stream(world.rank, step + 1, num_steps))
 

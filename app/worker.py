@@ -7,7 +7,7 @@ import traceback
 from app.config import Config
 from app.kept import Kept
 from app.rundir import RunDirectory
-from app.runtime import Outcome, Runtime, destroy_groups
+from app.runtime import Outcome, Runtime
 from app.telemetry.phases import Phases
 from app.train import train
 
@@ -27,11 +27,10 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
             if outcome.kind != "resized":
                 return outcome
         except Exception as error:
-            # Before the groups go: their sockets are how the others learn that something is wrong here.
             try:
                 runtime.failed(max(0, kept.held) if kept else 0, error)
             finally:
-                # The traceback's frames hold the groups, and a socket that is still referenced is still open.
-                traceback.clear_frames(error.__traceback__)
+                world.groups.abort()  # after the word is out why: this is how the others learn that something is wrong
+                traceback.clear_frames(error.__traceback__)  # they hold the model as it was wrapped for this world
         finally:
-            destroy_groups()
+            world.groups.destroy()

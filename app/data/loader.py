@@ -1,5 +1,6 @@
 """Microbatches in, tensors on the device out. Randomness and digest are keyed by sample, not by worker."""
 
+import contextlib
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -126,21 +127,27 @@ class _Fetch:
         return tuple(batch)
 
     def _samples(self, ids: list[int], keys: list[int]) -> list[Any]:
-        """Each sample with the generators seeded by its key, and these left as they were: without worker processes
-        they are the training loop's."""
-        kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        try:
-            return [self._sample(index, key) for index, key in zip(ids, keys, strict=True)]
-        finally:
-            torch.set_rng_state(kept[0])
-            random.setstate(kept[1])
-            np.random.set_state(kept[2])
+        samples = []
+        for index, key in zip(ids, keys, strict=True):
+            with own_randomness(key):
+                samples.append(self._dataset[index])
+        return samples
 
-    def _sample(self, index: int, key: int) -> Any:
-        torch.default_generator.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
-        return self._dataset[index]
+
+@contextlib.contextmanager
+def own_randomness(key: int) -> Iterator[None]:
+    """Seeds every generator that an augmentation may draw from, and leaves them as they were: without worker processes
+    they are the training loop's."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
 
 
 def _form(sample: Any) -> Form:

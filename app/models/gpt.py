@@ -84,3 +84,17 @@ class Gpt(nn.Module):
         num_parameters = sum(parameter.numel() for parameter in self.parameters()) - looked_up
         attention = 12 * config.num_layers * config.embed_dim * config.context_length
         return config.context_length * (6 * num_parameters + attention)
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator) -> Tensor:
+        """prompt: int64 (length,) -> (length + num_tokens,). Drawn on the CPU, by a CPU generator and at a
+        temperature above 0, so that the text does not depend on the device's generator."""
+        was_training = self.training
+        self.eval()
+        text = prompt
+        for _ in range(num_tokens):
+            logits = self(text[None, -self.config.context_length :])[0, -1].float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            text = torch.cat([text, drawn.to(text.device)])
+        self.train(was_training)
+        return text

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from app.config import Config
 from app.errors import SteadfastError
+from app.groups import FORM_TIMEOUT, is_peer_loss
 from app.orchestration.coordinator import Failure, Seat
 from app.rundir import RunDirectory
-from app.runtime import FORM_TIMEOUT, Event, Signals, World, form_groups, is_peer_loss, local_device
+from app.runtime import Event, Signals, World, form_world, local_device
 
 _REGISTER_S = 10.0  # how long the end of a run waits for Ray's book-keeping
 
@@ -53,9 +54,8 @@ class RayRuntime:
         seat: Seat | None = ray.get(self._coordinator.join.remote(self._group, self._rank, self._size))
         if seat is None:
             return None
-        world = World(seat.rank, seat.size, seat.attempt)
         store = dist.TCPStore(self._job.coordinator_host, seat.store_port, None, False, timeout=FORM_TIMEOUT)
-        form_groups(store, world, self.device)
+        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device)
         self._registrar = Registrar(self._coordinator, world)
         return world
 

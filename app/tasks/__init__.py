@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from app.config import Target, TaskConfig
 from app.errors import ConfigError, Problem
 from app.imports import build_target
+from app.models.gpt import Gpt
 
 IGNORED = -100  # cross_entropy's own mark for a target that does not count
 
@@ -24,6 +25,8 @@ class Sums:
 
 
 class Task(Protocol):
+    """May also have `sample(model, device) -> str | None`: text that shows what the model has learnt."""
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums: ...
 
 
@@ -36,6 +39,14 @@ class LanguageModeling:
         logits = _full_precision(model(inputs)).flatten(0, 1)
         loss_sum = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return Sums(loss_sum, (targets != IGNORED).sum())
+
+    def sample(self, model: nn.Module, device: torch.device) -> str | None:
+        """Two hundred bytes, the same for the same weights; None from a model that does not write bytes."""
+        if not isinstance(model, Gpt) or model.config.vocab_size != 256:
+            return None
+        prompt = torch.tensor(list(b"The "), device=device)
+        text = model.generate(prompt, 200, 0.8, torch.Generator().manual_seed(1))
+        return bytes(text.tolist()).decode(errors="replace")
 
 
 class Classification:

@@ -17,7 +17,7 @@ from app.kept import Kept
 from app.ledger import History, read_ledger
 from app.optim import build_optimizer
 from app.rundir import RunDirectory
-from app.runtime import Event, Signals, World, form_groups
+from app.runtime import Event, Signals, World, form_world
 from app.worker import work
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -136,8 +136,8 @@ class DrillRuntime:
         attempt = next(self._coming, None)
         if attempt is None:
             return None
-        world = World(attempt.members.index(self._member.number), len(attempt.members), attempt.number)
-        form_groups(self._member.store, world, self.device)
+        rank, size = attempt.members.index(self._member.number), len(attempt.members)
+        world = form_world(self._member.store, rank, size, attempt.number, self.device)
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world

@@ -12,7 +12,7 @@ from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
-from app.runtime import World, destroy_groups, form_groups
+from app.runtime import World, form_world
 from app.step import Stepper, StepResult
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -29,7 +29,7 @@ class Stepped(NamedTuple):
 
 def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]) -> Stepped:
     """All steps of the run by as many workers as there are shares. `attempt` is another number at each call."""
-    answers = gang.run(_work, World(0, len(shares), attempt), config, shares)[: len(shares)]
+    answers = gang.run(_work, attempt, config, shares)[: len(shares)]
     by_step = list(zip(*(results for _, results in answers), strict=True))
     return Stepped(
         weights=answers[0][0],
@@ -39,15 +39,14 @@ def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]
     )
 
 
-def _work(member: Member, world: World, config: Config, shares: tuple[int, ...]) -> object:
-    if member.number >= world.size:
+def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...]) -> object:
+    if member.number >= len(shares):
         return None
-    world = World(member.number, world.size, world.attempt)
-    form_groups(member.store, world, CPU)
+    world = form_world(member.store, member.number, len(shares), attempt, CPU)
     try:
         return _steps(world, config, shares)
     finally:
-        destroy_groups()
+        world.groups.destroy()
 
 
 def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], list[StepResult]]:

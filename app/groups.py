@@ -1,0 +1,94 @@
+"""The process groups of one attempt, and how they end when a peer is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Long enough for a slow store on another continent; peers that die close their sockets and are noticed at once.
+FORM_TIMEOUT = timedelta(minutes=5)
+
+
+class PeerLost(Exception):
+    """A collective failed because another member of the world is gone. Ends the attempt, not the run."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One generation of process groups.
+
+    control: a gloo group of the whole world for host data.
+    sockets: descriptor -> inode of what forming opened.
+    """
+
+    control: dist.ProcessGroup
+    sockets: dict[int, int]
+
+    @classmethod
+    def form(cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device) -> Groups:
+        """Forms the default group (NCCL for CUDA tensors, gloo for host data) and the control group. A collective.
+
+        Raises:
+            PeerLost: a member did not come, or died while forming.
+        """
+        before = _open_sockets()
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        prefixed = dist.PrefixStore(f"attempt-{generation}", store)
+        try:
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=FORM_TIMEOUT)
+            control = dist.new_group(backend="gloo")
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLost(f"forming a world of {size} failed: {error}") from error
+        return cls(control, {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode})
+
+    def abort(self) -> None:
+        """Makes every collective that is under way raise, here and at the peers. Safe from any thread.
+
+        Gloo's own abort and shutdown free nothing, and its sockets stay open for as long as anything, a traceback
+        say, refers to the group. What does work is to shut the sockets down under it.
+        """
+        for descriptor, inode in self.sockets.items():
+            with contextlib.suppress(OSError):  # closed meanwhile, or a listener
+                if os.fstat(descriptor).st_ino == inode:
+                    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                        duplicate.shutdown(socket.SHUT_RDWR)
+
+    def destroy(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_PEER_LOST_MARKS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket",
+    "tcpstore",
+)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an error raised inside a step says that a peer is gone, rather than that the code is wrong.
+
+    Gloo reports a dead peer as a plain RuntimeError, so its text is all there is to tell them apart.
+    """
+    if isinstance(error, PeerLost | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
+
+
+def _open_sockets() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found
