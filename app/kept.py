@@ -31,6 +31,7 @@ class Kept:
         self.task = build_task(config.task)
         self.dataset = build_dataset(config.data)
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
+        self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
         self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
         self.fingerprint = fingerprint(self.dataset)

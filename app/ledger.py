@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.agree import Agreed
-from app.files import append_line, read_lines
+from app.files import read_lines
 from app.runtime import World
 
 
@@ -19,25 +20,29 @@ class Ledger:
     """
 
     def __init__(self, path: Path, world: World, shares: tuple[int, ...]) -> None:
-        self._path, self._world, self._shares = path, world, shares
+        self._world, self._shares = world, shares
+        # Unbuffered and for appending: a line is one write, and is in the file whatever happens to this process next.
+        self._file = path.open("ab", buffering=0) if world.leader else None
 
     def commit(self, agreed: Agreed, step_s: float) -> None:
-        if not self._world.leader:
+        if self._file is None:
             return
-        append_line(
-            self._path,
-            {
-                "step": agreed.step,
-                "attempt": self._world.attempt,
-                "world_size": self._world.size,
-                "shares": self._shares,
-                "num_samples": agreed.num_samples,
-                "samples_digest": f"{agreed.samples_digest:016x}",
-                "loss": agreed.loss,
-                "step_s": round(step_s, 6),
-                "time_s": round(time.time(), 4),
-            },
-        )
+        line = {
+            "step": agreed.step,
+            "attempt": self._world.attempt,
+            "world_size": self._world.size,
+            "shares": self._shares,
+            "num_samples": agreed.num_samples,
+            "samples_digest": f"{agreed.samples_digest:016x}",
+            "loss": agreed.loss,
+            "step_s": round(step_s, 6),
+            "time_s": round(time.time(), 4),
+        }
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ def build_optimizer(config: AdamWConfig, model: nn.Module) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def rescale_gradients(model: nn.Module, correction: Tensor, max_norm: float | None) -> Tensor:
+def rescale_gradients(model: nn.Module, correction: float | Tensor, max_norm: float | None) -> Tensor:
     """Multiplies all gradients by `correction`, then clips them to a global norm of `max_norm`; one pass does both.
 
     Args:
-        correction: () on the device, the same on every rank.
+        correction: a number, or () on the device, the same on every rank.
 
     Returns:
         The norm after the correction and before clipping, over the whole model even where gradients are sharded.
@@ -34,8 +34,11 @@ def rescale_gradients(model: nn.Module, correction: Tensor, max_norm: float | No
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = unsharded(torch.nn.utils.get_total_norm(grads)) * correction
     if max_norm is not None:
-        correction = correction * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, correction.to(grads[0].dtype))
+        correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
+    if isinstance(correction, Tensor):
+        torch._foreach_mul_(grads, correction.to(grads[0].dtype))
+    elif correction != 1.0:
+        torch._foreach_mul_(grads, correction)
     return norm
 
 

@@ -89,13 +89,15 @@ class Plan:
         for step in range(first_step, last_step + 1):
             yield from self.microbatches(step, rank)
 
+    def num_samples_in(self, step: int) -> int:
+        """Samples of all ranks in `step`: global_size, less where the stream ends."""
+        begin = (step - 1) * self.global_size
+        return self.global_size if self.num_samples is None else min(self.global_size, self.num_samples - begin)
+
     def _microbatch(self, step: int, index: int) -> Microbatch:
         begin = (step - 1) * self.global_size
-        end = begin + self.global_size
-        if self.num_samples is not None:
-            end = min(end, self.num_samples)
         start = begin + index * self.microbatch_size
-        stop = min(start + self.microbatch_size, end)
+        stop = min(start + self.microbatch_size, begin + self.num_samples_in(step))
         return Microbatch(step, index, start, stop) if start < stop else self._pad(step, index)
 
     def _pad(self, step: int, index: int) -> Microbatch:

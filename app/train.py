@@ -48,7 +48,8 @@ def train(
         kept.task,
         parallel,
         kept.precision,
-        nominal_count=batch.global_size * kept.units_per_sample,
+        units_per_sample=kept.units_per_sample,
+        counts_vary=kept.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
     )
@@ -88,7 +89,7 @@ def train(
     while step < num_steps and not (control.stop or control.leave):
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
-        result = stepper.step(step + 1, lr, batches, plan.num_forwards(world.rank))
+        result = stepper.step(step + 1, lr, batches, plan, world.rank)
         kept.held = step = step + 1
         signals = runtime.signals()
         wished = Flags(

@@ -184,8 +184,8 @@ class ConstantConfig(Section):
 
 class DdpConfig(Section):
     kind: Literal["ddp"] = "ddp"
-    bucket_cap_mb: PositiveInt = 25
-    """gradients are reduced in buckets of this size"""
+    bucket_cap_mb: PositiveInt | None = None
+    """gradients are reduced in buckets of this size; None is DDP's own default, with a smaller first bucket"""
 
 
 class FsdpConfig(Section):

@@ -17,7 +17,8 @@ Sample = tuple[Tensor, ...]
 
 
 class Dataset(Protocol):
-    """Two optional attributes: `units_per_sample`, what a sample adds to the loss count (1 if absent), and
+    """Optional attributes: `units_per_sample`, what a sample adds to the loss count (1 if absent);
+    `counts_vary = False`, which says that nothing is ever masked and spares a collective in every step;
     `read_batch(ids)`, samples already collated, for a dataset that draws nothing at random."""
 
     def __len__(self) -> int: ...
@@ -27,6 +28,8 @@ class Dataset(Protocol):
 
 class _Windows:
     """Windows of context_length + 1 tokens that overlap by one: every token but the first is a target."""
+
+    counts_vary = False
 
     def __init__(self, tokens: NDArray[Any], context_length: int, source: str) -> None:
         if len(tokens) <= context_length:

@@ -120,11 +120,10 @@ def _report(event: Event, world: World) -> None:
     )
 
 
-def train_loop(loop_config: dict[str, Any]) -> None:
+def train_loop(job: Job) -> None:
     """`train_loop_per_worker` of the TorchTrainer."""
     from app.worker import work
 
-    job: Job = loop_config["job"]
     runtime = RayRuntime(job)
     work(job.config, runtime, job.directory)
     runtime.close()

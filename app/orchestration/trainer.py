@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 from app.config import Config
 from app.errors import SteadfastError, TrainingError, UsageError
 from app.files import last_line
 from app.interrupts import EXIT_STOPPED, Interrupts
+from app.orchestration.backend import RuntimeConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.internals import without_idle_actors
 from app.orchestration.runtime import Job, train_loop
 from app.owner import Ownership
 from app.rundir import RunDirectory
 from app.telemetry.console import Console
-
-
-class NoProcessGroups(Backend):
-    """Ray starts the workers; the runtime forms the process groups, a new generation for every world."""
-
-
-class RuntimeConfig(TorchConfig):
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return NoProcessGroups
 
 
 class LeanTrainer(TorchTrainer):
@@ -50,8 +41,7 @@ def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpu
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     return LeanTrainer(
-        train_loop,
-        train_loop_config={"job": job},
+        partial(train_loop, job),
         torch_config=RuntimeConfig(),
         scaling_config=ScalingConfig(
             num_workers=(low, high) if low < high else low,
@@ -98,7 +88,6 @@ class Fit:
             if interrupts.stopping:
                 return EXIT_STOPPED
             raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
-        self._console.finish({**self._finished, "tensorboard": str(self._directory / "tensorboard")})
         return 0 if self._finished["status"] == "finished" else EXIT_STOPPED
 
     def _fit(self) -> None:
@@ -126,6 +115,7 @@ class Fit:
         for event in events:
             if event["event"] == "finished":
                 self._finished = event
+                self._console.finish({**event, "tensorboard": str(self._directory / "tensorboard")})
             elif event.get("fatal"):
                 self._fatal = event
             else:

@@ -42,7 +42,7 @@ class Recorder:
         phases: Phases,
     ) -> None:
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
-        self._kept, self._restored, self._phases = kept, restored, phases
+        self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
         self._ledger = Ledger(directory.ledger, world, plan.shares)
         self._running: dict[int, tuple[float, float]] = {}  # step -> (seconds, learning rate)
         self._metrics: dict[str, float] = {}
@@ -78,6 +78,12 @@ class Recorder:
             raise TrainingError(
                 f"step {agreed.step}: loss {agreed.loss}, gradient norm {agreed.grad_norm}: not finite. "
                 "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step"
+            )
+        expected = self._plan.num_samples_in(agreed.step) * self._kept.units_per_sample
+        if agreed.count != expected and not self._kept.counts_vary:
+            raise TrainingError(
+                f"step {agreed.step}: the task counted {agreed.count}, the dataset's units_per_sample says {expected}. "
+                "A dataset with masked targets must not set counts_vary = False"
             )
         self._ledger.commit(agreed, seconds)
         self._meters.record(seconds, agreed.num_samples, agreed.count)
@@ -122,6 +128,7 @@ class Recorder:
         """
         self._publish("attempt_ended", cause=cause, step=step)
         self._trackers.close()
+        self._ledger.close()
         if cause == "resized":
             return
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}

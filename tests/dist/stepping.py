@@ -33,7 +33,7 @@ def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]
     by_step = list(zip(*(results for _, results in answers), strict=True))
     return Stepped(
         weights=answers[0][0],
-        losses=[float(each[0].numbers[0] / each[0].numbers[1]) for each in by_step],
+        losses=[float(sum(r.numbers[0] for r in each) / sum(r.numbers[1] for r in each)) for each in by_step],
         num_samples=[sum(result.num_samples for result in each) for each in by_step],
         digests=[sum(result.samples_digest for result in each) % 2**64 for each in by_step],
     )
@@ -59,7 +59,7 @@ def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[
     results = []
     for step in range(1, kept.num_steps + 1):
         lr = learning_rate(config.schedule, config.optimizer.lr, step, kept.num_steps)
-        results.append(stepper.step(step, lr, batches, plan.num_forwards(world.rank)))
+        results.append(stepper.step(step, lr, batches, plan, world.rank))
     assert next(batches, None) is None, "microbatches were left over"
     whole = StateDictOptions(full_state_dict=True)
     weights: dict[str, Any] = get_model_state_dict(parallel.plain(stepper.model), options=whole)
@@ -74,7 +74,8 @@ def _stepper(config: Config, kept: Kept, parallel: Parallel) -> Stepper:
         kept.task,
         parallel,
         kept.precision,
-        nominal_count=config.batch.global_size * kept.units_per_sample,
+        units_per_sample=kept.units_per_sample,
+        counts_vary=kept.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
     )

@@ -1,0 +1,20 @@
+"""Ray Train's view of how workers communicate. Its controller imports this module, so it must not import torch, which
+would cost every start a second and a half."""
+
+from __future__ import annotations
+
+from ray.train.backend import Backend, BackendConfig
+
+
+class NoProcessGroups(Backend):
+    """Ray starts the workers; the runtime forms the process groups, a new generation for every world."""
+
+
+class RuntimeConfig(BackendConfig):
+    """In place of `TorchConfig`."""
+
+    backend = "none"  # TorchTrainer asks for it
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return NoProcessGroups
