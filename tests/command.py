@@ -125,7 +125,7 @@ class Running:
             self.process.kill()
             self.process.wait()
         for pid in left:
-            if Path(f"/proc/{pid}").exists() and _session(pid) == self.process.pid:
+            if is_alive(pid) and os.getsid(pid) == self.process.pid:
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -152,5 +152,9 @@ def descendants(root: int) -> list[tuple[int, str]]:
     return [(pid, title) for pid, (_, title) in parents.items() if below(pid)]
 
 
-def _session(pid: int) -> int:
-    return os.getsid(pid)
+def is_alive(pid: int) -> bool:
+    """Not gone, and not a zombie that waits for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

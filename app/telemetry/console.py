@@ -37,7 +37,7 @@ class Console:
         self._rich.print(Text(text), soft_wrap=True)
 
     def finish(self, summary: Event) -> None:
-        """Print the result: summary.json's keys, also `tensorboard` (directory)."""
+        """Print the result: summary.json's keys, also `sample` (text) and `tensorboard` (directory)."""
         self.close()
         for text in result(summary):
             self.line(text)

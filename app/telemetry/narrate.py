@@ -60,9 +60,10 @@ def result(summary: Event) -> list[str]:
         "goodput": _joined(course),
         "validation": _joined(_metrics(summary["metrics"])),
         "checkpoint": summary["last_checkpoint"],
+        "sample": summary.get("sample"),
         "curves": f"tensorboard --logdir {summary['tensorboard']}",
     }
-    return [f"{name:<10}  {text}" for name, text in lines.items() if text]
+    return [f"{name:<10}  {text}".replace("\n", f"\n{'':12}") for name, text in lines.items() if text]
 
 
 def already_finished(config: Config, path: str, summary: Event) -> str:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import descendants
+from tests.command import descendants, is_alive
 
 STEPS = 500
 OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=50 steps"]
@@ -83,7 +83,7 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
 
 def await_end_of(pids):
     limit = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+    while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < limit, "processes are left"
         time.sleep(0.05)
 

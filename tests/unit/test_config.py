@@ -126,8 +126,9 @@ def test_shipped_configs_load_by_name_and_by_path(path: Path, tmp_path: Path, mo
     assert config.run.name == path.stem
 
 
-def test_the_canonical_config_is_the_defaults() -> None:
-    assert load_config("ddp.yaml") == parse_config("", "ddp.yaml")
+def test_the_canonical_config_is_the_defaults_but_for_a_length_that_a_laptop_can_wait_for() -> None:
+    differing = {change.key for change in diff(parse_config("", "ddp.yaml"), load_config("ddp.yaml"))}
+    assert differing == {"run.steps", "optimizer.lr"}
 
 
 def test_a_file_that_is_not_there() -> None:
@@ -207,7 +208,7 @@ def test_diff_sorts_changes_into_refused_told_and_free() -> None:
         ("run.seed", 1, 2, True, False),
         ("scaling.num_workers", [1, 8], [3, 3], False, True),
         ("data.num_workers", 0, 1, False, True),
-        ("optimizer.lr", 1e-3, 1.0, False, False),
+        ("optimizer.lr", 3e-3, 1.0, False, False),
     ]
     assert diff(old, old) == []
     kinds = {change.key for change in diff(old, load_config("ddp.yaml", ["model.target=a:b"]))}
