@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
 EXIT_STOPPED = 3
+_ABORT_S = 3.0
 _SAME_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C
 
 
 class Interrupts:
-    """While entered, the process's SIGINT and SIGTERM call `on_stop` instead; the second ends the process."""
+    """While entered, the process's SIGINT and SIGTERM call `on_stop` instead; the second calls `on_abort`, which has
+    three seconds, and ends the process."""
 
-    def __init__(self, on_stop: Callable[[], None]) -> None:
-        self._on_stop = on_stop
+    def __init__(self, on_stop: Callable[[], None], on_abort: Callable[[], None] = lambda: None) -> None:
+        self._on_stop, self._on_abort = on_stop, on_abort
         self._first = 0.0
 
     @property
@@ -38,6 +41,8 @@ class Interrupts:
             self._first = now
             self._on_stop()
         elif now - self._first > _SAME_S:
-            # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
             sys.stderr.write("stopped at once; the last checkpoint holds\n")
+            # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
+            threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
+            self._on_abort()
             os._exit(EXIT_STOPPED)

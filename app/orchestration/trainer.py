@@ -75,7 +75,7 @@ class Fit:
             TrainingError: the training failed.
         """
         thread = threading.Thread(target=self._fit, daemon=True, name="fit")
-        with Interrupts(self._request_stop) as interrupts:
+        with Interrupts(self._request_stop, on_abort=ray.shutdown) as interrupts:
             thread.start()
             while thread.is_alive():
                 self._show_events()
