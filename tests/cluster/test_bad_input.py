@@ -7,7 +7,7 @@ BEFORE_RAY = {
     "a target without the attribute": ("model.target=tests.examples.digits:nope", "has no nope"),
     "storage that cannot be written": ("run.storage=/dev/null", "/dev/null/run cannot be written"),
     "batch smaller than a microbatch": ("batch.global_size=4", "must be at most batch.global_size (4), found 8"),
-    "warmup longer than the run": ("schedule.warmup_steps=9999", "must be at most run.steps (2000), found 9999"),
+    "warmup longer than the run": ("schedule.warmup_steps=9999", "must be at most run.steps (400), found 9999"),
     "an unknown key": ("optimizer.lrr=3", "unknown key; nearest is lr"),
 }
 
