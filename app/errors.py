@@ -29,7 +29,7 @@ class UsageError(SteadfastError):
 class Problem:
     """One thing wrong with a configuration."""
 
-    where: str  # "configs/ddp.yaml:12" or "override optimizer.lr"
+    where: str  # "configs/ddp.yaml:12" or "override"
     path: str  # "optimizer.lr"
     what: str
 

@@ -66,10 +66,6 @@ class History:
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
 
-    @property
-    def last_time_s(self) -> float:
-        return max((line["time_s"] for line in self.lines), default=0.0)
-
 
 def read_ledger(path: Path) -> History:
     return History(list(read_lines(path)))

@@ -13,12 +13,12 @@ from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import build_parallel
 from app.plan import Plan
-from app.progress import Trigger
 from app.rundir import RunDirectory
 from app.runtime import Outcome, Runtime, World
 from app.step import Stepper
 from app.telemetry.phases import Phases
 from app.telemetry.recorder import Recorder
+from app.trigger import Trigger
 from app.validate import validate
 
 

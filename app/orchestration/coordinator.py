@@ -139,9 +139,6 @@ class Coordinator:
         found = self._registrations[number]
         return found if found["attempt"] == attempt else None
 
-    async def end(self) -> None:
-        self._ownership.release()
-
     async def _end_attempt(self, cause: str, step: int | None = None) -> None:
         """Told once: every survivor reports the same end."""
         if self._running:

@@ -1,4 +1,4 @@
-"""How far the run is: one integer, and everything else that follows from it."""
+"""When something periodic is due."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from collections.abc import Callable
 from app.config import Every
 
 
-class Progress:
-    """Completed optimizer steps. The position in the data is `step * global_size`; nothing else need be stored."""
-
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
-
-
 class Trigger:
-    """Says when something periodic is due.
-
-    Steps and epochs are counted, so every rank knows by itself. Minutes and seconds are read off one clock: the leader
-    raises `wanted()`, the control word carries it, and all ranks act on the same step.
+    """Steps and epochs are counted, so every rank knows by itself. Minutes and seconds are read off one clock: the
+    leader raises `wanted()`, the control word carries it, and all ranks act on the same step.
 
     Args:
         every: the period; None is never.
