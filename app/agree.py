@@ -1,14 +1,20 @@
 """The control word: how all ranks act on the same step without ever waiting for the device.
 
-One small all-reduce a step, of host data, on a gloo group of its own. It is posted when a step ends and read when the
-next one ends, so it travels while the device works; whatever it says, every rank reads it at the same step.
+A small all-reduce of host data on a gloo group of its own. It is posted when a step ends and read when the next one
+ends, so it travels while the device works; whatever it says, every rank reads it at the same step. Short steps share a
+word: the leader proposes how many, and all ranks follow from the same word on.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import or_
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -18,6 +24,8 @@ from torch import Tensor
 from app.step import StepResult
 
 _HALF = 1 << 32
+_EVERY_S = 0.05  # how old a step may become before its word is posted; one word costs about 0.5 ms of CPU
+_WARM_UP = 32  # steps of an attempt, each with a word of its own, before their time is trusted
 
 
 class Flags(NamedTuple):
@@ -27,6 +35,9 @@ class Flags(NamedTuple):
     leave: bool = False
     checkpoint: bool = False
     validate: bool = False
+
+
+_HEAD = 1 + len(Flags._fields)  # numbers of a word that are not a step's
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,11 @@ class Agreed:
     grad_norm: float  # before clipping
     num_samples: int
     samples_digest: int  # unsigned 64 bit
-    flags: Flags
     finite: bool
 
 
 class _HostCopy:
-    """Numbers of a step on their way from the device; `numbers()` waits only if the device is not there yet."""
+    """Numbers of a step on their way from the device; `row()` waits only if the device is not there yet."""
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
@@ -54,11 +64,43 @@ class _HostCopy:
         if self._event is not None:
             self._event.record()
 
-    def numbers(self) -> list[float]:
+    def row(self) -> tuple[float, ...]:
+        """What adds up over ranks. Float64 is exact to 2^53, so the halves of a digest are for 2^21 ranks."""
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
+        loss_sum, count, self.grad_norm = self._host.tolist()
+        not_finite = not (math.isfinite(loss_sum) and math.isfinite(self.grad_norm))
+        return loss_sum, count, *divmod(self.result.samples_digest, _HALF), self.result.num_samples, not_finite
+
+    def agreed(self, row: list[float]) -> Agreed:
+        """The same row once the ranks' have been added up."""
+        loss_sum = row[0]
+        count, high, low, num_samples, not_finite = map(int, row[1:])
+        return Agreed(
+            step=self.result.step,
+            loss=loss_sum / count if count else math.nan,
+            count=count,
+            grad_norm=self.grad_norm,
+            num_samples=num_samples,
+            samples_digest=(high * _HALF + low) % _HALF**2,
+            finite=not not_finite,
+        )
+
+
+class _Pace:
+    """How many steps a word may cover, from the time between the latest ones."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._ended = clock, deque([clock()], maxlen=_WARM_UP)
+
+    def tick(self) -> None:
+        self._ended.append(self._clock())
+
+    def steps_per_word(self) -> int:
+        if len(self._ended) < _WARM_UP:
+            return 1
+        step_s = median(new - old for old, new in pairwise(self._ended))
+        return max(1, min(_WARM_UP, int(_EVERY_S / step_s)))
 
 
 class ControlWord:
@@ -68,55 +110,62 @@ class ControlWord:
         group: a gloo group of the whole world, used for nothing else at the same time.
         settle: steps by which a word trails its step, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
 
-    stop and leave are true from the moment that a word which said so has been read, by whichever verb.
+    `wished` is what the words read so far wish for, by whichever verb, and the page has not granted yet.
 
     Raises (from every verb): RuntimeError when a peer is gone; that is how the others notice.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settle: int) -> None:
-        self.stop = self.leave = False
-        self._group, self._settle = group, settle
+    def __init__(self, group: dist.ProcessGroup, settle: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.wished = Flags()
+        self._group, self._settle, self._leader = group, settle, group.rank() == 0
+        self._pace = _Pace(clock)
+        self._num_steps = 1  # in the next word
+        self._wishes = Flags()  # of this rank, for the next word
         self._copies: deque[_HostCopy] = deque()
-        self._posted: deque[tuple[dist.Work, Tensor, int, float]] = deque()
+        self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy]]] = deque()
 
-    def exchange(self, result: StepResult, flags: Flags) -> Agreed | None:
-        """Posts the word of this step and returns the newest one that all ranks have, if there is one yet."""
+    @property
+    def ending(self) -> bool:
+        return self.wished.stop or self.wished.leave
+
+    def granted(self, **which: bool) -> None:
+        """Forgets wishes that have been fulfilled: `granted(checkpoint=True)`. On all ranks at the same step."""
+        self.wished = self.wished._replace(**dict.fromkeys(which, False))
+
+    def exchange(self, result: StepResult, wishes: Flags) -> list[Agreed]:
+        """Takes the numbers of a step; returns those of the steps that all ranks have meanwhile agreed on."""
+        self._pace.tick()
         self._copies.append(_HostCopy(result))
-        agreed = self._read() if self._posted else None
-        if len(self._copies) > self._settle:
-            self._post(self._copies.popleft(), flags)
+        self._wishes = _either(self._wishes, wishes)
+        agreed = self._read() if self._posted else []
+        if len(self._copies) - self._settle >= self._num_steps:
+            self._post(len(self._copies) - self._settle)
         return agreed
 
     def drain(self) -> list[Agreed]:
-        """Every word still under way, oldest first. A collective: all ranks drain at the same step."""
-        while self._copies:
-            self._post(self._copies.popleft(), Flags())
-        return [self._read() for _ in range(len(self._posted))]
+        """Every step not agreed on yet, oldest first. A collective: all ranks drain at the same step."""
+        if self._copies:
+            self._post(len(self._copies))
+        return [agreed for _ in range(len(self._posted)) for agreed in self._read()]
 
-    def _post(self, copy: _HostCopy, flags: Flags) -> None:
-        loss_sum, count, grad_norm = copy.numbers()
-        result, not_finite = copy.result, not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
-        # float64 holds whole numbers up to 2^53, so the digest's halves add up exactly for 2^21 ranks.
-        halves = divmod(result.samples_digest, _HALF)
-        word = torch.tensor([loss_sum, count, *halves, result.num_samples, not_finite, *flags], dtype=torch.float64)
+    def _post(self, num_steps: int) -> None:
+        copies = [self._copies.popleft() for _ in range(num_steps)]
+        head = [self._pace.steps_per_word() if self._leader else 0, *self._wishes]
+        rows = [number for copy in copies for number in copy.row()]
+        self._wishes = Flags()
+        word = torch.tensor([*head, *rows], dtype=torch.float64)
         work = self._group.allreduce([word])  # dist.all_reduce adds nothing here but half of the time it takes
-        self._posted.append((work, word, result.step, grad_norm))
+        self._posted.append((work, word, copies))
 
-    def _read(self) -> Agreed:
-        work, word, step, grad_norm = self._posted.popleft()
+    def _read(self) -> list[Agreed]:
+        work, word, copies = self._posted.popleft()
         work.wait()
-        loss_sum, *numbers = word.tolist()
-        count, high, low, num_samples, not_finite, *wishes = map(int, numbers)
-        flags = Flags(*map(bool, wishes))
-        self.stop |= flags.stop
-        self.leave |= flags.leave
-        return Agreed(
-            step=step,
-            loss=loss_sum / count if count else math.nan,
-            count=count,
-            grad_norm=grad_norm,
-            num_samples=num_samples,
-            samples_digest=(high * _HALF + low) % _HALF**2,
-            flags=flags,
-            finite=not not_finite,
-        )
+        numbers = word.tolist()
+        self._num_steps, *wishes = map(int, numbers[:_HEAD])
+        self.wished = _either(self.wished, Flags(*map(bool, wishes)))
+        width = (len(numbers) - _HEAD) // len(copies)
+        return [copy.agreed(numbers[_HEAD + i * width : _HEAD + (i + 1) * width]) for i, copy in enumerate(copies)]
+
+
+def _either(one: Flags, other: Flags) -> Flags:
+    return Flags(*map(or_, one, other))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,18 @@ class Ledger:
 
     def __init__(self, path: Path, world: World, shares: tuple[int, ...]) -> None:
         self._world, self._shares = world, shares
-        # Unbuffered and for appending: a line is one write, and is in the file whatever happens to this process next.
+        # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
         self._file = path.open("ab", buffering=0) if world.leader else None
 
-    def commit(self, agreed: Agreed, step_s: float) -> None:
+    def commit(self, steps: Iterable[tuple[Agreed, float, float]]) -> None:
+        """Writes steps down, each with the seconds it took and the time at which it ended on the leader."""
         if self._file is None:
             return
-        line = {
+        lines = [json.dumps(self._line(*each), separators=(",", ":")) + "\n" for each in steps]
+        self._file.write("".join(lines).encode())
+
+    def _line(self, agreed: Agreed, step_s: float, ended_s: float) -> dict[str, Any]:
+        return {
             "step": agreed.step,
             "attempt": self._world.attempt,
             "world_size": self._world.size,
@@ -36,9 +41,8 @@ class Ledger:
             "samples_digest": f"{agreed.samples_digest:016x}",
             "loss": agreed.loss,
             "step_s": round(step_s, 6),
-            "time_s": round(time.time(), 4),
+            "time_s": round(ended_s, 4),
         }
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         if self._file is not None:

@@ -72,44 +72,42 @@ def train(
     batches = kept.loader.steps(plan.stream(world.rank, step + 1, num_steps))
 
     def settle() -> None:
-        for agreed in control.drain():
-            recorder.step(agreed)
+        recorder.commit(control.drain())
 
     def run_validation() -> None:
         assert held_out
         metrics = validate(parallel.plain(model), kept.task, kept.loader, held_out, world, kept.precision)
         recorder.validation(step, metrics)
         validation_trigger.done()
+        control.granted(validate=True)
 
     def save() -> None:
         settle()  # the last word says whether this state is finite
         recorder.checkpoint(store.save(step, state))
         checkpoint_trigger.done()
+        control.granted(checkpoint=True)
 
-    while step < num_steps and not (control.stop or control.leave):
+    while step < num_steps and not control.ending:
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
         result = stepper.step(step + 1, lr, batches, plan, world.rank)
         kept.held = step = step + 1
         signals = runtime.signals()
-        wished = Flags(
+        wishes = Flags(
             stop=signals.stop,
             leave=signals.leave,
             checkpoint=world.leader and checkpoint_trigger.wanted(),
             validate=world.leader and validation_trigger.wanted(),
         )
-        agreed = control.exchange(result, wished)
         recorder.ran(step, perf_counter() - began, lr)
-        if agreed:
-            recorder.step(agreed)
-        flags = agreed.flags if agreed else Flags()
-        if held_out and step < num_steps and (validation_trigger.due(step) or flags.validate):
+        recorder.commit(control.exchange(result, wishes))
+        if held_out and step < num_steps and (validation_trigger.due(step) or control.wished.validate):
             run_validation()
-        if step < num_steps and (checkpoint_trigger.due(step) or flags.checkpoint):
+        if step < num_steps and (checkpoint_trigger.due(step) or control.wished.checkpoint):
             save()
 
     settle()
-    leaving = step < num_steps and control.leave and not control.stop
+    leaving = step < num_steps and control.wished.leave and not control.wished.stop
     if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
         save()
     if step == num_steps and held_out:

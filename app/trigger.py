@@ -10,7 +10,7 @@ from app.config import Every
 
 class Trigger:
     """Steps and epochs are counted, so every rank knows by itself. Minutes and seconds are read off one clock: the
-    leader raises `wanted()`, the control word carries it, and all ranks act on the same step.
+    leader raises `wanted()`, once until `done()`; the control word carries it, and all ranks act on the same step.
 
     Args:
         every: the period; None is never.
@@ -21,7 +21,7 @@ class Trigger:
         self, every: Every | None, steps_per_epoch: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every, self._steps_per_epoch, self._clock = every, steps_per_epoch, clock
-        self._since = clock()
+        self._since, self._raised = clock(), False
 
     def due(self, step: int) -> bool:
         if self._every is None or self._every.unit not in ("steps", "epochs"):
@@ -31,9 +31,11 @@ class Trigger:
         return step // period > (step - 1) // period
 
     def wanted(self) -> bool:
-        if self._every is None or self._every.unit not in ("minutes", "seconds"):
+        if self._raised or self._every is None or self._every.unit not in ("minutes", "seconds"):
             return False
-        return self._clock() - self._since >= self._every.count * (60 if self._every.unit == "minutes" else 1)
+        period_s = self._every.count * (60 if self._every.unit == "minutes" else 1)
+        self._raised = self._clock() - self._since >= period_s
+        return self._raised
 
     def done(self) -> None:
-        self._since = self._clock()
+        self._since, self._raised = self._clock(), False

@@ -49,6 +49,22 @@ class _Table:
     attempt: int = 0
 
 
+class News:
+    """Something that several may wait for."""
+
+    def __init__(self) -> None:
+        self._come = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Until the next `wake`, or for a moment."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._come.wait(), _POLL_S)
+
+    def wake(self) -> None:
+        self._come.set()
+        self._come = asyncio.Event()
+
+
 class Coordinator:
     """Async actor: every method runs on one event loop, so no state here needs a lock.
 
@@ -67,7 +83,7 @@ class Coordinator:
         self._over = False
         self._running = 0  # the attempt under way, 0 between two
         self._shown: list[Event] = []
-        self._changed = asyncio.Event()
+        self._events, self._signalled, self._committed = News(), News(), News()
         self._seen_failures: set[tuple[int, str]] = set()
         self._commits: list[Event] = []
         self._registrations: list[Event] = []
@@ -91,6 +107,7 @@ class Coordinator:
         """Writes an event down, unless it is a mere figure, and shows it to the driver."""
         if event["event"] == "checkpoint":
             self._commits.append(event)
+            self._committed.wake()
         if event["event"] == "attempt_ended":
             self._running = 0
         self._show(event if event["event"] == "log" else self._directory.record(event))
@@ -112,18 +129,18 @@ class Coordinator:
     async def events(self, first: int) -> list[Event]:
         """The events from number `first` on; waits a moment for some."""
         if len(self._shown) <= first:
-            await self._wait_for_change()
+            await self._events.wait()
         return self._shown[first:]
 
     async def signals(self, known: Signals) -> Signals:
         """The signals once they differ from `known`, or after a moment."""
         if self._signals == known:
-            await self._wait_for_change()
+            await self._signalled.wait()
         return self._signals
 
     async def request_stop(self) -> None:
         self._signals = Signals(stop=True)
-        self._wake()
+        self._signalled.wake()
 
     async def registration(self, attempt: int, number: int) -> dict[str, Any] | None:
         """Which commit the workers of `attempt` register as their `number`-th, the same for all; None if none yet.
@@ -134,7 +151,7 @@ class Coordinator:
             self._registrations.append(self._commits[-1])
             self._commits.clear()
         if len(self._registrations) <= number:
-            await self._wait_for_change()
+            await self._committed.wait()
             return None
         found = self._registrations[number]
         return found if found["attempt"] == attempt else None
@@ -146,12 +163,4 @@ class Coordinator:
 
     def _show(self, event: Event) -> None:
         self._shown.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait_for_change(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), _POLL_S)
+        self._events.wake()

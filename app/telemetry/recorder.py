@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,14 @@ from app.telemetry.throughput import peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
 
 
+class _Ran(NamedTuple):
+    """A step that this rank has done and the others have not confirmed yet."""
+
+    seconds: float
+    ended_s: float
+    lr: float
+
+
 class Recorder:
     """Every rank has one, so that the page needs no `if`; only the leader's writes."""
 
@@ -44,7 +53,7 @@ class Recorder:
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
         self._ledger = Ledger(directory.ledger, world, plan.shares)
-        self._running: dict[int, tuple[float, float]] = {}  # step -> (seconds, learning rate)
+        self._running: dict[int, _Ran] = {}
         self._metrics: dict[str, float] = {}
         self._trackers = Trackers([])
         self._meters = _meters(kept, world)
@@ -56,7 +65,7 @@ class Recorder:
 
     def ran(self, step: int, seconds: float, lr: float) -> None:
         """This rank has done `step`; what it was worth is known when its word has been read."""
-        self._running[step] = seconds, lr
+        self._running[step] = _Ran(seconds, time.time(), lr)
         if len(self._phases.seconds) == 4:
             self._phases.mark("first_step")
             self._publish(
@@ -67,13 +76,25 @@ class Recorder:
                 **self._phases.seconds,
             )
 
-    def step(self, agreed: Agreed) -> None:
-        """Commits a step.
+    def commit(self, steps: list[Agreed]) -> None:
+        """Writes down steps that all ranks have agreed on.
 
         Raises:
             TrainingError: the loss or the gradient is not a finite number; on every rank alike.
         """
-        seconds, lr = self._running.pop(agreed.step)
+        lines = []
+        try:
+            for agreed in steps:
+                ran = self._running.pop(agreed.step)
+                self._check(agreed)
+                lines.append((agreed, ran.seconds, ran.ended_s))
+                self._meters.record(ran.seconds, agreed.num_samples, agreed.count)
+                if self._world.leader and agreed.step % self._config.logging.every_steps == 0:
+                    self._log(agreed, ran.lr)
+        finally:
+            self._ledger.commit(lines)
+
+    def _check(self, agreed: Agreed) -> None:
         if not agreed.finite:
             raise TrainingError(
                 f"step {agreed.step}: loss {agreed.loss}, gradient norm {agreed.grad_norm}: not finite. "
@@ -85,10 +106,6 @@ class Recorder:
                 f"step {agreed.step}: the task counted {agreed.count}, the dataset's units_per_sample says {expected}. "
                 "A dataset with masked targets must not set counts_vary = False"
             )
-        self._ledger.commit(agreed, seconds)
-        self._meters.record(seconds, agreed.num_samples, agreed.count)
-        if self._world.leader and agreed.step % self._config.logging.every_steps == 0:
-            self._log(agreed, lr)
 
     def _log(self, agreed: Agreed, lr: float) -> None:
         total = self._kept.num_steps
