@@ -59,9 +59,10 @@ class _HostCopy:
     def __init__(self, result: StepResult) -> None:
         self.result = result
         self._event = torch.cuda.Event() if result.numbers.is_cuda else None
-        self._host = torch.empty_like(result.numbers, device="cpu", pin_memory=self._event is not None)
-        self._host.copy_(result.numbers, non_blocking=True)
+        self._host = result.numbers
         if self._event is not None:
+            self._host = torch.empty_like(result.numbers, device="cpu", pin_memory=True)
+            self._host.copy_(result.numbers, non_blocking=True)
             self._event.record()
 
     def row(self) -> tuple[float, ...]:

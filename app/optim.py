@@ -42,6 +42,14 @@ def rescale_gradients(model: nn.Module, correction: float | Tensor, max_norm: fl
     return norm
 
 
+def update(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """One step at the rate `lr`; the gradients are gone afterwards."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int) -> float:
     """The rate of `step` (from 1): linear warmup to `peak`, then constant or a cosine down to its floor.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from app.telemetry.meters import Meters
 from app.telemetry.phases import Phases
 from app.telemetry.throughput import peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
+
+_SHOW_EVERY_S = 0.5  # trackers keep every figure; a person reads two lines a second
 
 
 class _Ran(NamedTuple):
@@ -55,6 +58,7 @@ class Recorder:
         self._ledger = Ledger(directory.ledger, world, plan.shares)
         self._running: dict[int, _Ran] = {}
         self._metrics: dict[str, float] = {}
+        self._shown_s = -math.inf
         self._trackers = Trackers([])
         self._meters = _meters(kept, world)
         if world.leader:
@@ -176,6 +180,10 @@ class Recorder:
         event = {"event": name, "attempt": self._world.attempt, **fields}
         if name in ("log", "validation"):
             self._trackers.record(event)
+        if name == "log":
+            if time.monotonic() - self._shown_s < _SHOW_EVERY_S:
+                return
+            self._shown_s = time.monotonic()
         self._runtime.publish(event)
 
 

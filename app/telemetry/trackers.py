@@ -57,8 +57,11 @@ class TensorBoardTracker:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         def write() -> None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
+            figures = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._writer.file_writer.add_summary(Summary(value=figures), step)
+
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._thread.submit(self._attempt, write)
 
