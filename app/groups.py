@@ -54,10 +54,12 @@ class Groups:
         say, refers to the group. What does work is to shut the sockets down under it.
         """
         for descriptor, inode in self.sockets.items():
-            with contextlib.suppress(OSError):  # closed meanwhile, or a listener
+            with contextlib.suppress(OSError):  # closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                        duplicate.shutdown(socket.SHUT_RDWR)
+                        # A listener that is shut ends the process: gloo's thread throws where nobody catches.
+                        if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            duplicate.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         if dist.is_initialized():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 EXIT_STOPPED = 3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_S = 3.0
 _SAME_S = 0.5  # a terminal and a launcher may both deliver one Ctrl-C
 
@@ -19,17 +20,29 @@ class Interrupts:
     """While entered, the process's SIGINT and SIGTERM call `on_stop` instead; the second calls `on_abort`, which has
     three seconds, and ends the process."""
 
-    def __init__(self, on_stop: Callable[[], None], on_abort: Callable[[], None] = lambda: None) -> None:
-        self._on_stop, self._on_abort = on_stop, on_abort
+    def __init__(self, on_stop: Callable[[], None] = lambda: None, on_abort: Callable[[], None] = lambda: None) -> None:
+        self.on_stop, self.on_abort = on_stop, on_abort
         self._first = 0.0
 
     @property
     def stopping(self) -> bool:
         return self._first > 0
 
+    def check(self) -> None:
+        """For code that has nothing to finish: KeyboardInterrupt, which may not be raised just anywhere (a callback of
+        Ray's swallows it), if a stop has been asked for."""
+        if self.stopping:
+            raise KeyboardInterrupt
+
     def __enter__(self) -> Interrupts:
-        self._former = {each: signal.signal(each, self._handle) for each in (signal.SIGINT, signal.SIGTERM)}
+        self._former = {each: signal.getsignal(each) for each in _SIGNALS}
+        self.install()
         return self
+
+    def install(self) -> None:
+        """Again, after something has put handlers of its own in place."""
+        for each in _SIGNALS:
+            signal.signal(each, self._handle)
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self._former.items():
@@ -39,10 +52,10 @@ class Interrupts:
         now = time.monotonic()
         if not self._first:
             self._first = now
-            self._on_stop()
+            self.on_stop()
         elif now - self._first > _SAME_S:
             sys.stderr.write("stopped at once; the last checkpoint holds\n")
             # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
-            self._on_abort()
+            self.on_abort()
             os._exit(EXIT_STOPPED)

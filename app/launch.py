@@ -7,6 +7,7 @@ from contextlib import closing
 from importlib import import_module
 
 from app.config import Config
+from app.interrupts import Interrupts
 from app.owner import Ownership
 from app.rundir import RunDirectory, prepare
 from app.telemetry.console import Console
@@ -37,13 +38,21 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
                 console.line(note)
             directory.record({"event": "run_started", "time_s": started_s, "launcher": "ray"})
             directory.write_environment(environment())
-            return _run(config, directory, ownership, console, verbose)
+            with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
+                return _run(config, directory, ownership, console, interrupts, verbose)
         finally:
             ownership.release()
             directory.discard_if_unused()
 
 
-def _run(config: Config, directory: RunDirectory, ownership: Ownership, console: Console, verbose: bool) -> int:
+def _run(
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    console: Console,
+    interrupts: Interrupts,
+    verbose: bool,
+) -> int:
     import ray
 
     from app.orchestration.cluster import EMBEDDED, await_room, connect, describe_cluster, gpus_per_worker
@@ -53,14 +62,16 @@ def _run(config: Config, directory: RunDirectory, ownership: Ownership, console:
     importing.start()
     address = connect(config, verbose)
     importing.join()
+    interrupts.on_abort = ray.shutdown
+    interrupts.install()  # Ray has handlers too
     from app.orchestration.trainer import Fit, build_trainer, start_coordinator
 
     try:
         console.line(describe_cluster(address))
         gpus = gpus_per_worker(config)
-        await_room(config, gpus, ownership, embedded=address == EMBEDDED)
+        await_room(config, gpus, ownership, interrupts, embedded=address == EMBEDDED)
         coordinator = start_coordinator(config, directory, ownership)
         trainer = build_trainer(config, directory, coordinator, gpus)
-        return Fit(trainer, coordinator, directory, console).result()
+        return Fit(trainer, coordinator, directory, console, interrupts).result()
     finally:
         ray.shutdown()

@@ -12,6 +12,7 @@ import ray
 
 from app.config import Config
 from app.errors import ResourcesMissing
+from app.interrupts import Interrupts
 from app.orchestration.internals import hush
 from app.owner import Ownership
 
@@ -71,7 +72,7 @@ def gpus_per_worker(config: Config) -> int:
     return (1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0) if wanted == "auto" else wanted
 
 
-def await_room(config: Config, gpus: int, ownership: Ownership, embedded: bool) -> None:
+def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> None:
     """Waits until the smallest number of workers fits; not at all on an embedded cluster, which cannot grow.
 
     Raises:
@@ -80,6 +81,7 @@ def await_room(config: Config, gpus: int, ownership: Ownership, embedded: bool) 
     scaling = config.scaling
     began, patience = time.monotonic(), 0.0 if embedded else scaling.start_timeout_s
     while True:
+        interrupts.check()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fitting = sum(
             int(min(node.get("CPU", 0) // scaling.cpus_per_worker, node.get("GPU", 0) // gpus if gpus else 1e9))

@@ -60,9 +60,16 @@ def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpu
 class Fit:
     """`trainer.fit()` in a thread of its own, so that this one can show events and keep the signal handlers."""
 
-    def __init__(self, trainer: TorchTrainer, coordinator: Any, directory: RunDirectory, console: Console) -> None:
+    def __init__(
+        self,
+        trainer: TorchTrainer,
+        coordinator: Any,
+        directory: RunDirectory,
+        console: Console,
+        interrupts: Interrupts,
+    ) -> None:
         self._trainer, self._coordinator = trainer, coordinator
-        self._directory, self._console = directory, console
+        self._directory, self._console, self._interrupts = directory, console, interrupts
         self._error: BaseException | None = None
         self._fatal: dict[str, Any] | None = None
         self._finished: dict[str, Any] | None = None
@@ -74,18 +81,19 @@ class Fit:
         Raises:
             TrainingError: the training failed.
         """
+        self._interrupts.on_stop = self._request_stop
+        self._interrupts.check()
         thread = threading.Thread(target=self._fit, daemon=True, name="fit")
-        with Interrupts(self._request_stop, on_abort=ray.shutdown) as interrupts:
-            thread.start()
-            while thread.is_alive():
-                self._show_events()
+        thread.start()
+        while thread.is_alive():
             self._show_events()
+        self._show_events()
         if self._fatal is not None:
             raise self._explained(self._fatal)
         if self._error is not None:
             raise TrainingError(str(self._error)) from self._error
         if self._finished is None:
-            if interrupts.stopping:
+            if self._interrupts.stopping:
                 return EXIT_STOPPED
             raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
         return 0 if self._finished["status"] == "finished" else EXIT_STOPPED
