@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +28,13 @@ class Ledger:
 
     def commit(self, steps: Iterable[tuple[Agreed, float, float]]) -> None:
         """Writes steps down, each with the seconds it took and the time at which it ended on the leader."""
-        if self._file is None:
-            return
-        lines = [json.dumps(self._line(*each), separators=(",", ":")) + "\n" for each in steps]
-        self._file.write("".join(lines).encode())
+        self._write([self._line(*each) for each in steps])
+
+    def assume(self, step: int, num_samples: int, samples_digest: int) -> None:
+        """Writes down a step that survivors hold complete, but whose word died with a worker: what the plan says of it,
+        marked as unconfirmed."""
+        assumed = Agreed(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True)
+        self._write([{**self._line(assumed, 0.0, time.time()), "loss": None, "confirmed": False}])
 
     def _line(self, agreed: Agreed, step_s: float, ended_s: float) -> dict[str, Any]:
         return {
@@ -43,6 +48,10 @@ class Ledger:
             "step_s": round(step_s, 6),
             "time_s": round(ended_s, 4),
         }
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if self._file is not None and lines:
+            self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
 
     def close(self) -> None:
         if self._file is not None:

@@ -94,6 +94,11 @@ class Plan:
         begin = (step - 1) * self.global_size
         return self.global_size if self.num_samples is None else min(self.global_size, self.num_samples - begin)
 
+    def positions(self, step: int) -> tuple[int, int]:
+        """[start, stop) of the stream, of all ranks in `step`."""
+        begin = (step - 1) * self.global_size
+        return begin, begin + self.num_samples_in(step)
+
     def _microbatch(self, step: int, index: int) -> Microbatch:
         begin = (step - 1) * self.global_size
         start = begin + index * self.microbatch_size

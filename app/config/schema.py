@@ -219,6 +219,8 @@ class RecoveryConfig(Section):
     """auto keeps surviving workers running where it can; restart starts all of them anew"""
     max_failures: NonNegativeInt = 10
     """failures survived before the run gives up"""
+    silence_s: PositiveFloat = 5.0
+    """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
 
 
 class TensorBoardConfig(Section):

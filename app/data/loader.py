@@ -75,6 +75,10 @@ class Loader:
         """The same over validation positions."""
         return self._fetched_by(self._validation, microbatches)
 
+    def digest(self, start: int, stop: int) -> int:
+        """The samples digest of training positions [start, stop), as the order has it rather than as it was fetched."""
+        return self._train.digest(start, stop)
+
     def _fetched_by(self, fetch: _Fetch, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         return (self._placed(fetch[microbatch]) for microbatch in microbatches)
 
@@ -113,6 +117,9 @@ class _Fetch:
             return error
         counted = bool(microbatch.weight)
         return Fetched(microbatch, batch, len(ids) * counted, int(keys.sum()) * counted)
+
+    def digest(self, start: int, stop: int) -> int:
+        return int(self._ordered(start, stop)[1].sum())
 
     def _ordered(self, start: int, stop: int) -> tuple[Int64s, UInt64s]:
         first, ids, keys = self._window

@@ -72,8 +72,11 @@ def gpus_per_worker(config: Config) -> int:
     return (1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0) if wanted == "auto" else wanted
 
 
-def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> None:
+def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
     """Waits until the smallest number of workers fits; not at all on an embedded cluster, which cannot grow.
+
+    Returns:
+        How many fit, at most as many as are wanted.
 
     Raises:
         ResourcesMissing: it did not within `scaling.start_timeout_s`; says what is missing.
@@ -88,7 +91,7 @@ def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Inte
             for node in nodes
         )
         if fitting >= scaling.min_workers:
-            return
+            return min(fitting, scaling.num_workers[1])
         if time.monotonic() - began >= patience:
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "

@@ -17,6 +17,7 @@ from app.interrupts import EXIT_STOPPED, Interrupts
 from app.orchestration.backend import RuntimeConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.internals import without_idle_actors
+from app.orchestration.internals.slots import moved, slot_controller
 from app.orchestration.runtime import Job, train_loop
 from app.owner import Ownership
 from app.rundir import RunDirectory
@@ -28,30 +29,46 @@ class LeanTrainer(TorchTrainer):
         return without_idle_actors(super()._create_default_callbacks())
 
 
-def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership) -> Any:
+class SlotTrainer(LeanTrainer):
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        with slot_controller():
+            return super()._initialize_and_run_controller(**arguments)
+
+
+def choose_mode(config: Config) -> tuple[bool, str]:
+    """Whether to use slots, and why not."""
+    if config.recovery.mode == "restart":
+        return False, "recovery.mode is restart"
+    reason = moved()
+    return reason is None, f"this Ray is not the one that slots are written for: {reason}"
+
+
+def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership, expected: int) -> Any:
     """On the head node, which outlives workers' nodes."""
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(Coordinator)
-    return actor.remote(directory, ownership, config.recovery.max_failures)
+    recovery, smallest = config.recovery, config.scaling.min_workers
+    return actor.remote(directory, ownership, recovery.max_failures, smallest, expected, recovery.silence_s)
 
 
-def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int) -> TorchTrainer:
+def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int, slots: bool) -> TorchTrainer:
     low, high = config.scaling.num_workers
     head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
-    job = Job(config, directory, coordinator, head["NodeManagerAddress"])
+    job = Job(config, directory, coordinator, head["NodeManagerAddress"], slots, config.recovery.silence_s)
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
-    return LeanTrainer(
+    return (SlotTrainer if slots else LeanTrainer)(
         partial(train_loop, job),
-        torch_config=RuntimeConfig(),
+        torch_config=RuntimeConfig(slots),
         scaling_config=ScalingConfig(
-            num_workers=(low, high) if low < high else low,
+            num_workers=high if slots or low == high else (low, high),
             use_gpu=gpus > 0,
             resources_per_worker={"CPU": config.scaling.cpus_per_worker, **({"GPU": gpus} if gpus else {})},
         ),
         run_config=RunConfig(
             name=directory.path.name,
             storage_path=str(directory.path.parent),
-            failure_config=FailureConfig(max_failures=config.recovery.max_failures),
+            # With slots only what the run does not survive gets as far as Ray.
+            failure_config=FailureConfig(max_failures=0 if slots else config.recovery.max_failures),
             checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
         ),
     )

@@ -66,6 +66,10 @@ class Recorder:
             if restored.source != "start":
                 lost = max(0, phases.last_step - restored.step)
                 self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
+            if restored.source.startswith("rank"):
+                for step in range(phases.last_step + 1, restored.step + 1):
+                    start, stop = plan.positions(step)
+                    self._ledger.assume(step, stop - start, kept.loader.digest(start, stop))
 
     def ran(self, step: int, seconds: float, lr: float) -> None:
         """This rank has done `step`; what it was worth is known when its word has been read."""

@@ -1,0 +1,114 @@
+"""The lifeline: one socket between each worker and the coordinator. While it is open, the worker lives.
+
+A process that dies closes it, which the other end knows within milliseconds; one that falls silent (a machine without
+power, a stopped process) is missed by its heartbeats. Downwards go the orders, so that a worker asks nobody for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+BEATS_PER_LIMIT = 5  # heartbeats within the limit, so that a late one is not a death
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the coordinator wants of the workers: all of it each time, so that a later one makes an earlier one void.
+
+    leave: the attempt to end at an agreed step. aborted: the attempt that lost a member. 0 is none.
+    """
+
+    stop: bool = False
+    leave: int = 0
+    aborted: int = 0
+
+
+class Lifelines:
+    """The coordinator's ends, in its event loop.
+
+    Args:
+        silence_s: a worker that has not been heard of for so long is dead.
+        lost: is told of each member whose lifeline ended, once, and why.
+    """
+
+    def __init__(self, silence_s: float, lost: Callable[[str, str], None]) -> None:
+        self._silence_s, self._lost = silence_s, lost
+        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._orders = Orders()
+
+    async def listen(self) -> int:
+        """Returns the port."""
+        self._server = await asyncio.start_server(self._hold, "0.0.0.0", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def order(self, orders: Orders) -> None:
+        """Tells every worker, also those that come later."""
+        self._orders = orders
+        for writer in self._writers.values():
+            writer.write(_line(orders))
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        member = (await reader.readline()).decode().strip()
+        self._writers[member] = writer
+        writer.write(_line(self._orders))
+        cause = "connection closed"
+        try:
+            while await asyncio.wait_for(reader.read(64), self._silence_s):
+                pass
+        except TimeoutError:
+            cause = f"not heard of for {self._silence_s:g} s"
+        except OSError as error:
+            cause = str(error)
+        finally:
+            del self._writers[member]
+            writer.close()
+            self._lost(member, cause)
+
+
+class Lifeline:
+    """A worker's end, with a thread of its own.
+
+    Args:
+        heard: is called with each order, on that thread; with None when the coordinator is gone.
+    """
+
+    def __init__(
+        self, host: str, port: int, member: str, silence_s: float, heard: Callable[[Orders | None], None]
+    ) -> None:
+        self._socket = socket.create_connection((host, port), timeout=30)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(f"{member}\n".encode())
+        self._socket.settimeout(silence_s / BEATS_PER_LIMIT)
+        self._heard = heard
+        threading.Thread(target=self._listen, daemon=True, name="lifeline").start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _listen(self) -> None:
+        unread = b""
+        try:
+            while True:
+                try:
+                    received = self._socket.recv(4096)
+                except TimeoutError:
+                    self._socket.sendall(b"\n")
+                    continue
+                if not received:
+                    break
+                *lines, unread = (unread + received).split(b"\n")
+                for line in lines:
+                    self._heard(Orders(**json.loads(line)))
+        except OSError:
+            pass
+        self._heard(None)
+
+
+def _line(orders: Orders) -> bytes:
+    return json.dumps(asdict(orders)).encode() + b"\n"
