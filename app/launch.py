@@ -64,15 +64,13 @@ def _run(
     importing.join()
     interrupts.on_abort = ray.shutdown
     interrupts.install()  # Ray has handlers too
-    from app.orchestration.trainer import Fit, build_trainer, choose_mode, start_coordinator
+    from app.orchestration.trainer import Fit, build_trainer, start_coordinator, uses_slots
 
     try:
         console.line(describe_cluster(address))
         gpus = gpus_per_worker(config)
         expected = await_room(config, gpus, ownership, interrupts, embedded=address == EMBEDDED)
-        slots, reason = choose_mode(config)
-        if not slots:
-            console.line(f"a lost worker restarts all of them: {reason}")
+        slots = uses_slots(config)
         coordinator = start_coordinator(config, directory, ownership, expected)
         trainer = build_trainer(config, directory, coordinator, gpus, slots)
         return Fit(trainer, coordinator, directory, console, interrupts).result()

@@ -215,8 +215,8 @@ class LoggingConfig(Section):
 
 
 class RecoveryConfig(Section):
-    mode: Literal["auto", "restart"] = "auto"
-    """auto keeps surviving workers running where it can; restart starts all of them anew"""
+    mode: Literal["auto", "slots", "restart"] = "auto"
+    """slots: surviving workers keep running; restart: all of them start anew; auto: restart, until slots are proven"""
     max_failures: NonNegativeInt = 10
     """failures survived before the run gives up"""
     silence_s: PositiveFloat = 5.0

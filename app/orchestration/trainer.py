@@ -35,12 +35,17 @@ class SlotTrainer(LeanTrainer):
             return super()._initialize_and_run_controller(**arguments)
 
 
-def choose_mode(config: Config) -> tuple[bool, str]:
-    """Whether to use slots, and why not."""
-    if config.recovery.mode == "restart":
-        return False, "recovery.mode is restart"
-    reason = moved()
-    return reason is None, f"this Ray is not the one that slots are written for: {reason}"
+def uses_slots(config: Config) -> bool:
+    """Whether survivors keep running.
+
+    Raises:
+        UsageError: that is asked for, and this Ray cannot.
+    """
+    if config.recovery.mode != "slots":
+        return False
+    if reason := moved():
+        raise UsageError(f"recovery.mode=slots does not work with Ray {ray.__version__}: {reason}. Use restart")
+    return True
 
 
 def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership, expected: int) -> Any:

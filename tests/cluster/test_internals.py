@@ -6,6 +6,7 @@ from ray._private import worker
 from ray.train.torch import TorchTrainer
 
 from app.orchestration.internals import without_idle_actors
+from app.orchestration.internals.slots import moved
 
 
 def test_the_raylets_messages_go_through_a_function_that_can_be_replaced():
@@ -17,3 +18,7 @@ def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones():
     callbacks = TorchTrainer(lambda: None)._create_default_callbacks()
     left_out = {type(each).__name__ for each in callbacks} - {type(e).__name__ for e in without_idle_actors(callbacks)}
     assert left_out == {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+
+
+def test_what_slots_override_and_call_is_where_it_was():
+    assert moved() is None

@@ -1,0 +1,87 @@
+"""Who is in the next world, as a table of what happened and what is decided then."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.orchestration.membership import Form, Keep, Membership, Resize, Wait
+
+
+def membership(smallest: int = 1, expected: int = 3) -> Membership:
+    return Membership(smallest, expected, settle_s=5.0, gather_s=1.0)
+
+
+def formed(*members: str) -> Membership:
+    world = membership(expected=len(members))
+    for member in members:
+        world.join(member, 0.0)
+    assert world.decide(0.0) == Form(members)
+    return world
+
+
+def test_the_first_world_waits_for_those_who_are_expected_but_not_for_ever() -> None:
+    world = membership()
+    world.join("a", 10.0)
+    assert world.decide(10.0) == Wait(5.0)
+    world.join("b", 11.0)
+    assert world.decide(12.0) == Wait(3.0)
+    assert world.decide(15.0) == Form(("a", "b"))
+
+
+def test_all_who_are_expected_need_not_wait() -> None:
+    assert formed("a", "b", "c").world == ("a", "b", "c")
+
+
+def test_no_world_is_smaller_than_the_smallest() -> None:
+    world = membership(smallest=2)
+    world.join("a", 0.0)
+    assert world.decide(100.0) == Keep()
+
+
+def test_survivors_wait_for_each_other_and_for_nobody_else() -> None:
+    world = formed("a", "b", "c")
+    assert world.lose("a")
+    world.join("c", 1.0)
+    assert world.decide(1.0) == Keep()  # b has not left the broken world yet
+    world.join("b", 1.1)
+    assert world.decide(1.1) == Form(("b", "c"))
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_survivor_that_dies_on_the_way_is_not_waited_for(lost: str) -> None:
+    world = formed("a", "b", "c")
+    world.lose("c")
+    left = {"a": "b", "b": "a"}[lost]
+    world.join(left, 1.0)
+    assert world.lose(lost)
+    assert world.decide(1.0) == Form((left,))
+
+
+def test_a_newcomer_asks_once_others_have_had_time_to_come_too() -> None:
+    world = formed("a", "b")
+    world.join("c", 10.0)
+    assert world.decide(10.0) == Wait(1.0)
+    world.join("d", 10.5)
+    assert world.decide(11.0) == Wait(0.5)
+    assert world.decide(11.5) == Resize()
+    world.join("b", 12.0)
+    world.join("a", 12.1)
+    assert world.decide(12.1) == Form(("a", "b", "c", "d"))  # survivors in their old order
+
+
+def test_a_newcomer_that_dies_while_it_waits_changes_nothing() -> None:
+    world = formed("a", "b")
+    world.join("c", 10.0)
+    assert not world.lose("c")
+    assert world.decide(20.0) == Keep()
+
+
+def test_after_all_are_lost_it_is_a_first_world_again() -> None:
+    world = formed("a", "b")
+    world.expected = 2
+    world.lose("a")
+    world.lose("b")
+    world.join("c", 30.0)
+    assert world.decide(30.0) == Wait(5.0)
+    world.join("d", 31.0)
+    assert world.decide(31.0) == Form(("c", "d"))
