@@ -16,7 +16,6 @@ class Phases:
         self.seconds: dict[str, float] = {}
         last = last_line(directory.ledger) or {}
         started = [each["time_s"] for each in directory.read_events() if each["event"] == "run_started"]
-        self.last_step: int = last.get("step", 0)
         self._marked = max(last.get("time_s", 0.0), *started[-1:], 0.0) or time.time()
         self.mark("detected")
 

@@ -16,6 +16,7 @@ from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
 from app.config import Config
 from app.errors import TrainingError
+from app.files import last_line
 from app.kept import Kept
 from app.ledger import Ledger, read_ledger
 from app.plan import Plan
@@ -64,10 +65,11 @@ class Recorder:
         if world.leader:
             self._trackers = build_trackers(config.trackers, directory.path, restored.step + 1)
             if restored.source != "start":
-                lost = max(0, phases.last_step - restored.step)
+                written = (last_line(directory.ledger) or {}).get("step", 0)
+                lost = max(0, written - restored.step)
                 self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
-            if restored.source.startswith("rank"):
-                for step in range(phases.last_step + 1, restored.step + 1):
+            if restored.source.startswith("rank"):  # survivors are ahead of what the leader lived to write
+                for step in range(written + 1, restored.step + 1):
                     start, stop = plan.positions(step)
                     self._ledger.assume(step, stop - start, kept.loader.digest(start, stop))
 
