@@ -96,7 +96,7 @@ def train(
         wishes = Flags(
             stop=signals.stop,
             leave=signals.leave,
-            checkpoint=world.leader and checkpoint_trigger.wanted(),
+            checkpoint=signals.checkpoint or (world.leader and checkpoint_trigger.wanted()),
             validate=world.leader and validation_trigger.wanted(),
         )
         recorder.ran(step, perf_counter() - began, lr)

@@ -10,7 +10,7 @@ from tests.checks import check_ledger, summary_of
 from tests.command import is_alive
 
 STEPS = 400
-OVERRIDES = [f"run.steps={STEPS}", "recovery.mode=slots", "scaling.num_workers=[1,2]"]
+OVERRIDES = [f"run.steps={STEPS}", "scaling.num_workers=[1,2]"]
 
 
 @pytest.mark.timeout(240)
