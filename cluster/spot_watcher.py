@@ -48,10 +48,6 @@ Ask = Callable[[], Notice | None]  # raises whatever a wrong answer leads to
 Drain = Callable[[Notice], None]  # raises unless Ray accepted
 
 
-class WrongAnswer(Exception):
-    pass
-
-
 def fetch(host: str, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
     """Status and body. Follows no redirect and no proxy of the environment: neither leads to this machine's data."""
     connection = HTTPConnection(host, timeout=REQUEST_TIMEOUT_S)
@@ -76,13 +72,13 @@ def _shut(connected: socket.socket) -> None:
 def fetch_ok(host: str, path: str, headers: dict[str, str], method: str = "GET") -> str:
     status, body = fetch(host, path, headers, method)
     if status != 200:
-        raise WrongAnswer(f"{method} {path} was answered {status}")
+        raise ValueError(f"{method} {path} was answered {status}")
     return body
 
 
 def unix_s(moment: datetime) -> float:
     if moment.tzinfo is None:  # would be taken for this machine's zone
-        raise WrongAnswer(f"{moment} names no time zone")
+        raise ValueError(f"{moment} names no time zone")
     return moment.timestamp()
 
 
@@ -97,7 +93,7 @@ class Aws:
         if (body := self._get("spot/instance-action")) is not None:
             answer = json.loads(body)
             if answer["action"] not in ("terminate", "stop", "hibernate"):
-                raise WrongAnswer(f"unknown instance action {answer['action']!r}")
+                raise ValueError(f"unknown instance action {answer['action']!r}")
             return Notice(unix_s(datetime.fromisoformat(answer["time"])), f"AWS spot: {answer['action']}")
         if self.drain_on_rebalance and (body := self._get("events/recommendations/rebalance")) is not None:
             recommended_s = unix_s(datetime.fromisoformat(json.loads(body)["noticeTime"]))
@@ -111,7 +107,7 @@ class Aws:
             self.token = ""
             status, body = self._get_with_token(item)
         if status not in (200, 404):
-            raise WrongAnswer(f"{item} was answered {status}")
+            raise ValueError(f"{item} was answered {status}")
         return body if status == 200 else None
 
     def _get_with_token(self, item: str) -> tuple[int, str]:
@@ -125,7 +121,7 @@ def gcp(host: str, now: Callable[[], float] = time.time) -> Notice | None:
     its notice is an hour with GPUs and a minute without, and Ray cannot take a drain back."""
     answer = fetch_ok(host, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).strip()
     if answer not in ("TRUE", "FALSE"):
-        raise WrongAnswer(f"preempted: {answer[:40]!r}")
+        raise ValueError(f"preempted: {answer[:40]!r}")
     return Notice(now() + GCP_NOTICE_S, "GCP: preempted") if answer == "TRUE" else None
 
 
@@ -167,7 +163,7 @@ class FirstToAnswer:
                 self.found = ask
                 log.info("the cloud is %s", name)
                 return notice
-        raise WrongAnswer(f"none of {', '.join(self.clouds)} answers")
+        raise ValueError(f"none of {', '.join(self.clouds)} answers")
 
 
 class Watcher:
@@ -249,7 +245,7 @@ def drain_now(deadline_s: float, reason: str, address: str, node_ip: str) -> Non
             raise RuntimeError(f"Ray refused to drain {node_id}: {refusal}")
 
 
-def parse(words: list[str] | None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rebalance = "AWS: take a rebalance recommendation for a notice of two minutes; Ray cannot take a drain back"
     parser.add_argument("--cloud", choices=["auto", "aws", "gcp", "azure"], default="auto")
@@ -260,11 +256,11 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-ip", default="", help="of the Ray node on this machine, when Ray would guess another")
     parser.add_argument("--drain-until", type=float, metavar="UNIX_S", help="drain this node now, and end")
     parser.add_argument("--reason", default="by hand", help="with --drain-until: what Ray is told")
-    return parser.parse_args(words)
+    return parser.parse_args()
 
 
-def main(words: list[str] | None = None) -> None:
-    given = parse(words)
+def main() -> None:
+    given = parse()
     if given.drain_until is not None:
         drain_now(given.drain_until, given.reason, given.address, given.node_ip)
         return

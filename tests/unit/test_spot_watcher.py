@@ -352,6 +352,12 @@ def test_a_drain_without_ray_names_its_reason() -> None:
         spot_watcher.drain_in_child(at(NOW_S), address="not-a-host", node_ip="")
 
 
+def test_a_head_that_does_not_answer_holds_the_watcher_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spot_watcher, "DRAIN_TIMEOUT_S", 0.3)  # Ray's client takes 40 s
+    with pytest.raises(subprocess.TimeoutExpired):
+        spot_watcher.drain_in_child(at(NOW_S), address="127.0.0.1:1", node_ip="")
+
+
 def test_watching_needs_only_the_standard_library() -> None:
     code = "import sys, cluster.spot_watcher; print([m for m in ('ray', 'torch', 'app', 'grpc') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
