@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.base import Every, Fraction, Interval, Range, Section, Target, Text, at_most
+from app.config.faults import FaultsConfig
 
 
 class RunConfig(Section):
@@ -252,6 +253,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    faults: FaultsConfig = FaultsConfig()
     trackers: tuple[TensorBoardConfig, ...] = (TensorBoardConfig(),)
 
     @model_validator(mode="before")
