@@ -163,7 +163,8 @@ class Coordinator:
             self._review()
 
     async def slots(self) -> SlotOrders:
-        return SlotOrders(self._membership.largest, self._over)
+        nobody_trains = self._orders.stop and not self._running
+        return SlotOrders(self._membership.largest, self._over or nobody_trains)
 
     def _review(self) -> None:
         if self._over or self._orders.stop:

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from app.files import last_line
 from tests.checks import check_ledger, check_stopped, summary_of
-from tests.command import ROOT, is_alive
+from tests.command import is_alive, scale
 
 STEPS = 400
 FOR_EVER = "run.steps=1000000"
@@ -82,20 +80,15 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(command)
     running = run.start(FOR_EVER, "scaling.num_workers=1")
     running.wait_for_step(20)
     (first,) = running.worker_pids("SlotWorker")
-    grown = scale(run.directory, "2:2")
+    grown = running.scale("2:2")
     assert (grown.returncode, grown.stdout.strip().split(": ")[1]) == (0, "[1, 1] -> [2, 2]")
     running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
-    assert scale(run.directory, "1").returncode == 0
+    assert running.scale("1").returncode == 0
     running.wait_for_event("attempt_started", attempt=3, world_size=1, source="rank 0")
     running.wait_until(lambda: running.worker_pids("SlotWorker") == [first], "end of the second worker")
     check_stopped(running)
-    refused = scale(run.directory, "2:1")
+    refused = running.scale("2:1")
     assert (refused.returncode, refused.stderr.strip()) == (
         2,
         "error: --workers 2:1: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8",
     )
-
-
-def scale(directory, workers):
-    command = [sys.executable, "main.py", "scale", str(directory), "--workers", workers]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
