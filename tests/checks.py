@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
+from app.checkpoint.state import app_state, flatten
 from app.config import Config, parse_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
+from app.kept import Kept
 from app.ledger import History, read_ledger
+from app.optim import build_optimizer
 from tests.command import Running
 
 
@@ -54,3 +60,12 @@ def check_identical(one: Path, other: Path) -> None:
     ours, theirs = summary_of(one), summary_of(other)
     for part in ("model_sha256", "optimizer_sha256"):
         assert ours[part] == theirs[part], f"{part} of {one.name} and {other.name}"
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    """Whole, from the run's last checkpoint."""
+    config = parse_config((directory / "config.yaml").read_text())
+    kept = Kept(config, torch.device("cpu"))
+    state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
+    dcp.load(state, checkpoint_id=summary_of(directory)["last_checkpoint"], no_dist=True)
+    return flatten(state["model"])
