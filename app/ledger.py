@@ -12,6 +12,7 @@ from typing import Any
 
 from app.agree import Agreed
 from app.files import read_lines
+from app.plan import Plan
 from app.runtime import World
 
 
@@ -21,8 +22,8 @@ class Ledger:
     Several attempts may have written the same step; the last attempt's line holds, the others are lost steps.
     """
 
-    def __init__(self, path: Path, world: World, shares: tuple[int, ...]) -> None:
-        self._world, self._shares = world, shares
+    def __init__(self, path: Path, world: World, plan: Plan) -> None:
+        self._world, self._plan = world, plan
         # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
         self._file = path.open("ab", buffering=0) if world.leader else None
 
@@ -41,7 +42,7 @@ class Ledger:
             "step": agreed.step,
             "attempt": self._world.attempt,
             "world_size": self._world.size,
-            "shares": self._shares,
+            "shares": self._plan.shares_at(agreed.step),
             "num_samples": agreed.num_samples,
             "samples_digest": f"{agreed.samples_digest:016x}",
             "loss": agreed.loss,

@@ -46,7 +46,7 @@ class Stepper:
         nominal = plan.global_size * self.units_per_sample
         loss_sum, count = torch.zeros(2, dtype=torch.float64, device=self.precision.device)
         num_samples = digest = 0
-        for left, fetched in zip(reversed(range(plan.num_forwards(rank))), batches, strict=False):
+        for left, fetched in zip(reversed(range(plan.num_forwards(step, rank))), batches, strict=False):
             weight = fetched.microbatch.weight
             seed_generators(self.seed, fetched.microbatch, self.precision.device)
             with self.parallel.synchronize(self.model, last=left == 0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from app.agree import ControlWord, Flags
+from app.balance import build_balance
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
@@ -29,6 +30,7 @@ def train(
     parallel = build_parallel(config, world, kept.precision)
     plan = kept.plan(world.size, parallel.lockstep)
     held_out = kept.validation_plan(world.size, parallel.lockstep)
+    balance = build_balance(config, plan, kept.loader.num_ahead, world, runtime)
     faults = Faults(config.faults.inject, directory, world, runtime)
     if not parallel.replicated:
         kept.forget()
@@ -37,7 +39,7 @@ def train(
     stepper = Stepper(
         model,
         optimizer,
-        faults.task(kept.task),
+        balance.task(faults.task(kept.task)),
         parallel,
         kept.precision,
         units_per_sample=kept.units_per_sample,
@@ -61,9 +63,11 @@ def train(
     num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / config.batch.global_size
     validation_trigger = Trigger(config.validation.every, steps_per_epoch)
     checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
-    control = ControlWord(faults.group(world.groups.control), settle=int(kept.precision.device.type == "cuda"))
+    settle_steps = int(kept.precision.device.type == "cuda")
+    control = ControlWord(faults.group(world.groups.control), settle_steps, balance)
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
-    batches = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
+    batches = kept.loader.steps(plan.stream(world.rank, step + 1, num_steps))
+    batches = balance.batches(faults.batches(batches))
 
     def settle() -> None:
         recorder.commit(control.drain())

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from app.config.base import Every, Fraction, Interval, Range, Section, Target, Text, at_most
+from app.config.base import Balance, Every, Fraction, Interval, Range, Section, Target, Text, at_most
 from app.config.faults import FaultsConfig
 
 
@@ -71,8 +71,8 @@ class BatchConfig(Section):
     """samples in one optimizer step, whatever the number of workers"""
     microbatch_size: PositiveInt = 8
     """samples in one forward and backward pass; the last of a step may be short"""
-    balance: Literal["even"] = "even"
-    """how a step's microbatches are shared out among the workers"""
+    balance: Balance = "even"
+    """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
 
     @field_validator("microbatch_size")
     @classmethod

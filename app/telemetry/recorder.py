@@ -56,7 +56,7 @@ class Recorder:
     ) -> None:
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
-        self._ledger = Ledger(directory.ledger, world, plan.shares)
+        self._ledger = Ledger(directory.ledger, world, plan)
         self._running: dict[int, _Ran] = {}
         self._metrics: dict[str, float] = {}
         self._shown_s = -math.inf
