@@ -47,6 +47,7 @@ class Plan:
         shares: microbatches for each rank; their sum is the size of the grid.
         lockstep: every rank runs the same number of forwards (parallelisms whose forward is a collective).
         num_samples: where the stream ends, None for an endless one; the last step may then be short.
+        skip: steps that are left out; their positions belong to nobody.
     """
 
     global_size: int
@@ -54,6 +55,7 @@ class Plan:
     shares: tuple[int, ...]
     lockstep: bool = False
     num_samples: int | None = None
+    skip: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         grid = -(-self.global_size // self.microbatch_size)
@@ -69,9 +71,10 @@ class Plan:
         *,
         lockstep: bool = False,
         num_samples: int | None = None,
+        skip: frozenset[int] = frozenset(),
     ) -> Plan:
         shares = even_shares(-(-global_size // microbatch_size), world_size)
-        return cls(global_size, microbatch_size, shares, lockstep, num_samples)
+        return cls(global_size, microbatch_size, shares, lockstep, num_samples, skip)
 
     def num_forwards(self, rank: int) -> int:
         """Forward passes of one rank in every step, pads included; at least one, or its peers would wait for ever."""
@@ -85,9 +88,10 @@ class Plan:
         return real + pads
 
     def stream(self, rank: int, first_step: int, last_step: int) -> Iterator[Microbatch]:
-        """Everything `rank` runs from `first_step` to `last_step`, both included."""
+        """Everything `rank` runs from `first_step` to `last_step`, both included, less what is left out."""
         for step in range(first_step, last_step + 1):
-            yield from self.microbatches(step, rank)
+            if step not in self.skip:
+                yield from self.microbatches(step, rank)
 
     def num_samples_in(self, step: int) -> int:
         """Samples of all ranks in `step`: global_size, less where the stream ends."""

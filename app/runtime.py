@@ -21,12 +21,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class World:
-    """The set of workers of one attempt, and this worker's place in it."""
+    """The set of workers of one attempt, and this worker's place in it.
+
+    skip: steps that are left out, because their numbers were bad.
+    """
 
     rank: int
     size: int
     attempt: int
     groups: Groups
+    skip: frozenset[int] = frozenset()
 
     @property
     def leader(self) -> bool:
@@ -65,9 +69,16 @@ class Runtime(Protocol):
     def failed(self, step: int, error: BaseException) -> None: ...
 
 
-def form_world(store: dist.Store, rank: int, size: int, attempt: int, device: torch.device) -> World:
+def form_world(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    attempt: int,
+    device: torch.device,
+    skip: frozenset[int] = frozenset(),
+) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device))
+    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device), skip)
 
 
 def local_device() -> torch.device:

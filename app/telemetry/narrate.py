@@ -24,6 +24,9 @@ def narrate(event: Event, verbose: bool = False) -> str:
             return _attempt_started(event, verbose)
         case "attempt_ended":
             return f"attempt {event['attempt']} ended after step {event['step']}: {event['cause']}"
+        case "rollback":
+            steps = ", ".join(map(str, event["steps"]))
+            return f"rolling back: {event['cause']}; left out from now on: {steps}"
         case name:
             fields = (f"{k} {v}" for k, v in event.items() if k not in ("event", "time_s") and v is not None)
             return _joined([name.replace("_", " "), *fields])
