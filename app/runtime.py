@@ -23,12 +23,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class World:
-    """The set of workers of one attempt, and this worker's place in it."""
+    """The set of workers of one attempt, and this worker's place in it.
+
+    skip: steps that are left out, because their numbers were bad.
+    """
 
     rank: int
     size: int
     attempt: int
     groups: Groups
+    skip: frozenset[int] = frozenset()
 
     @property
     def leader(self) -> bool:
@@ -69,10 +73,16 @@ class Runtime(Protocol):
 
 
 def form_world(
-    store: dist.Store, rank: int, size: int, attempt: int, device: torch.device, timeouts: Timeouts = _DEFAULT
+    store: dist.Store,
+    rank: int,
+    size: int,
+    attempt: int,
+    device: torch.device,
+    skip: frozenset[int] = frozenset(),
+    timeouts: Timeouts = _DEFAULT,
 ) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device, timeouts))
+    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device, timeouts), skip)
 
 
 def local_device() -> torch.device:

@@ -11,6 +11,7 @@ from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
 from app.config import Config
 from app.faults.inject import Faults
+from app.faults.numerics import left_out
 from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import build_parallel
@@ -28,6 +29,7 @@ def train(
 ) -> Outcome:
     """One attempt. Whatever ended the last one, this one begins the same way: build, restore, go on."""
     parallel = build_parallel(config, world, kept.precision)
+    kept.leave_out(world.skip)
     plan = kept.plan(world.size, parallel.lockstep)
     held_out = kept.validation_plan(world.size, parallel.lockstep)
     balance = build_balance(config, plan, kept.loader.num_ahead, world, runtime)
@@ -88,7 +90,8 @@ def train(
     while step < num_steps and not control.ending:
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
-        result = stepper.step(step + 1, lr, batches, plan, world.rank)
+        run = left_out if step + 1 in plan.skip else stepper.step
+        result = run(step + 1, lr, batches, plan, world.rank)
         kept.held = step = step + 1
         signals = faults.signals(runtime.signals())
         wishes = Flags(

@@ -228,6 +228,11 @@ class RecoveryConfig(Section):
     """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
     wait_s: PositiveFloat = 600.0
     """how long a run that has lost too many workers waits for new ones"""
+    max_skipped_steps: NonNegativeInt = 5
+    """steps in any 1000 that are left out for a loss or gradient that is not finite, or spikes; then the run ends,
+    or lets a spike pass"""
+    spike: PositiveFloat | None = 10.0
+    """robust deviations above the median of the last losses that make a spike; null to look for none"""
 
 
 class TensorBoardConfig(Section):

@@ -42,8 +42,8 @@ class Member:
 class Failure:
     """Why an attempt broke, told by the worker that saw it.
 
-    kind: "peer" when another worker is gone, "ours" for an error with a message of its own, "oom" for device or host
-    memory, "exception" for any other.
+    kind: "peer" when another worker is gone, "numeric" for a step to be left out, "ours" for an error with a message of
+    its own, "oom" for device or host memory, "exception" for any other.
     """
 
     kind: str
@@ -55,12 +55,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Seat:
-    """A place in a world that has formed, over a store of its own."""
+    """A place in a world that has formed, over a store of its own; `skip` are the steps that it leaves out."""
 
     rank: int
     size: int
     attempt: int
     store_port: int
+    skip: frozenset[int]
 
 
 class Dismissal(StrEnum):
@@ -118,6 +119,7 @@ class Coordinator:
         self._seats: dict[str, asyncio.Future[Seat | Dismissal]] = {}
         self._orders = Orders()
         self._over = False
+        self._skip = directory.skipped_steps()
         self._running = 0  # the attempt under way, 0 between two
         self._store: dist.TCPStore | None = None
         self._short_since: float | None = None
@@ -190,7 +192,7 @@ class Coordinator:
         self._registrations.clear()
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
         for rank, name in enumerate(names):
-            self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port))
+            self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port, self._skip))
 
     def _heard(self, name: str, message: Message) -> None:
         pass
@@ -292,6 +294,8 @@ class Coordinator:
         if event["event"] == "checkpoint":
             self._commits.append(event)
             self._committed.wake()
+        if event["event"] == "rollback":
+            self._skip |= set(event["steps"])
         if event["event"] == "attempt_ended":
             self._running = 0
         if event["event"] == "finished":
@@ -305,8 +309,8 @@ class Coordinator:
         if kind == "exception" and self._slots:
             await asyncio.sleep(_SECOND_THOUGHT_S)
             kind = "peer" if failure.attempt and self._orders.aborted == failure.attempt else kind
-        if kind == "peer":
-            self._end_attempt("worker lost", failure.step)
+        if kind in ("peer", "numeric"):
+            self._end_attempt("worker lost" if kind == "peer" else failure.message, failure.step)
             return self._over
         seen = (failure.step, failure.message)
         why = self._budgets.spend(kind, failure.step)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from app.config import Config
 from app.errors import SteadfastError
+from app.faults.numerics import BadStep
 from app.groups import PeerLost, is_peer_loss
 from app.orchestration.coordinator import Dismissal, Failure, Member, Seat
 from app.orchestration.internals.slots import report
@@ -99,7 +100,7 @@ class RayRuntime:
                 raise error  # Ray restarts the group
         if over and kind != "peer":
             raise error
-        if kind != "peer":
+        if kind not in ("peer", "numeric"):
             self.dismissal = Dismissal.LEFT  # a process that an exception has gone through is not trusted any more
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class RayRuntime:
             store = dist.TCPStore(host, seat.store_port, None, False, timeout=patience)
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {seat.attempt} does not answer: {error}") from error
-        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, self._timeouts)
+        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, seat.skip, self._timeouts)
         if not self._job.slots:
             self._registrar = Registrar(self._coordinator, world)
         return world
@@ -139,6 +140,8 @@ def _kind(error: BaseException) -> str:
         return "peer"
     if isinstance(error, SteadfastError):
         return "ours"
+    if isinstance(error, BadStep):
+        return "numeric"
     return "oom" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "exception"
 
 

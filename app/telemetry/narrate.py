@@ -26,6 +26,9 @@ def narrate(event: Event, verbose: bool = False) -> str:
             return f"attempt {event['attempt']} ended after step {event['step']}: {event['cause']}"
         case "shares":
             return _shares(event)
+        case "rollback":
+            steps = ", ".join(map(str, event["steps"]))
+            return f"rolling back: {event['cause']}; left out from now on: {steps}"
         case name:
             fields = (f"{k} {v}" for k, v in event.items() if k not in ("event", "time_s") and v is not None)
             return _joined([name.replace("_", " "), *fields])

@@ -32,7 +32,7 @@ def test_any_schedule_of_worlds_and_kills_gives_the_weights_of_an_undisturbed_ru
 
     with Bed(num_nodes=4) as bed:
         running = command("disturbed").start(*words, f"cluster.address={bed.address}", "scaling.num_workers=4")
-        running.wait_for_event("attempt_started", world_size=4)
+        running.wait_for_step(3)
         for bounds, size in (("1:3", 3), ("1", 1), ("2", 2), ("4", 4)):
             before = time.time()
             kill_newest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from app.checkpoint.state import app_state, flatten
 from app.config import Config
+from app.faults.numerics import BadStep
 from app.kept import Kept
 from app.ledger import History, read_ledger
 from app.optim import build_optimizer
@@ -138,6 +139,7 @@ class DrillRuntime:
             return None
         rank, size = attempt.members.index(self._member.number), len(attempt.members)
         world = form_world(self._member.store, rank, size, attempt.number, self.device)
+        world = replace(world, skip=self._directory.skipped_steps())  # once all are here who may have more to say
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world
@@ -152,7 +154,9 @@ class DrillRuntime:
             self._directory.record(event)
 
     def failed(self, step: int, error: BaseException) -> None:
-        raise error
+        """A bad step ends an attempt as a wish to leave does: the schedule goes on."""
+        if not isinstance(error, BadStep):
+            raise error
 
     def _wants(self, after: int | None) -> bool:
         return self._wishes and after is not None and self._num_steps >= after
