@@ -15,13 +15,13 @@ import random
 import signal
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ray.cluster_utils import Cluster
 
+from tests.benchmarks.stalls import between_worlds
 from tests.benchmarks.statistics import table
 from tests.checks import check_ledger, summary_of, weights_of
 from tests.command import Command, Running, descendants
@@ -49,8 +49,7 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random) -> list[
         while done < kills:
             time.sleep(chance.uniform(*_PAUSE_S))
             done += kill_one(running, chance)
-        running.wait_for_event("attempt_started", attempt=last_attempt(running) + 1, timeout_s=30)
-        running.interrupt()
+            running.interrupt()
         stopped = running.wait()
     finally:
         cluster.shutdown()
@@ -78,16 +77,6 @@ def last_world(running: Running) -> int:
     return int(running.history.lines[-1]["world_size"])
 
 
-def stalls(lines: list[dict[str, Any]]) -> list[float]:
-    """Seconds between the last step of a world and the beginning of the first one of the next."""
-    ordered = sorted(lines, key=lambda line: line["time_s"])
-    return [
-        max(0.0, new["time_s"] - new["step_s"] - old["time_s"])
-        for old, new in pairwise(ordered)
-        if new["attempt"] != old["attempt"]
-    ]
-
-
 def difference(folder: Path, number: int, ours: Path, steps: int) -> float:
     undisturbed = Command(folder, f"undisturbed-{number}")
     finished = undisturbed.run(*_WORDS, f"run.steps={steps}", "scaling.num_workers=1", timeout_s=600)
@@ -97,7 +86,7 @@ def difference(folder: Path, number: int, ours: Path, steps: int) -> float:
 
 
 def row(number: int, kills: int, summary: dict[str, Any], lines: list[dict[str, Any]], largest: float) -> list[str]:
-    gaps = stalls(lines)
+    gaps = between_worlds(lines)
     unconfirmed = sum(line.get("confirmed") is False for line in lines)
     return [
         str(number),
