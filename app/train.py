@@ -46,6 +46,7 @@ def train(
         counts_vary=kept.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        progress=world.progress,
     )
     state = app_state(parallel.plain(model), optimizer)
     store = faults.store(
@@ -53,6 +54,7 @@ def train(
     )
     phases.mark("built")
 
+    world.progress.enter("restore")
     held, kept.held = kept.held, NO_STATE  # a state that is being overwritten is nobody's
     restored = restore(state, held, store, world.groups.control, parallel.replicated)
     kept.held = step = restored.step
@@ -65,7 +67,8 @@ def train(
     checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
     control = ControlWord(faults.group(world.groups.control), settle=int(kept.precision.device.type == "cuda"))
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
-    batches = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
+    fetched = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
+    batches = world.progress.fetching(fetched)
 
     def settle() -> None:
         recorder.commit(control.drain())
@@ -79,6 +82,7 @@ def train(
 
     def save() -> None:
         settle()  # the last word says whether this state is finite
+        world.progress.enter("checkpoint")
         recorder.checkpoint(store.save(step, state))
         checkpoint_trigger.done()
         control.granted(checkpoint=True)
