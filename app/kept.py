@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from app.checkpoint.restore import NO_STATE
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
@@ -23,7 +22,7 @@ from app.tasks import build_task
 class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
-    held: the step whose state `model` and `optimizer` hold complete, or NO_STATE.
+    held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
     skip: the steps that are left out of the run.
     """
 
@@ -45,7 +44,7 @@ class Kept:
         torch.manual_seed(self._config.run.seed)
         self.model: nn.Module = self.precision.convert(build_model(self._config.model))
         self.optimizer: torch.optim.Optimizer | None = None
-        self.held = NO_STATE
+        self.held = 0
 
     def leave_out(self, skip: frozenset[int]) -> None:
         """A state of other steps than those that are left in is not brought along: it may be poisoned by one of them,

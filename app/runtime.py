@@ -8,12 +8,13 @@ is in app/orchestration/, torchrun's in app/torchrun.py.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from app.faults.watchdog import Progress
 from app.groups import Groups
 from app.timeouts import Timeouts
 
@@ -26,6 +27,7 @@ class World:
     """The set of workers of one attempt, and this worker's place in it.
 
     skip: steps that are left out, because their numbers were bad.
+    progress: how far this worker is; it is the process's own, and knows of earlier attempts.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class World:
     attempt: int
     groups: Groups
     skip: frozenset[int] = frozenset()
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def leader(self) -> bool:
@@ -80,9 +83,13 @@ def form_world(
     device: torch.device,
     skip: frozenset[int] = frozenset(),
     timeouts: Timeouts = _DEFAULT,
+    progress: Progress | None = None,
 ) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device, timeouts), skip)
+    groups = Groups.form(store, rank, size, attempt, device, timeouts)
+    world = World(rank, size, attempt, groups, skip, progress or Progress())
+    world.progress.begin(attempt, rank)
+    return world
 
 
 def local_device() -> torch.device:

@@ -74,6 +74,7 @@ class CheckpointStore:
         Raises:
             StorageError: the checkpoint does not fit this model, or its dataset was another.
         """
+        self._world.progress.enter("load")
         path = self._path(step)
         manifest = read_manifest(path)
         if manifest is None or manifest.dataset != self._fingerprint:

@@ -226,6 +226,8 @@ class RecoveryConfig(Section):
     """failures of one kind survived without a new step between two of them"""
     silence_s: PositiveFloat = 5.0
     """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
+    stall_s: PositiveFloat = 3.0
+    """a part of a step may take five times what it mostly takes, and never less than this, before it counts as hung"""
     wait_s: PositiveFloat = 600.0
     """how long a run that has lost too many workers waits for new ones"""
     max_skipped_steps: NonNegativeInt = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +12,8 @@ import ray
 import torch.distributed as dist
 
 from app.config import Config
-from app.files import last_line
+from app.faults.watchdog import Snapshot, Stall, Watchdog, straggler
+from app.files import last_line, write_text
 from app.orchestration.internals.nodes import draining
 from app.orchestration.lifeline import Lifelines, Message, Orders
 from app.orchestration.membership import Form, Membership, Resize, Short, Wait
@@ -26,6 +27,8 @@ _WATCH_S = 0.25  # between two looks at what nobody tells: draining nodes, wishe
 _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
 _GATHER_S = 0.3  # how long a newcomer waits for others
 _PATIENCE_S = 10.0  # how long a run is short of workers before it says so
+_STRAGGLERS_S = 60.0  # how often who makes others wait is named
+_LAST_WORDS_S = 0.5  # for the stacks of a hung world to arrive
 _SECOND_THOUGHT_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
 
 
@@ -112,7 +115,7 @@ class Coordinator:
         self._ownership.keep()
         low, high = config.scaling.num_workers
         self._membership = Membership(low, high, expected, _SETTLE_S, _GATHER_S)
-        self._budgets = Budgets(dict.fromkeys(("worker", "exception", "oom"), config.recovery.max_failures))
+        self._budgets = Budgets(dict.fromkeys(("worker", "hang", "exception", "oom"), config.recovery.max_failures))
         self._lifelines = Lifelines(config.recovery.silence_s, self._heard, self._lost)
         self._started: asyncio.Future[int] | None = None
         self._members: dict[str, Member] = {}
@@ -125,6 +128,9 @@ class Coordinator:
         self._short_since: float | None = None
         self._told_of_wait = False
         self._draining: set[str] = set()
+        self._watchdog = Watchdog()
+        self._snapshots: dict[str, Snapshot] = {}
+        self._former: tuple[float, dict[str, Snapshot]] = 0.0, {}
         self._shown: list[Event] = []
         self._events, self._committed = News(), News()
         self._seen_failures: set[tuple[int, str]] = set()
@@ -195,9 +201,14 @@ class Coordinator:
             self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port, self._skip))
 
     def _heard(self, name: str, message: Message) -> None:
-        pass
+        if "progress" in message:
+            self._snapshots[name] = Snapshot(**message["progress"])
+        if "stacks" in message:
+            folder = self._directory / "stacks"
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"attempt-{self._running}-{name}.txt", message["stacks"])
 
-    def _lost(self, name: str, cause: str) -> None:
+    def _lost(self, name: str, cause: str, kind: str = "worker") -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
         member = self._members.get(name)
         if member is None:
@@ -205,7 +216,7 @@ class Coordinator:
         was_in = self._forget(name)
         ray.kill(member.actor)  # one that is only silent would wake up in a world that has gone on
         if was_in and self._running:
-            kind = "preemption" if member.node in self._draining else "worker"
+            kind = "preemption" if member.node in self._draining else kind
             self._abort()
             self._record({"event": "failure", "kind": kind, "member": name, "node": member.node, "error": cause})
             if self._slots and (why := self._budgets.spend(kind, self._last_step())):
@@ -221,6 +232,7 @@ class Coordinator:
     def _forget(self, name: str) -> bool:
         """True if the world under way counted on it."""
         self._members.pop(name, None)
+        self._snapshots.pop(name, None)
         if seat := self._seats.pop(name, None):
             seat.cancel()
         return self._membership.lose(name)
@@ -240,6 +252,7 @@ class Coordinator:
                 self._mind_drains(await asyncio.get_running_loop().run_in_executor(None, draining))
                 self._mind_scale()
                 self._mind_the_wait()
+                await self._mind_progress()
             await asyncio.sleep(_WATCH_S)
 
     def _mind_drains(self, nodes: dict[str, float]) -> None:
@@ -258,6 +271,31 @@ class Coordinator:
             self._dismiss(self._membership.rescale(*wish), Dismissal.LEFT)
             self._record({"event": "scale", "before": before, "after": wish})
             self._review()
+
+    async def _mind_progress(self) -> None:
+        world = {name: self._snapshots.get(name) for name in self._membership.world}
+        snapshots = {name: each for name, each in world.items() if each and each.attempt == self._running}
+        if not world or len(snapshots) < len(world):
+            return
+        if stall := self._watchdog.look(snapshots):
+            await self._end_stall(stall)
+        since_s, former = self._former
+        if _now() - since_s > _STRAGGLERS_S:
+            if found := straggler(former, snapshots):
+                self._record({"event": "straggler", **asdict(found)})
+            self._former = _now(), snapshots
+
+    async def _end_stall(self, stall: Stall) -> None:
+        """Without those who are stuck; without anybody only if all were, and an abort has not freed them."""
+        said = {"ranks": stall.ranks, "phase": stall.phase, "step": stall.step, "seconds": round(stall.seconds, 1)}
+        self._record({"event": "hang", "attempt": self._running, **said, "stacks": str(self._directory / "stacks")})
+        self._order(replace(self._orders, dump=self._running))
+        await asyncio.sleep(_LAST_WORDS_S)
+        if not stall.waiting and self._orders.aborted != self._running:
+            self._abort()
+            return
+        for name in stall.members:
+            self._lost(name, f"hung in {stall.phase} for {stall.seconds:.1f} s", "hang")
 
     def _mind_the_wait(self) -> None:
         """A run that is short of workers says what is missing, and does not wait for ever."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -13,9 +14,11 @@ import ray.train
 import torch
 import torch.distributed as dist
 
+from app.balance import LABEL
 from app.config import Config
 from app.errors import SteadfastError
 from app.faults.numerics import BadStep
+from app.faults.watchdog import Limits, Progress
 from app.groups import PeerLost, is_peer_loss
 from app.orchestration.coordinator import Dismissal, Failure, Member, Seat
 from app.orchestration.internals.slots import report
@@ -53,8 +56,11 @@ class RayRuntime:
         self._job, self._coordinator = job, job.coordinator
         self._timeouts = Timeouts(job.config.recovery.silence_s)
         here = ray.get_runtime_context()
+        labels = (os.environ.get(LABEL), *here.get_node_labels().values())
+        os.environ[LABEL] = ",".join(filter(None, labels))  # what batch.balance may weigh this machine by
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._group_size = None if job.slots else ray.train.get_context().get_world_size()
+        self._progress = Progress(Limits(job.config.recovery.stall_s))
         self._orders = Orders()
         self._world: World | None = None
         self._attempt = 0
@@ -121,7 +127,7 @@ class RayRuntime:
         return world
 
     def _beat(self) -> Message:
-        return {}
+        return {"progress": asdict(self._progress.snapshot())}
 
     def _heard(self, orders: Orders | None) -> None:
         """On the lifeline's thread."""
@@ -130,6 +136,8 @@ class RayRuntime:
             if world is not None:
                 world.groups.abort()
             return
+        if orders.dump == self._attempt != self._orders.dump:
+            self._lifeline.say({"stacks": self._progress.stacks()})
         self._orders = orders
         if world is not None and orders.aborted == world.attempt:
             world.groups.abort()

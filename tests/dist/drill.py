@@ -14,6 +14,7 @@ from torch import Tensor
 from app.checkpoint.state import app_state, flatten
 from app.config import Config
 from app.faults.numerics import BadStep
+from app.faults.watchdog import Progress
 from app.kept import Kept
 from app.ledger import History, read_ledger
 from app.optim import build_optimizer
@@ -130,6 +131,7 @@ class DrillRuntime:
 
     def __init__(self, member: Member, schedule: list[Attempt], directory: RunDirectory) -> None:
         self._member, self._directory = member, directory
+        self.progress = Progress()
         self._coming = iter([attempt for attempt in schedule if member.number in attempt.members])
         self.seats: list[Seat] = []
 
@@ -138,7 +140,7 @@ class DrillRuntime:
         if attempt is None:
             return None
         rank, size = attempt.members.index(self._member.number), len(attempt.members)
-        world = form_world(self._member.store, rank, size, attempt.number, self.device)
+        world = form_world(self._member.store, rank, size, attempt.number, self.device, progress=self.progress)
         world = replace(world, skip=self._directory.skipped_steps())  # once all are here who may have more to say
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from app.checkpoint.restore import NO_STATE
 from app.config import Config
 from app.kept import Kept
 from tests.dist.checks import check_checkpoint, check_weights
@@ -109,4 +108,4 @@ def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_al
     assert (kept.model, kept.held) == (poisoned, 9)
     kept.leave_out(frozenset({3, 8}))
     assert kept.model is not poisoned
-    assert kept.held == NO_STATE
+    assert kept.held == 0
