@@ -20,9 +20,9 @@ from app.errors import SteadfastError
 from app.faults.numerics import BadStep
 from app.faults.watchdog import Limits, Progress
 from app.groups import PeerLost, is_peer_loss
-from app.orchestration.coordinator import Dismissal, Failure, Member, Seat
 from app.orchestration.internals.slots import report
 from app.orchestration.lifeline import Lifeline, Message, Orders
+from app.orchestration.messages import Dismissal, Failure, Member, Seat
 from app.rundir import RunDirectory
 from app.runtime import Event, Signals, World, form_world, local_device
 from app.timeouts import Timeouts
@@ -58,6 +58,10 @@ class RayRuntime:
         here = ray.get_runtime_context()
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
         os.environ[LABEL] = ",".join(filter(None, labels))  # what batch.balance may weigh this machine by
+        if job.slots and job.config.parallel.kind == "ddp":
+            # The host waits for gradients before it updates weights: what an aborted NCCL leaves in them is garbage,
+            # which a survivor must not take into the state that it brings along.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._group_size = None if job.slots else ray.train.get_context().get_world_size()
         self._progress = Progress(Limits(job.config.recovery.stall_s))
