@@ -93,6 +93,10 @@ ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples
             "attempt 1 ended after step 43: worker lost",
         ),
         (
+            {"event": "rollback", "attempt": 1, "steps": [40, 42], "cause": "loss nan, gradient norm nan at step 42"},
+            "rolling back: loss nan, gradient norm nan at step 42; left out from now on: 40, 42",
+        ),
+        (
             {"event": "node_quarantined", "time_s": 1.0, "node": "10.0.0.7", "why": None},
             "node quarantined | node 10.0.0.7",
         ),
