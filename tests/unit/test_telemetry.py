@@ -109,6 +109,10 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
             "shares stay even (8, 8): under fsdp every worker runs as many microbatches",
         ),
         (
+            {"event": "rollback", "attempt": 1, "steps": [40, 42], "cause": "loss nan, gradient norm nan at step 42"},
+            "rolling back: loss nan, gradient norm nan at step 42; left out from now on: 40, 42",
+        ),
+        (
             {"event": "node_quarantined", "time_s": 1.0, "node": "10.0.0.7", "why": None},
             "node quarantined | node 10.0.0.7",
         ),
