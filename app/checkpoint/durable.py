@@ -130,8 +130,9 @@ class CheckpointStore:
         return Committed(path, manifest, time.monotonic() - began)
 
     def _retain(self) -> None:
-        paths = self._directory.checkpoints.glob("step-*")
-        for path in sorted(paths, key=lambda path: (self._is_ours(read_manifest(path)), path))[: -self._keep_last]:
+        paths = sorted(self._directory.checkpoints.glob("step-*"))
+        ours = [path for path in paths if self._is_ours(read_manifest(path))]
+        for path in {*paths}.difference(ours[-self._keep_last :]):
             (path / "manifest.json").unlink(missing_ok=True)  # first, so that no half-deleted one looks whole
             shutil.rmtree(path, ignore_errors=True)
 

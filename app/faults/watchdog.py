@@ -7,15 +7,16 @@ who wait are not, however long they do.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
 import time
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from tempfile import TemporaryFile
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,7 @@ T = TypeVar("T")
 _OWN = {"forward": 1, "backward": 2, "data": 3, "update": 4}
 _ALL_LEFT = 1 << 30
 _REMEMBERED = 512  # durations of a phase
+_A_WHILE_S = 0.5
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -144,20 +146,28 @@ class Progress:
         )
 
     def stacks(self) -> str:
-        """What every thread of this process is doing, the training thread first."""
-        frames = sys._current_frames()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        order = sorted(frames, key=lambda ident: (ident != self._thread, names.get(ident, "")))
-        return "\n".join(
-            f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_stack(frames[ident], limit=12))}"
-            for ident in order
-            if ident != threading.get_ident()
-        )
+        """What every other thread of this process is doing, innermost call first, the training thread first of all.
+
+        By faulthandler, which holds everybody still meanwhile: to walk the frames of a thread that runs is not safe.
+        """
+        with TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            blocks = [block for block in file.read().split("\n\n") if not block.startswith("Current")]
+        text = "\n\n".join(sorted(blocks, key=lambda block: not block.startswith(_heading(self._thread))))
+        for thread in threading.enumerate():
+            text = text.replace(_heading(thread.ident or 0), thread.name)
+        return text
 
     def _is_inside_torch(self) -> int:
-        """Of two who have come equally far, one that is in a collective waits for one that is in anything else."""
-        frame = sys._current_frames().get(self._thread)
+        """Of two who have come equally far, one that is in a collective waits for one that is in anything else. Asked
+        of those alone who have been where they are for a while."""
+        frame = sys._current_frames().get(self._thread) if self._seconds > _A_WHILE_S else None
         return int(frame is not None and frame.f_code.co_filename.startswith(_TORCH))
+
+
+def _heading(thread: int) -> str:
+    return f"Thread 0x{thread:016x}"
 
 
 @dataclass(frozen=True)

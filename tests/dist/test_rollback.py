@@ -77,6 +77,18 @@ def test_a_spike_is_left_out_and_where_it_comes_back_the_step_before_it_too(tmp_
     check_told(run, ["against a median of"] * 2, [35, 30])
 
 
+def test_a_checkpoint_that_holds_a_bad_step_gives_way_to_one_that_does_not(tmp_path: Path) -> None:
+    """Also to one of a lower step, such as a run that is stopped writes."""
+    faults = ", ".join(f"{{kind: spike_at, step: {step}, rank: 1, factor: 50, times: null}}" for step in (36, 37))
+    overrides = ["run.steps=42", "checkpoint.every=5 steps", "checkpoint.keep_last=2", f"faults.inject=[{faults}]"]
+    config = small(tmp_path, *overrides)
+    stopped = drill(config, worlds=[2, 2, 2], stop_after=2)
+    assert stopped.summary["status"] == "stopped"
+    assert 30 < stopped.summary["step"] < 35
+    assert Path(stopped.summary["last_checkpoint"]).name == f"step-{stopped.summary['step']:08d}"
+    check_left_out(drill(config, worlds=[2]), config, 35, 36, 37)
+
+
 def test_what_is_left_out_stays_so_when_the_run_is_resumed(tmp_path: Path) -> None:
     """It is not read again either, so a fault that is over strikes nobody."""
     overrides = ["checkpoint.every=3 steps", "faults.inject=[{kind: nan_at, step: 8, rank: 1}]"]

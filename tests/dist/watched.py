@@ -22,11 +22,12 @@ BEAT_S = 0.1
 
 
 class Watched(NamedTuple):
-    """stacks: of all processes, by member, at each stall."""
+    """stacks, phases: of all processes, by member, at each stall."""
 
     run: Drilled
     stalls: list[Stall]
     stacks: list[dict[str, str]]
+    phases: list[dict[str, str]]
     num_looks: int  # at all members in the middle of an attempt
 
 
@@ -36,18 +37,20 @@ def watch(config: Config, worlds: list[int], limits: Limits, **options: Any) -> 
     folder.mkdir(parents=True)
     os.mkfifo(folder / "found")
     stalls: list[Stall] = []
-    stacks: list[dict[str, str]] = []
+    said: list[dict[str, Any]] = []
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(_look, folder, max(worlds), over, stalls, stacks)
+        looking = pool.submit(_look, folder, max(worlds), over, stalls, said)
         try:
             run = drill(config, worlds, patch=partial(_patch, folder, limits), **options)
         finally:
             over.set()
-        return Watched(run, stalls, stacks, looking.result())
+        stacks = [{member: each["stacks"] for member, each in all_of.items()} for all_of in said]
+        phases = [{member: each["snapshot"]["phase"] for member, each in all_of.items()} for all_of in said]
+        return Watched(run, stalls, stacks, phases, looking.result())
 
 
-def _look(folder: Path, size: int, over: threading.Event, stalls: list[Stall], stacks: list[dict[str, str]]) -> int:
+def _look(folder: Path, size: int, over: threading.Event, stalls: list[Stall], told: list[dict[str, Any]]) -> int:
     num_looks, watchdog = 0, Watchdog(settled_s=10 * BEAT_S)
     while not over.wait(BEAT_S):
         said = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -57,7 +60,7 @@ def _look(folder: Path, size: int, over: threading.Event, stalls: list[Stall], s
         num_looks += all(each.limit_s is not None for each in snapshots.values())
         if (stall := watchdog.look(snapshots)) and (not stalls or stall.step != stalls[-1].step):
             stalls.append(stall)
-            stacks.append({member: each["stacks"] for member, each in said.items()})
+            told.append(said)
             (folder / "found").write_text("go on")  # to one who hangs; waits for it if there is none
     return num_looks
 
