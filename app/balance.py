@@ -21,6 +21,8 @@ from app.runtime import Runtime, World
 from app.stopwatch import Stopwatch
 from app.tasks import Task
 
+LABEL = "STEADFAST_LABEL"  # of a machine, in the environment of its workers
+
 # Equal workers' words differ too. In 50,000 of them, 20 % apart (standard deviation), 11 of 12 never agreed by chance;
 # medians of a sliding window agreed hundreds of times, since neighbouring ones share most of their words.
 _WORDS, _DISSENTING = 12, 1
@@ -146,7 +148,7 @@ def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
     """Of every rank: what STEADFAST_LABEL says on its machine, one or more with commas between, and its device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     labels: list[Any] = [None] * world.size
-    mine = (*filter(None, os.environ.get("STEADFAST_LABEL", "").split(",")), name)
+    mine = (*filter(None, os.environ.get(LABEL, "").split(",")), name)
     dist.all_gather_object(labels, mine, group=world.groups.control)
     return labels
 

@@ -69,6 +69,7 @@ class Plan:
         shares: microbatches for each rank in the first step; their sum is the size of the grid.
         lockstep: every rank runs the same number of forwards (parallelisms whose forward is a collective).
         num_samples: where the stream ends, None for an endless one; the last step may then be short.
+        skip: steps that are left out; their positions belong to nobody.
     """
 
     global_size: int
@@ -76,6 +77,7 @@ class Plan:
     shares: Shares
     lockstep: bool = False
     num_samples: int | None = None
+    skip: frozenset[int] = frozenset()
     _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # oldest first
     _read: int = field(default=0, init=False)  # the last step that a stream has given out
 
@@ -96,9 +98,10 @@ class Plan:
         *,
         lockstep: bool = False,
         num_samples: int | None = None,
+        skip: frozenset[int] = frozenset(),
     ) -> Plan:
         shares = even_shares(-(-global_size // microbatch_size), world_size)
-        return cls(global_size, microbatch_size, shares, lockstep, num_samples)
+        return cls(global_size, microbatch_size, shares, lockstep, num_samples, skip)
 
     def change(self, first_step: int, shares: Shares) -> None:
         """Other shares from `first_step` on, which is beyond all earlier changes.
@@ -129,11 +132,12 @@ class Plan:
         return real + pads
 
     def stream(self, rank: int, first_step: int, last_step: int) -> Iterator[Microbatch]:
-        """Everything `rank` runs from `first_step` to `last_step`, both included. Each step is read when it is asked
-        for, with the shares that it has by then."""
+        """Everything `rank` runs from `first_step` to `last_step`, both included, less what is left out. Each step is
+        read when it is asked for, with the shares that it has by then."""
         for step in range(first_step, last_step + 1):
             self._read = step
-            yield from self.microbatches(step, rank)
+            if step not in self.skip:
+                yield from self.microbatches(step, rank)
 
     def num_samples_in(self, step: int) -> int:
         """Samples of all ranks in `step`: global_size, less where the stream ends."""

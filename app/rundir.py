@@ -64,6 +64,11 @@ class RunDirectory:
     def read_events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.events))
 
+    def skipped_steps(self) -> frozenset[int]:
+        """What the rollbacks so far leave out."""
+        rollbacks = [event["steps"] for event in self.read_events() if event["event"] == "rollback"]
+        return frozenset(step for steps in rollbacks for step in steps)
+
     def write_environment(self, environment: dict[str, Any]) -> None:
         write_json(self / "environment.json", environment)
 
@@ -72,6 +77,18 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self / "summary.json", summary)
+
+    def wish_for_scale(self, smallest: int, largest: int) -> None:
+        """From another process; the one that runs the run takes it up."""
+        write_json(self / "scale.json", {"num_workers": [smallest, largest]})
+
+    def take_scale(self) -> tuple[int, int] | None:
+        """The newest wish, once."""
+        wish = read_json(self / "scale.json")
+        if wish is None:
+            return None
+        (self / "scale.json").unlink()
+        return tuple(wish["num_workers"])
 
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("step-*/manifest.json"))
@@ -122,6 +139,7 @@ def prepare(config: Config, directory: RunDirectory) -> Intent:
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
         return Intent(finished=summary)
     (directory / "summary.json").unlink(missing_ok=True)
+    directory.take_scale()  # it was meant for a run that has ended
     write_text(directory / "config.yaml", dump_config(config))
     told = [change for change in changes if exists and not change.identity and not change.free]
     return Intent(notes=tuple(f"changed {change.key}: {change.old} -> {change.new}" for change in told))

@@ -8,25 +8,34 @@ is in app/orchestration/, torchrun's in app/torchrun.py.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from app.faults.watchdog import Progress
 from app.groups import Groups
+from app.timeouts import Timeouts
 
+_DEFAULT = Timeouts()
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class World:
-    """The set of workers of one attempt, and this worker's place in it."""
+    """The set of workers of one attempt, and this worker's place in it.
+
+    skip: steps that are left out, because their numbers were bad.
+    progress: how far this worker is; it is the process's own, and knows of earlier attempts.
+    """
 
     rank: int
     size: int
     attempt: int
     groups: Groups
+    skip: frozenset[int] = frozenset()
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def leader(self) -> bool:
@@ -40,6 +49,7 @@ class Signals:
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
+    checkpoint: bool = False  # write one: none of those who hold the state may be in the next world
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,21 @@ class Runtime(Protocol):
     def failed(self, step: int, error: BaseException) -> None: ...
 
 
-def form_world(store: dist.Store, rank: int, size: int, attempt: int, device: torch.device) -> World:
+def form_world(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    attempt: int,
+    device: torch.device,
+    skip: frozenset[int] = frozenset(),
+    timeouts: Timeouts = _DEFAULT,
+    progress: Progress | None = None,
+) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device))
+    groups = Groups.form(store, rank, size, attempt, device, timeouts)
+    world = World(rank, size, attempt, groups, skip, progress or Progress())
+    world.progress.begin(attempt, rank)
+    return world
 
 
 def local_device() -> torch.device:

@@ -49,6 +49,10 @@ class ScalingConfig(Section):
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
     """how long to wait for the smallest number of workers before giving up"""
+    placement: Literal["pack", "spread"] = "pack"
+    """workers on few nodes, or on many"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """nodes that may have workers, by Ray's node labels: {ray.io/accelerator-type: H100}"""
 
     @property
     def min_workers(self) -> int:
@@ -217,11 +221,20 @@ class LoggingConfig(Section):
 
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
-    """slots: surviving workers keep running; restart: all of them start anew; auto: restart, until slots are proven"""
+    """slots: surviving workers keep running; restart: all of them start anew; auto: slots where they can serve"""
     max_failures: NonNegativeInt = 10
-    """failures survived before the run gives up"""
+    """failures of one kind survived without a new step between two of them"""
     silence_s: PositiveFloat = 5.0
     """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
+    stall_s: PositiveFloat = 3.0
+    """a part of a step may take five times what it mostly takes, and never less than this, before it counts as hung"""
+    wait_s: PositiveFloat = 600.0
+    """how long a run that has lost too many workers waits for new ones"""
+    max_skipped_steps: NonNegativeInt = 5
+    """steps in any 1000 that are left out for a loss or gradient that is not finite, or spikes; then the run ends,
+    or lets a spike pass"""
+    spike: PositiveFloat | None = 10.0
+    """robust deviations above the median of the last losses that make a spike; null to look for none"""
 
 
 class TensorBoardConfig(Section):
