@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,9 +104,7 @@ class SpeedBalance(Balance):
         reshare = self._policy.decide(said, shares)
         if reshare is None:
             return
-        # The slowest reader is the farthest ahead: its loader has fetched the most steps, and those are settled.
-        steps_ahead = math.ceil(self._num_ahead / max(1, min(shares)))
-        self._settled = step + 1 + steps_ahead
+        self._settled = self._plan.first_unread(step, self._num_ahead)
         self._plan.change(self._settled, reshare.shares)
         microbatch_ms = [round(1e3 * seconds, 3) for seconds in reshare.microbatch_s]
         _tell(self._world, self._runtime, self._settled, shares, reshare.shares, microbatch_ms=microbatch_ms)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count, islice
 from typing import NamedTuple
 
 Shares = tuple[int, ...]  # microbatches of each rank in a step
@@ -117,6 +117,13 @@ class Plan:
     def shares_at(self, step: int) -> Shares:
         """The shares in force in `step`."""
         return next((shares for first, shares in reversed(self._changes) if first <= step), self.shares)
+
+    def first_unread(self, step: int, num_ahead: int) -> int:
+        """The first step that no rank's loader has read after `step`, where each is `num_ahead` microbatches ahead; the
+        one with the smallest share has read the most steps."""
+        fewest = max(1, min(self.shares_at(step + 1)))
+        coming = (each for each in count(step + 1) if each not in self.skip)
+        return max(islice(coming, -(-num_ahead // fewest)), default=step) + 1
 
     def num_forwards(self, step: int, rank: int) -> int:
         """Forward passes of one rank in a step, pads included; at least one, or its peers would wait for ever."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -173,3 +174,17 @@ def test_shares_do_not_change_under_what_has_been_read() -> None:
     assert (plan.shares_at(3), plan.shares_at(4)) == ((2, 2), (3, 1))
     with pytest.raises(ValueError, match="do not cover a grid of 4"):
         plan.change(5, (4, 1))
+
+
+@given(plans(), st.integers(1, 30), st.integers(0, 40), st.frozensets(st.integers(1, 40)))
+def test_no_loader_has_read_a_step_that_is_called_unread(
+    plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
+) -> None:
+    """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
+    plan = replace(plan, lockstep=False, skip=skip - {step})
+    read = []
+    for rank in ranks(plan):
+        stream = list(plan.stream(rank, 1, 200))
+        consumed = sum(each.step <= step for each in stream)
+        read.append(stream[consumed + num_ahead - 1].step)
+    assert max(read) == plan.first_unread(step, num_ahead) - 1
