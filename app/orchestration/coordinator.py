@@ -274,6 +274,7 @@ class Coordinator:
         if kind == "exception" and self._slots:
             await asyncio.sleep(_SECOND_THOUGHT_S)
             kind = "peer" if failure.attempt and self._orders.aborted == failure.attempt else kind
+        self._skip |= set(failure.skip)
         if kind in ("peer", "numeric"):
             self._end_attempt("worker lost" if kind == "peer" else failure.message, failure.step)
             return self._over

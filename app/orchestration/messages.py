@@ -29,6 +29,7 @@ class Failure:
     step: int
     message: str
     traceback: str
+    skip: tuple[int, ...] = ()  # what is to be left out from now on
 
 
 @dataclass(frozen=True)

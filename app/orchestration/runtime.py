@@ -102,7 +102,8 @@ class RayRuntime:
     def failed(self, step: int, error: BaseException) -> None:
         kind = _kind(error)
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
-        failure = Failure(kind, self._attempt, step, message, "".join(traceback.format_exception(error)))
+        skip = error.steps if isinstance(error, BadStep) else ()
+        failure = Failure(kind, self._attempt, step, message, "".join(traceback.format_exception(error)), skip)
         over = ray.get(self._coordinator.failed.remote(self._member.name, failure))
         if not self._job.slots:
             self.close()
