@@ -56,3 +56,24 @@ def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command):
         finished = running.wait()
     assert finished.code == 1
     assert "waited 8 s for workers: 0 of at least 1 (scaling.num_workers) are there; 0 CPUs" in finished.output
+
+
+@pytest.mark.timeout(300)
+def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command, tmp_path):
+    with Bed(num_nodes=2) as bed:
+        poisoned = bed.nodes[1]
+        (tmp_path / "poisoned").write_text(poisoned)
+        data = f"data={{target: 'tests.examples.poisoned:dataset', args: {{folder: {tmp_path}, context_length: 32}}}}"
+        running = command().start(FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=[1,2]", data)
+        assert running.wait_for_event("node_quarantined")["node"] == poisoned
+        died_there = placements(tmp_path).count(poisoned)
+        new = bed.add()
+        running.wait_for_event("attempt_started", world_size=2)
+        assert new in placements(tmp_path)
+        assert placements(tmp_path).count(poisoned) == died_there == 3
+        running.interrupt()
+        assert running.wait().code == 3
+
+
+def placements(folder):
+    return (folder / "placements").read_text().split()

@@ -12,14 +12,14 @@ from tests.checks import check_ledger, summary_of, weights_of
 from tests.cluster.bed import Bed
 from tests.command import descendants
 
-STEPS = 100
+STEPS = 60
 # Five microbatches, which neither two, three nor four workers share evenly; slow enough to act between two steps.
 WORDS = [
     f"run.steps={STEPS}",
     "batch.global_size=40",
     "checkpoint.every=5 steps",
     "precision.kind=fp64",
-    "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 300}]",
+    "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 200}]",
 ]
 
 

@@ -1,0 +1,54 @@
+"""However a run ends, nothing of it is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.command import descendants, is_alive
+
+RAYS_OWN_S = 120.0  # two agents of Ray try for a minute to tell a head that is gone of their end
+
+
+@pytest.mark.timeout(300)
+def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(command):
+    before = set(os.listdir("/dev/shm"))
+    running = command().start("run.steps=1000000")
+    running.wait_for_step(20)
+    left = descendants(running.process.pid)
+    listening = ports_of(pid for pid, _ in left)
+    assert listening
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.wait()
+    wait_until_gone([pid for pid, title in left if not title.startswith(("ray::DashboardA", "ray::RuntimeEnvA"))], 15)
+    wait_until_gone([pid for pid, _ in left], RAYS_OWN_S)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not listening & ports_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def wait_until_gone(pids, limit_s):
+    deadline = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in alive]
+        time.sleep(0.1)  # nobody tells of the death of a process that is not one's child
+
+
+def ports_of(pids):
+    """Inodes of the listening TCP sockets that these processes hold."""
+    listening = {fields[9] for fields in map(str.split, tcp_lines()) if fields[3] == "0A"}
+    held = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:  # it has just ended
+            continue
+        held |= {link[8:-1] for link in links if link.startswith("socket:")}
+    return listening & held
+
+
+def tcp_lines():
+    return [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
