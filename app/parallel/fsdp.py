@@ -22,7 +22,10 @@ class FullyShardedDataParallelism:
         self._world, self._precision = world, precision
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh(self._precision.device.type, (self._world.size,))
+        # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
+        # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
+        name = f"attempt-{self._world.attempt}"
+        mesh = init_device_mesh(self._precision.device.type, (self._world.size,), mesh_dim_names=(name,))
         autocast = self._precision.autocast_dtype
         policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32 if autocast else None)
         for block in blocks_of(model):

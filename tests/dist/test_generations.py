@@ -60,6 +60,11 @@ def test_the_newest_state_is_taken_from_whichever_rank_has_it(tmp_path: Path) ->
     assert run.told("restore", "source") == ["rank 0", "rank 1"]
 
 
+def test_workers_whose_ranks_change_hold_what_belongs_to_their_new_ones(tmp_path: Path, kind: str) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}")
+    check_run(drill(config, worlds=[2, [1, 0], [1], [0, 1]], leave_after=[2, 2, 2]), reference(config))
+
+
 def test_any_sequence_of_worlds_will_do(tmp_path: Path, kind: str) -> None:
     """Down to one worker, up to five in another order, and off to two of them; the last batch is a short one."""
     config = small(tmp_path, f"parallel.kind={kind}", "run.epochs=3", "checkpoint.keep_last=1")
