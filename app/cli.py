@@ -27,6 +27,10 @@ HELP = """%(prog)s [verb] --config FILE [key=value ...]
 run:
   train (default)   train, or resume where the run stopped
 
+prove:
+  chaos             do every fault to this application, stock Ray Train and torchrun on this machine, and compare;
+                    --minutes N: no fault begins later (5)
+
 FILE is taken as given, else from configs/. key=value overrides it, with dots for sections: batch.global_size=96.
 
 exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopped on request (resumable)"""
@@ -37,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument("-c", "--config", metavar="FILE", help="what to train")
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
+    parser.add_argument("--minutes", type=float, default=5.0, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser
 
@@ -66,11 +71,16 @@ def _run(arguments: list[str], started_s: float) -> int:
         parser.print_help()
         return 0
     verbs = [word for word in options.words if "=" not in word]
-    if verbs not in ([], ["train"]):
-        raise UsageError(f"unknown verb {' '.join(verbs)}; there is: train. Overrides are written key=value")
+    if verbs not in ([], ["train"], ["chaos"]):
+        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: train, chaos. Overrides are written key=value")
     if options.config is None:
         raise UsageError("--config FILE is missing, for example --config ddp.yaml")
-    config = load_config(options.config, [word for word in options.words if "=" in word])
+    overrides = [word for word in options.words if "=" in word]
+    if verbs == ["chaos"]:
+        from app.chaos.command import chaos
+
+        return chaos(options.config, overrides, options.minutes)
+    config = load_config(options.config, overrides)
     return train(config, started_s, options.verbose)
 
 

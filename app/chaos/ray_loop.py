@@ -1,0 +1,62 @@
+"""The Ray Train baseline, after its guides on fault tolerance and elastic training, with the stock controller.
+
+`python -m app.chaos.ray_loop JOB ADDRESS TIMEOUT_S recommended|default`. Recommended: elastic between 1 and 3 workers,
+any number of failures, a checkpoint reported every few steps. Default: two workers, no failure survived, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+from app.chaos.loop import Job, State, train
+
+
+def train_loop(settings: dict[str, Any]) -> None:
+    restored = None
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            restored = torch.load(Path(folder) / "state.pt")
+
+    def save(state: State) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            mine = None
+            if ray.train.get_context().get_world_rank() == 0:
+                torch.save(state, Path(folder) / "state.pt")
+                mine = Checkpoint.from_directory(folder)
+            ray.train.report({"step": state["step"]}, checkpoint=mine)
+
+    train(settings["job"], prepare_model, restored, save)
+
+
+def main(job_file: str, address: str, timeout_s: int, settings: str) -> None:
+    job: Job = pickle.loads(Path(job_file).read_bytes())
+    tuned = settings == "recommended"
+    ray.init(address=address, log_to_driver=False)
+    TorchTrainer(
+        train_loop,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(timeout_s=timeout_s),
+        scaling_config=ScalingConfig(
+            num_workers=(1, 3) if tuned else 2,
+            elastic_resize_monitor_interval_s=1.0 if tuned else 60.0,
+        ),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(job.folder / "storage"),
+            failure_config=FailureConfig(max_failures=-1 if tuned else 0),
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
