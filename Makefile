@@ -25,6 +25,6 @@ test: .venv/.dev
 	$(BIN)/python -m pytest tests/cluster
 
 check: .venv/.dev
-	$(BIN)/ruff check app main.py tests
-	$(BIN)/ruff format --check app main.py tests
-	$(BIN)/mypy --strict app
+	$(BIN)/ruff check app cluster main.py tests
+	$(BIN)/ruff format --check app cluster main.py tests
+	$(BIN)/mypy --strict app cluster

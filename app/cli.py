@@ -26,6 +26,7 @@ HELP = """%(prog)s [verb] --config FILE [key=value ...]
 
 run:
   train (default)   train, or resume where the run stopped
+  scale RUN --workers MIN:MAX   change the bounds of a run that is under way
 
 prove:
   chaos             do every fault to this application, stock Ray Train and torchrun on this machine, and compare;
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="main.py", usage=HELP, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument("-c", "--config", metavar="FILE", help="what to train")
+    parser.add_argument("--workers", metavar="MIN:MAX", help=argparse.SUPPRESS)
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
     parser.add_argument("--minutes", type=float, default=5.0, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -71,8 +73,11 @@ def _run(arguments: list[str], started_s: float) -> int:
         parser.print_help()
         return 0
     verbs = [word for word in options.words if "=" not in word]
+    if verbs[:1] == ["scale"]:
+        return _scale(verbs[1:], options.workers)
     if verbs not in ([], ["train"], ["chaos"]):
-        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: train, chaos. Overrides are written key=value")
+        known = "train, scale, chaos"
+        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: {known}. Overrides are written key=value")
     if options.config is None:
         raise UsageError("--config FILE is missing, for example --config ddp.yaml")
     overrides = [word for word in options.words if "=" in word]
@@ -82,6 +87,15 @@ def _run(arguments: list[str], started_s: float) -> int:
         return chaos(options.config, overrides, options.minutes)
     config = load_config(options.config, overrides)
     return train(config, started_s, options.verbose)
+
+
+def _scale(runs: list[str], workers: str | None) -> int:
+    if len(runs) != 1 or workers is None:
+        raise UsageError("scale takes one run and its new bounds, for example: scale ddp --workers 2:8")
+    from app.scale import scale
+
+    print(scale(runs[0], workers))
+    return 0
 
 
 def train(config: Config, started_s: float, verbose: bool) -> int:

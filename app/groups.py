@@ -6,17 +6,21 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
-# Long enough for a slow store on another continent; peers that die close their sockets and are noticed at once.
-FORM_TIMEOUT = timedelta(minutes=5)
+from app.timeouts import Timeouts
 
 
 class PeerLost(Exception):
     """A collective failed because another member of the world is gone. Ends the attempt, not the run."""
+
+
+class Communicator(Protocol):
+    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,17 @@ class Groups:
 
     control: a gloo group of the whole world for host data.
     sockets: descriptor -> inode of what forming opened.
+    communicators: what `abort()` ends on the device: NCCL's, none on CPU.
     """
 
     control: dist.ProcessGroup
     sockets: dict[int, int]
+    communicators: tuple[Communicator, ...] = ()
 
     @classmethod
-    def form(cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device) -> Groups:
+    def form(
+        cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
+    ) -> Groups:
         """Forms the default group (NCCL for CUDA tensors, gloo for host data) and the control group. A collective.
 
         Raises:
@@ -41,18 +49,25 @@ class Groups:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
         try:
-            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=FORM_TIMEOUT)
-            control = dist.new_group(backend="gloo")
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.form)
+            control = dist.new_group(backend="gloo", timeout=timeouts.form)
         except (RuntimeError, dist.DistError) as error:
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
-        return cls(control, {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode})
+        for group in (None, control):
+            _set_pg_timeout(timeouts.collective, group)
+        opened = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
+        on_device = (_get_default_group()._get_backend(device),) if device.type == "cuda" else ()
+        return cls(control, opened, on_device)
 
     def abort(self) -> None:
         """Makes every collective that is under way raise, here and at the peers. Safe from any thread.
 
-        Gloo's own abort and shutdown free nothing, and its sockets stay open for as long as anything, a traceback
-        say, refers to the group. What does work is to shut the sockets down under it.
+        NCCL's kernels spin on the device until their communicator is aborted, so that comes first. Gloo's own abort and
+        shutdown free nothing, and its sockets stay open for as long as anything, a traceback say, refers to the group.
         """
+        for communicator in self.communicators:
+            with contextlib.suppress(RuntimeError):  # it has failed already
+                communicator.abort()
         for descriptor, inode in self.sockets.items():
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:

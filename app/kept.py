@@ -15,6 +15,7 @@ from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
 from app.models import build_model
+from app.plan import Plan
 from app.precision import build_precision
 from app.tasks import build_task
 
@@ -54,6 +55,15 @@ class Kept:
         """Where the stream of samples ends; a run counted in steps has no end but its steps."""
         run = self._config.run
         return None if run.steps else (run.epochs or 0) * self.order.num_train
+
+    def plan(self, world_size: int, lockstep: bool) -> Plan:
+        batch, end = self._config.batch, self.num_train_samples
+        return Plan.even(batch.global_size, batch.microbatch_size, world_size, lockstep=lockstep, num_samples=end)
+
+    def validation_plan(self, world_size: int, lockstep: bool) -> Plan | None:
+        """One step over all samples that are held out; None if none are."""
+        size = self.order.num_validation
+        return Plan.even(size, self._config.batch.microbatch_size, world_size, lockstep=lockstep) if size else None
 
     def example(self) -> tuple[Tensor, ...]:
         """A batch of one real sample, on the device."""

@@ -70,8 +70,10 @@ def _run(
         console.line(describe_cluster(address))
         gpus = gpus_per_worker(config)
         expected = await_room(config, gpus, ownership, interrupts, embedded=address == EMBEDDED)
-        slots = uses_slots(config)
-        coordinator = start_coordinator(config, directory, ownership, expected)
+        slots, why_not = uses_slots(config)
+        if why_not:
+            console.line(why_not)
+        coordinator = start_coordinator(config, directory, ownership, expected, slots)
         trainer = build_trainer(config, directory, coordinator, gpus, slots)
         return Fit(trainer, coordinator, directory, console, interrupts).result()
     finally:

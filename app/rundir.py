@@ -73,6 +73,18 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self / "summary.json", summary)
 
+    def wish_for_scale(self, smallest: int, largest: int) -> None:
+        """From another process; the one that runs the run takes it up."""
+        write_json(self / "scale.json", {"num_workers": [smallest, largest]})
+
+    def take_scale(self) -> tuple[int, int] | None:
+        """The newest wish, once."""
+        wish = read_json(self / "scale.json")
+        if wish is None:
+            return None
+        (self / "scale.json").unlink()
+        return tuple(wish["num_workers"])
+
     def has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("step-*/manifest.json"))
 
@@ -122,6 +134,7 @@ def prepare(config: Config, directory: RunDirectory) -> Intent:
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
         return Intent(finished=summary)
     (directory / "summary.json").unlink(missing_ok=True)
+    directory.take_scale()  # it was meant for a run that has ended
     write_text(directory / "config.yaml", dump_config(config))
     told = [change for change in changes if exists and not change.identity and not change.free]
     return Intent(notes=tuple(f"changed {change.key}: {change.old} -> {change.new}" for change in told))

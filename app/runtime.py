@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from app.groups import Groups
+from app.timeouts import Timeouts
 
+_DEFAULT = Timeouts()
 Event = dict[str, Any]
 
 
@@ -40,6 +42,7 @@ class Signals:
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
+    checkpoint: bool = False  # write one: none of those who hold the state may be in the next world
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,11 @@ class Runtime(Protocol):
     def failed(self, step: int, error: BaseException) -> None: ...
 
 
-def form_world(store: dist.Store, rank: int, size: int, attempt: int, device: torch.device) -> World:
+def form_world(
+    store: dist.Store, rank: int, size: int, attempt: int, device: torch.device, timeouts: Timeouts = _DEFAULT
+) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device))
+    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device, timeouts))
 
 
 def local_device() -> torch.device:

@@ -9,10 +9,10 @@ from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
 from app.config import Config
+from app.faults.inject import Faults
 from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import build_parallel
-from app.plan import Plan
 from app.rundir import RunDirectory
 from app.runtime import Outcome, Runtime, World
 from app.step import Stepper
@@ -27,17 +27,9 @@ def train(
 ) -> Outcome:
     """One attempt. Whatever ended the last one, this one begins the same way: build, restore, go on."""
     parallel = build_parallel(config, world, kept.precision)
-    batch = config.batch
-    plan = Plan.even(
-        batch.global_size,
-        batch.microbatch_size,
-        world.size,
-        lockstep=parallel.lockstep,
-        num_samples=kept.num_train_samples,
-    )
-    held_out = kept.order.num_validation and Plan.even(
-        kept.order.num_validation, batch.microbatch_size, world.size, lockstep=parallel.lockstep
-    )
+    plan = kept.plan(world.size, parallel.lockstep)
+    held_out = kept.validation_plan(world.size, parallel.lockstep)
+    faults = Faults(config.faults.inject, directory, world, runtime)
     if not parallel.replicated:
         kept.forget()
     model = parallel.wrap(kept.model)
@@ -45,7 +37,7 @@ def train(
     stepper = Stepper(
         model,
         optimizer,
-        kept.task,
+        faults.task(kept.task),
         parallel,
         kept.precision,
         units_per_sample=kept.units_per_sample,
@@ -54,7 +46,9 @@ def train(
         seed=config.run.seed,
     )
     state = app_state(parallel.plain(model), optimizer)
-    store = CheckpointStore(directory, world, world.groups.control, kept.fingerprint, config.checkpoint.keep_last)
+    store = faults.store(
+        CheckpointStore(directory, world, world.groups.control, kept.fingerprint, config.checkpoint.keep_last)
+    )
     phases.mark("built")
 
     held, kept.held = kept.held, NO_STATE  # a state that is being overwritten is nobody's
@@ -64,12 +58,12 @@ def train(
         stepper.rehearse(kept.example())
     phases.mark("restored")
 
-    num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / batch.global_size
+    num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / config.batch.global_size
     validation_trigger = Trigger(config.validation.every, steps_per_epoch)
     checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
-    control = ControlWord(world.groups.control, settle=int(kept.precision.device.type == "cuda"))
+    control = ControlWord(faults.group(world.groups.control), settle=int(kept.precision.device.type == "cuda"))
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
-    batches = kept.loader.steps(plan.stream(world.rank, step + 1, num_steps))
+    batches = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
 
     def settle() -> None:
         recorder.commit(control.drain())
@@ -92,11 +86,11 @@ def train(
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
         result = stepper.step(step + 1, lr, batches, plan, world.rank)
         kept.held = step = step + 1
-        signals = runtime.signals()
+        signals = faults.signals(runtime.signals())
         wishes = Flags(
             stop=signals.stop,
             leave=signals.leave,
-            checkpoint=world.leader and checkpoint_trigger.wanted(),
+            checkpoint=signals.checkpoint or (world.leader and checkpoint_trigger.wanted()),
             validate=world.leader and validation_trigger.wanted(),
         )
         recorder.ran(step, perf_counter() - began, lr)

@@ -14,7 +14,11 @@ from app.train import train
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
     """Trains in world after world until the run ends, or this worker is not needed any more (None)."""
-    kept: Kept | None = None
+    try:
+        kept = Kept(config, runtime.device)  # before joining, so that nobody waits for a newcomer's data and model
+    except Exception as error:
+        runtime.failed(0, error)
+        return None
     while True:
         phases = Phases(directory)
         world = runtime.next_world()
@@ -22,13 +26,12 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
             return None
         phases.mark("formed")
         try:
-            kept = kept or Kept(config, runtime.device)
             outcome = train(config, runtime, world, kept, directory, phases)
             if outcome.kind != "resized":
                 return outcome
         except Exception as error:
             try:
-                runtime.failed(max(0, kept.held) if kept else 0, error)
+                runtime.failed(max(0, kept.held), error)
             finally:
                 world.groups.abort()  # after the word is out why: this is how the others learn that something is wrong
                 traceback.clear_frames(error.__traceback__)  # they hold the model as it was wrapped for this world

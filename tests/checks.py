@@ -12,6 +12,7 @@ from app.config import Config, parse_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
 from app.ledger import History, read_ledger
+from tests.command import Running
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
@@ -29,6 +30,15 @@ def check_ledger(directory: Path, num_steps: int) -> History:
         assert line["num_samples"] == config.batch.global_size, f"step {step}"
         assert line["samples_digest"] == expected_digest(config, order, step), f"step {step}"
     return history
+
+
+def check_stopped(running: Running, lost_steps: int = 0) -> None:
+    """Ends a run by Ctrl-C: each of its steps is committed, and at most `lost_steps` were done twice."""
+    running.interrupt()
+    stopped = running.wait()
+    assert stopped.code == 3, stopped.output
+    summary = summary_of(running.directory)
+    assert check_ledger(running.directory, summary["step"]).num_lost == summary["lost_steps"] <= lost_steps
 
 
 def order_of(config: Config) -> SampleOrder:

@@ -115,6 +115,9 @@ class Running:
         for pid in self.worker_pids()[:count]:
             os.kill(pid, signal.SIGKILL)
 
+    def scale(self, bounds: str) -> subprocess.CompletedProcess[str]:
+        return scale(self.directory, bounds)
+
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """As a terminal does: to the whole foreground process group."""
         os.killpg(self.process.pid, number)
@@ -127,6 +130,12 @@ class Running:
         for pid in left:
             if is_alive(pid) and os.getsid(pid) == self.process.pid:
                 os.kill(pid, signal.SIGKILL)
+
+
+def scale(directory: Path, bounds: str) -> subprocess.CompletedProcess[str]:
+    """The literal command that gives a run other bounds."""
+    command = [sys.executable, "main.py", "scale", str(directory), "--workers", bounds]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
 def descendants(root: int) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from app.orchestration.internals.drain import drain_node
+from app.orchestration.internals.nodes import drain
 
 _STORE_BYTES = 80 * 2**20  # nothing large travels through Ray's object store
 
@@ -30,7 +30,7 @@ class Bed:
     def drain(self, notice_s: float) -> None:
         """Announces that the newest node goes, as a cloud does that reclaims it, and takes it away in time."""
         until = time.time() + notice_s
-        drain_node(self.address, self.nodes[-1].node_id, until)
+        drain(self.address, self.nodes[-1].node_id, until)
         time.sleep(until - time.time())
         self.remove()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.chaos import processes
-from app.chaos.matrix import FAULTS, LIMIT_S, PACE_S, Fault
+from app.chaos.matrix import FAULTS, PATIENCE_S, PACE_S, Fault
 
 OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
 _TORCHRUN = ("-m", "torch.distributed.run")
@@ -116,7 +116,7 @@ class Agents(Contender):
 
 def ours(words: list[str], folder: Path, bed: Any, pace_file: str) -> Contender:
     task = f'task={{target: "app.chaos.pace:Paced", args: {{file: "{pace_file}", seconds: {PACE_S}}}}}'
-    place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}", "recovery.mode=slots"]
+    place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}"]
     return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed)
 
 
@@ -132,10 +132,10 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
     """Recommended: failures are looked for four times as often as by default, and silence is one."""
     tuned = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE_S),
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     }
-    command = ("-m", "app.chaos.ray_loop", str(job), bed.address, str(LIMIT_S), settings)
+    command = ("-m", "app.chaos.ray_loop", str(job), bed.address, str(PATIENCE_S), settings)
     found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)
     found.environment = tuned if settings == "recommended" else {}
     return found if settings == "recommended" else _by_default(found)
@@ -148,7 +148,7 @@ def torchrun(job: Path) -> Contender:
         port = probe.getsockname()[1]
     elastic = ("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d")
     rendezvous = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "chaos")
-    swift = ("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3")
+    swift = ("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
     patience = ("--shutdown-timeout", "2", "--monitor-interval", "0.1")
     command = (*_TORCHRUN, *elastic, *rendezvous, *swift, *patience, *_loop(job))
     return Agents(TORCHRUN, job.with_suffix(""), command, "app.chaos.torchrun_loop")
@@ -167,7 +167,7 @@ def _standalone_loop(name: str, job: Path) -> Contender:
 
 
 def _loop(job: Path) -> tuple[str, ...]:
-    return ("-m", "app.chaos.torchrun_loop", str(job), str(LIMIT_S))
+    return ("-m", "app.chaos.torchrun_loop", str(job), str(PATIENCE_S))
 
 
 def _by_default(contender: Contender) -> Contender:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 NUM_STEPS = 800
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
-LIMIT_S = 5  # after which a silent worker is dead, for every contender: ours is recovery.silence_s at its default
+LIMIT_S = 5  # after which a silent worker of ours is dead: recovery.silence_s at its default
+PATIENCE_S = 10  # the same of the baselines; it is also their limit for connecting, which takes 5 s on a busy machine
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end
 SLOW_S = 3.0  # how long one worker is slow: stopped for two thirds of the time
 PACE_S = 0.016  # a forward of one microbatch; a step of two workers has three each
@@ -69,6 +70,6 @@ TRAINING = (
     "scaling={num_workers: [1, 3], gpus_per_worker: 0}",
     "validation.every=null",
     f"checkpoint.every={SNAPSHOT_STEPS} steps",
-    f"recovery.silence_s={LIMIT_S}",
+    f"recovery={{silence_s: {LIMIT_S}}}",
     "trackers=[]",
 )

@@ -66,6 +66,8 @@ def _explain(errors: list[ErrorDetails], document: Document) -> None:
             case "union_tag_invalid":
                 kind, known = error["input"]["kind"], _quoted(error["ctx"]["expected_tags"])
                 document.problem((*path, "kind"), f"unknown kind, found {_shown(kind)}{_nearest(kind, known)}")
+            case "union_tag_not_found":
+                document.problem((*path, "kind"), "missing")
             case _:
                 unmet.setdefault(path, []).append(error)
     for path, alternatives in unmet.items():
@@ -83,15 +85,27 @@ def _unmet(alternatives: list[ErrorDetails]) -> str:
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
     """The keys that an error is about, without pydantic's names of union members, and the section they lie in."""
-    keys = [str(key) for key in loc if key not in UNION_MEMBERS]
-    field = Config.model_fields.get(keys[0])
-    if field is None or len(keys) == 1:
-        return tuple(keys), Config
-    members: Sequence[Any] = get_args(field.annotation) or [field.annotation]
-    if field.discriminator:
-        kind = keys.pop(1)
-        members = [member for member in members if kind in get_args(member.model_fields["kind"].annotation)]
-    return tuple(keys), members[0]
+    keys: list[str] = []
+    section, members = Config, [Config]
+    for key in (str(key) for key in loc if key not in UNION_MEMBERS):
+        kinds = [member for member in members if len(members) > 1 and key in get_args(_annotation(member, "kind"))]
+        if kinds:
+            members = kinds
+            continue
+        keys.append(key)
+        section = members[0]
+        members = _sections(_annotation(section, key)) or members
+    return tuple(keys), section
+
+
+def _annotation(section: type[Section], key: str) -> Any:
+    return section.model_fields[key].annotation if key in section.model_fields else None
+
+
+def _sections(annotation: Any) -> list[type[Any]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections(part)]
 
 
 def _quoted(names: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.base import Every, Fraction, Interval, Range, Section, Target, Text, at_most
+from app.config.faults import FaultsConfig
 
 
 class RunConfig(Section):
@@ -48,6 +49,10 @@ class ScalingConfig(Section):
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
     """how long to wait for the smallest number of workers before giving up"""
+    placement: Literal["pack", "spread"] = "pack"
+    """workers on few nodes, or on many"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """nodes that may have workers, by Ray's node labels: {ray.io/accelerator-type: H100}"""
 
     @property
     def min_workers(self) -> int:
@@ -216,11 +221,13 @@ class LoggingConfig(Section):
 
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
-    """slots: surviving workers keep running; restart: all of them start anew; auto: restart, until slots are proven"""
+    """slots: surviving workers keep running; restart: all of them start anew; auto: slots where they can serve"""
     max_failures: NonNegativeInt = 10
-    """failures survived before the run gives up"""
+    """failures of one kind survived without a new step between two of them"""
     silence_s: PositiveFloat = 5.0
     """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
+    wait_s: PositiveFloat = 600.0
+    """how long a run that has lost too many workers waits for new ones"""
 
 
 class TensorBoardConfig(Section):
@@ -246,6 +253,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    faults: FaultsConfig = FaultsConfig()
     trackers: tuple[TensorBoardConfig, ...] = (TensorBoardConfig(),)
 
     @model_validator(mode="before")

@@ -5,30 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import ray
 import torch.distributed as dist
 
-from app.orchestration.lifeline import Lifelines, Orders
-from app.orchestration.membership import Form, Membership, Resize, Wait
+from app.config import Config
+from app.files import last_line
+from app.orchestration.internals.nodes import draining
+from app.orchestration.lifeline import Lifelines, Message, Orders
+from app.orchestration.membership import Form, Membership, Resize, Short, Wait
+from app.orchestration.policies import Budgets
 from app.owner import Ownership
 from app.rundir import RunDirectory
 from app.runtime import Event
 
 _POLL_S = 1.0  # how long a question may wait for its answer before it is asked again
+_WATCH_S = 0.25  # between two looks at what nobody tells: draining nodes, wishes for another scale
 _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
 _GATHER_S = 0.3  # how long a newcomer waits for others
+_PATIENCE_S = 10.0  # how long a run is short of workers before it says so
+_SECOND_THOUGHT_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker process. Its actor is known so that it can be killed if it falls silent."""
+
+    name: str
+    actor: Any
+    node: str
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why an attempt broke, told by the worker that saw it.
 
-    kind: "peer" when another worker is gone, "ours" for an error with a message of its own, "user" for any other.
+    kind: "peer" when another worker is gone, "ours" for an error with a message of its own, "oom" for device or host
+    memory, "exception" for any other.
     """
 
     kind: str
+    attempt: int
     step: int
     message: str
     traceback: str
@@ -36,12 +55,27 @@ class Failure:
 
 @dataclass(frozen=True)
 class Seat:
-    """A place in a world that has formed; its store is the coordinator's."""
+    """A place in a world that has formed, over a store of its own."""
 
     rank: int
     size: int
     attempt: int
     store_port: int
+
+
+class Dismissal(StrEnum):
+    """Why there is no seat: the run needs no workers any more, or not this one."""
+
+    DONE = "done"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class SlotOrders:
+    """How many slots there are to be, and whether any is still needed."""
+
+    count: int
+    over: bool
 
 
 class News:
@@ -66,31 +100,29 @@ class Coordinator:
     Args:
         directory: where events are written; this is their only writer while Ray runs the training.
         ownership: the command's claim, renewed from here on.
-        max_failures: 0 lets the first exception end the run.
-        smallest, expected: a world has at least `smallest` workers; the first one waits a while for `expected`.
-        silence_s: a worker that is not heard of for so long is dead.
+        expected: the first world waits a while for so many workers.
+        slots: survivors keep running, and the size of a world is decided here rather than by Ray.
     """
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        ownership: Ownership,
-        max_failures: int,
-        smallest: int,
-        expected: int,
-        silence_s: float,
+        self, config: Config, directory: RunDirectory, ownership: Ownership, expected: int, slots: bool
     ) -> None:
-        self._directory, self._ownership, self._max_failures = directory, ownership, max_failures
+        self._config, self._directory, self._ownership, self._slots = config, directory, ownership, slots
         self._ownership.keep()
-        self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
-        self._membership = Membership(smallest, expected, _SETTLE_S, _GATHER_S)
-        self._lifelines = Lifelines(silence_s, self._lost)
-        self._lifeline_port: asyncio.Future[int] | None = None
-        self._actors: dict[str, Any] = {}
-        self._seats: dict[str, asyncio.Future[Seat | None]] = {}
+        low, high = config.scaling.num_workers
+        self._membership = Membership(low, high, expected, _SETTLE_S, _GATHER_S)
+        self._budgets = Budgets(dict.fromkeys(("worker", "exception", "oom"), config.recovery.max_failures))
+        self._lifelines = Lifelines(config.recovery.silence_s, self._heard, self._lost)
+        self._started: asyncio.Future[int] | None = None
+        self._members: dict[str, Member] = {}
+        self._seats: dict[str, asyncio.Future[Seat | Dismissal]] = {}
         self._orders = Orders()
         self._over = False
         self._running = 0  # the attempt under way, 0 between two
+        self._store: dist.TCPStore | None = None
+        self._short_since: float | None = None
+        self._told_of_wait = False
+        self._draining: set[str] = set()
         self._shown: list[Event] = []
         self._events, self._committed = News(), News()
         self._seen_failures: set[tuple[int, str]] = set()
@@ -98,70 +130,159 @@ class Coordinator:
         self._registrations: list[Event] = []
 
     async def lifeline_port(self) -> int:
-        if self._lifeline_port is None:
-            self._lifeline_port = asyncio.ensure_future(self._lifelines.listen())
-        return await self._lifeline_port
+        if self._started is None:
+            self._started = asyncio.ensure_future(self._lifelines.listen())
+            self._watching = asyncio.ensure_future(self._watch())
+        return await self._started
 
-    async def join(self, member: str, actor: Any, group_size: int | None) -> Seat | None:
-        """A seat in the next world; None when the run is over or asked to stop.
+    async def join(self, member: Member, group_size: int | None) -> Seat | Dismissal:
+        """A seat in the next world.
 
         Args:
             member: a worker with a lifeline.
-            actor: its handle, to kill it if it falls silent.
-            group_size: the size that the world must have, where Ray decides it; None where any from the smallest is.
+            group_size: the size that the world must have, where Ray decides it; None where any within bounds is right.
         """
         if self._over or self._orders.stop:
-            return None
+            return Dismissal.DONE
         if group_size is not None:
-            self._membership.smallest = self._membership.expected = group_size
-        self._actors[member] = actor
-        self._seats[member] = asyncio.get_running_loop().create_future()
-        self._membership.join(member, _now())
+            self._membership.rescale(group_size, group_size)
+            self._membership.expected = group_size
+        self._members[member.name] = member
+        if not self._membership.join(member.name, _now()) or member.node in self._draining:
+            self._forget(member.name)
+            self._review()
+            return Dismissal.LEFT
+        seat: asyncio.Future[Seat | Dismissal] = asyncio.get_running_loop().create_future()
+        self._seats[member.name] = seat
         self._review()
-        return await self._seats[member]
+        return await seat
 
-    async def leave(self, member: str) -> None:
-        """`member` is done with the run: its lifeline may end."""
-        self._actors.pop(member, None)
-        if self._membership.lose(member):
+    async def leave(self, name: str) -> None:
+        """`name` is done with the run: its lifeline may end."""
+        if self._forget(name):
             self._review()
 
+    async def slots(self) -> SlotOrders:
+        nobody_trains = self._orders.stop and not self._running
+        return SlotOrders(self._membership.largest, self._over or nobody_trains)
+
     def _review(self) -> None:
-        match self._membership.decide(_now()):
+        if self._over or self._orders.stop:
+            return
+        decision = self._membership.decide(_now())
+        if not isinstance(decision, Short):
+            self._short_since, self._told_of_wait = None, False
+        match decision:
             case Form(members):
-                self._end_attempt("all workers lost")
-                self._running = attempt = self._ownership.next_attempt()
-                self._commits.clear()
-                self._registrations.clear()
-                for rank, member in enumerate(members):
-                    self._seats[member].set_result(Seat(rank, len(members), attempt, self._store.port))
-            case Resize() if self._running:
-                self._order(replace(self._orders, leave=self._running))
+                self._form(members)
+            case Resize(none_stays) if self._running:
+                save = self._running if none_stays else 0
+                self._order(replace(self._orders, leave=self._running, save=save))
             case Wait(seconds):
                 asyncio.get_running_loop().call_later(seconds, self._review)
+            case Short():
+                self._short_since = self._short_since or _now()
 
-    def _lost(self, member: str, cause: str) -> None:
+    def _form(self, names: tuple[str, ...]) -> None:
+        self._end_attempt("all workers lost")
+        self._running = attempt = self._ownership.next_attempt()
+        self._commits.clear()
+        self._registrations.clear()
+        self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
+        for rank, name in enumerate(names):
+            self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port))
+
+    def _heard(self, name: str, message: Message) -> None:
+        pass
+
+    def _lost(self, name: str, cause: str) -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
-        actor = self._actors.pop(member, None)
-        if actor is None:
+        member = self._members.get(name)
+        if member is None:
             return
-        if self._membership.lose(member) and self._running:
-            self._order(replace(self._orders, aborted=self._running))
-            self._record({"event": "failure", "kind": "worker", "member": member, "error": cause})
-        if member in self._seats:
-            self._seats.pop(member).cancel()
-        ray.kill(actor)  # one that is only silent would wake up in a world that has gone on
+        was_in = self._forget(name)
+        ray.kill(member.actor)  # one that is only silent would wake up in a world that has gone on
+        if was_in and self._running:
+            kind = "preemption" if member.node in self._draining else "worker"
+            self._abort()
+            self._record({"event": "failure", "kind": kind, "member": name, "node": member.node, "error": cause})
+            if self._slots and (why := self._budgets.spend(kind, self._last_step())):
+                self._give_up(why)
         self._review()
 
-    def _dismiss(self) -> None:
-        """There is no next world for those who wait for it."""
-        for seat in self._seats.values():
-            if not seat.done():
-                seat.set_result(None)
+    def _abort(self) -> None:
+        """The world under way is no more: its members hear it at once, also those who still form it, whose store ends
+        with it."""
+        self._order(replace(self._orders, aborted=self._running))
+        self._store = None
+
+    def _forget(self, name: str) -> bool:
+        """True if the world under way counted on it."""
+        self._members.pop(name, None)
+        if seat := self._seats.pop(name, None):
+            seat.cancel()
+        return self._membership.lose(name)
+
+    def _dismiss(self, names: list[str], reason: Dismissal) -> None:
+        for name in names:
+            if (seat := self._seats.pop(name, None)) and not seat.done():
+                seat.set_result(reason)
 
     def _order(self, orders: Orders) -> None:
         self._orders = orders
         self._lifelines.order(orders)
+
+    async def _watch(self) -> None:
+        while self._slots and not self._over:
+            with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
+                self._mind_drains(await asyncio.get_running_loop().run_in_executor(None, draining))
+                self._mind_scale()
+                self._mind_the_wait()
+            await asyncio.sleep(_WATCH_S)
+
+    def _mind_drains(self, nodes: dict[str, float]) -> None:
+        for node in nodes.keys() - self._draining:
+            names = [member.name for member in self._members.values() if member.node == node]
+            self._draining.add(node)
+            if names:
+                self._record({"event": "preemption", "node": node, "deadline_s": nodes[node], "members": names})
+                self._dismiss(self._membership.send_away(names), Dismissal.LEFT)
+                self._review()
+
+    def _mind_scale(self) -> None:
+        wish = self._directory.take_scale()
+        if wish is not None:
+            before = [self._membership.smallest, self._membership.largest]
+            self._dismiss(self._membership.rescale(*wish), Dismissal.LEFT)
+            self._record({"event": "scale", "before": before, "after": wish})
+            self._review()
+
+    def _mind_the_wait(self) -> None:
+        """A run that is short of workers says what is missing, and does not wait for ever."""
+        if self._short_since is None:
+            return
+        waited_s, present, needed = _now() - self._short_since, len(self._members), self._membership.smallest
+        if waited_s > _PATIENCE_S and not self._told_of_wait:
+            self._told_of_wait = True
+            self._record({"event": "waiting", "workers": present, "needed": needed})
+        begun = last_line(self._directory.ledger) is not None
+        limit_s = self._config.recovery.wait_s if begun else self._config.scaling.start_timeout_s
+        if waited_s > limit_s:
+            free = ray.available_resources()
+            self._give_up(
+                f"waited {limit_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) are there; "
+                f"{int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
+                "Add nodes, and give the same command again"
+            )
+
+    def _last_step(self) -> int:
+        return int((last_line(self._directory.ledger) or {}).get("step", 0))
+
+    def _give_up(self, why: str) -> None:
+        self._over = True
+        self._abort()
+        self._record({"event": "failure", "kind": "ours", "fatal": True, "error": why, "traceback": ""})
+        self._dismiss(list(self._seats), Dismissal.DONE)
 
     async def publish(self, event: Event) -> None:
         """Writes an event down, unless it is a mere figure, and shows it to the driver."""
@@ -175,21 +296,25 @@ class Coordinator:
             self._running = 0
         if event["event"] == "finished":
             self._over = True
-            self._dismiss()
+            self._dismiss(list(self._seats), Dismissal.DONE)
         self._show(event if event["event"] == "log" else self._directory.record(event))
 
     async def failed(self, member: str, failure: Failure) -> bool:
         """Records a failure; True if the run is over. An exception that comes back at its step would do so for ever."""
-        if failure.kind == "peer":
+        kind = failure.kind
+        if kind == "exception" and self._slots:
+            await asyncio.sleep(_SECOND_THOUGHT_S)
+            kind = "peer" if failure.attempt and self._orders.aborted == failure.attempt else kind
+        if kind == "peer":
             self._end_attempt("worker lost", failure.step)
             return self._over
         seen = (failure.step, failure.message)
-        self._over |= failure.kind == "ours" or self._max_failures == 0 or seen in self._seen_failures
+        why = self._budgets.spend(kind, failure.step)
+        self._over |= kind == "ours" or seen in self._seen_failures or why is not None
         self._seen_failures.add(seen)
-        shown = {"kind": failure.kind, "error": failure.message, "traceback": failure.traceback}
+        shown = {"kind": kind, "error": failure.message, "traceback": failure.traceback, "budget": why}
         self._record({"event": "failure", "member": member, "step": failure.step, "fatal": self._over, **shown})
-        if not self._over:
-            self._end_attempt("exception", failure.step)
+        self._end_attempt("exception", failure.step)
         return self._over
 
     async def events(self, first: int) -> list[Event]:
@@ -200,7 +325,7 @@ class Coordinator:
 
     async def request_stop(self) -> None:
         self._order(replace(self._orders, stop=True))
-        self._dismiss()
+        self._dismiss(list(self._seats), Dismissal.DONE)
 
     async def registration(self, attempt: int, number: int) -> dict[str, Any] | None:
         """Which commit the workers of `attempt` register as their `number`-th, the same for all; None if none yet.

@@ -1,7 +1,8 @@
 """The lifeline: one socket between each worker and the coordinator. While it is open, the worker lives.
 
 A process that dies closes it, which the other end knows within milliseconds; one that falls silent (a machine without
-power, a stopped process) is missed by its heartbeats. Downwards go the orders, so that a worker asks nobody for them.
+power, a stopped process) is missed by its heartbeats. Downwards go the orders, so that a worker asks nobody for them;
+upwards each heartbeat says how far the worker is. Every message is one line of JSON.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
-BEATS_PER_LIMIT = 5  # heartbeats within the limit, so that a late one is not a death
+from app.timeouts import Timeouts
+
+Message = dict[str, Any]
+_LONGEST_LINE_BYTES = 2**20  # the stacks of a process, at most
 
 
 @dataclass(frozen=True)
 class Orders:
     """What the coordinator wants of the workers: all of it each time, so that a later one makes an earlier one void.
 
-    leave: the attempt to end at an agreed step. aborted: the attempt that lost a member. 0 is none.
+    leave: the attempt to end at an agreed step. save: the one to write a checkpoint before it ends. aborted: the one
+    that lost a member. 0 is none.
     """
 
     stop: bool = False
     leave: int = 0
+    save: int = 0
     aborted: int = 0
 
 
@@ -33,17 +40,20 @@ class Lifelines:
 
     Args:
         silence_s: a worker that has not been heard of for so long is dead.
+        heard: is given each member's messages.
         lost: is told of each member whose lifeline ended, once, and why.
     """
 
-    def __init__(self, silence_s: float, lost: Callable[[str, str], None]) -> None:
-        self._silence_s, self._lost = silence_s, lost
+    def __init__(
+        self, silence_s: float, heard: Callable[[str, Message], None], lost: Callable[[str, str], None]
+    ) -> None:
+        self._silence_s, self._heard, self._lost = silence_s, heard, lost
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._orders = Orders()
 
     async def listen(self) -> int:
         """Returns the port."""
-        self._server = await asyncio.start_server(self._hold, "0.0.0.0", 0)
+        self._server = await asyncio.start_server(self._hold, "0.0.0.0", 0, limit=_LONGEST_LINE_BYTES)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -51,20 +61,22 @@ class Lifelines:
         """Tells every worker, also those that come later."""
         self._orders = orders
         for writer in self._writers.values():
-            writer.write(_line(orders))
+            writer.write(_line(asdict(orders)))
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         member = (await reader.readline()).decode().strip()
         self._writers[member] = writer
-        writer.write(_line(self._orders))
+        writer.write(_line(asdict(self._orders)))
         cause = "connection closed"
         try:
-            while await asyncio.wait_for(reader.read(64), self._silence_s):
-                pass
+            while line := await asyncio.wait_for(reader.readline(), self._silence_s):
+                self._heard(member, json.loads(line))
         except TimeoutError:
             cause = f"not heard of for {self._silence_s:g} s"
         except OSError as error:
             cause = str(error)
+        except ValueError:  # the last line of a dying worker may be half a message
+            pass
         finally:
             del self._writers[member]
             writer.close()
@@ -75,18 +87,28 @@ class Lifeline:
     """A worker's end, with a thread of its own.
 
     Args:
+        beat: what each heartbeat says.
         heard: is called with each order, on that thread; with None when the coordinator is gone.
     """
 
     def __init__(
-        self, host: str, port: int, member: str, silence_s: float, heard: Callable[[Orders | None], None]
+        self,
+        address: tuple[str, int],
+        member: str,
+        timeouts: Timeouts,
+        beat: Callable[[], Message],
+        heard: Callable[[Orders | None], None],
     ) -> None:
-        self._socket = socket.create_connection((host, port), timeout=30)
+        self._socket = socket.create_connection(address, timeout=timeouts.form.total_seconds())
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(f"{member}\n".encode())
-        self._socket.settimeout(silence_s / BEATS_PER_LIMIT)
-        self._heard = heard
+        self._socket.settimeout(timeouts.beat_s)
+        self._beat, self._heard = beat, heard
         threading.Thread(target=self._listen, daemon=True, name="lifeline").start()
+
+    def say(self, message: Message) -> None:
+        """Between two heartbeats. On the thread that `heard` is called on."""
+        self._socket.sendall(_line(message))
 
     def close(self) -> None:
         self._socket.close()
@@ -98,7 +120,7 @@ class Lifeline:
                 try:
                     received = self._socket.recv(4096)
                 except TimeoutError:
-                    self._socket.sendall(b"\n")
+                    self.say(self._beat())
                     continue
                 if not received:
                     break
@@ -110,5 +132,5 @@ class Lifeline:
         self._heard(None)
 
 
-def _line(orders: Orders) -> bytes:
-    return json.dumps(asdict(orders)).encode() + b"\n"
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"

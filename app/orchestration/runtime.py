@@ -10,16 +10,18 @@ from typing import Any
 
 import ray
 import ray.train
+import torch
 import torch.distributed as dist
 
 from app.config import Config
 from app.errors import SteadfastError
-from app.groups import FORM_TIMEOUT, PeerLost, is_peer_loss
-from app.orchestration.coordinator import Failure, Seat
+from app.groups import PeerLost, is_peer_loss
+from app.orchestration.coordinator import Dismissal, Failure, Member, Seat
 from app.orchestration.internals.slots import report
-from app.orchestration.lifeline import Lifeline, Orders
+from app.orchestration.lifeline import Lifeline, Message, Orders
 from app.rundir import RunDirectory
 from app.runtime import Event, Signals, World, form_world, local_device
+from app.timeouts import Timeouts
 
 _REGISTER_S = 10.0  # how long the end of a run waits for Ray's book-keeping
 
@@ -29,7 +31,6 @@ class Job:
     """What the driver hands to every worker.
 
     slots: workers survive the death of others; else Ray decides who the workers are and replaces all of them.
-    silence_s: how long a heartbeat may be late.
     """
 
     config: Config
@@ -37,30 +38,37 @@ class Job:
     coordinator: Any  # handle of the Coordinator actor
     coordinator_host: str
     slots: bool
-    silence_s: float
 
 
 class RayRuntime:
-    """One worker of a Ray Train worker group, in world after world."""
+    """One worker of a Ray Train worker group, in world after world.
+
+    dismissal: why there is no next world.
+    """
 
     def __init__(self, job: Job) -> None:
         self.device = local_device()
+        self.dismissal = Dismissal.DONE
         self._job, self._coordinator = job, job.coordinator
-        self._member = uuid.uuid4().hex[:8]
-        self._actor = ray.get_runtime_context().current_actor
+        self._timeouts = Timeouts(job.config.recovery.silence_s)
+        here = ray.get_runtime_context()
+        self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._group_size = None if job.slots else ray.train.get_context().get_world_size()
         self._orders = Orders()
         self._world: World | None = None
+        self._attempt = 0
         self._registrar: Registrar | None = None
-        port = ray.get(self._coordinator.lifeline_port.remote())
-        self._lifeline = Lifeline(job.coordinator_host, port, self._member, job.silence_s, self._heard)
+        address = (job.coordinator_host, ray.get(self._coordinator.lifeline_port.remote()))
+        self._lifeline = Lifeline(address, self._member.name, self._timeouts, self._beat, self._heard)
 
     def next_world(self) -> World | None:
         self._world = None
-        while True:
-            seat: Seat | None = ray.get(self._coordinator.join.remote(self._member, self._actor, self._group_size))
-            if seat is None:
-                return None
+        while self.dismissal != Dismissal.LEFT:
+            seat = ray.get(self._coordinator.join.remote(self._member, self._group_size))
+            if isinstance(seat, Dismissal):
+                self.dismissal = seat
+                break
+            self._attempt = seat.attempt
             try:
                 self._world = self._form(seat)
             except PeerLost as error:
@@ -69,10 +77,11 @@ class RayRuntime:
             if self._orders.aborted == seat.attempt:  # it was told while there was nothing to abort
                 self._world.groups.abort()
             return self._world
+        return None
 
     def signals(self) -> Signals:
-        leave = self._world is not None and self._orders.leave == self._world.attempt
-        return Signals(stop=self._orders.stop, leave=leave)
+        orders = self._orders
+        return Signals(stop=orders.stop, leave=orders.leave == self._attempt, checkpoint=orders.save == self._attempt)
 
     def publish(self, event: Event) -> None:
         self._coordinator.publish.remote(event)
@@ -80,32 +89,38 @@ class RayRuntime:
             report(event["path"], {"step": event["step"]})
 
     def failed(self, step: int, error: BaseException) -> None:
-        kind = "peer" if is_peer_loss(error) else "ours" if isinstance(error, SteadfastError) else "user"
+        kind = _kind(error)
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
-        failure = Failure(kind, step, message, "".join(traceback.format_exception(error)))
-        over = ray.get(self._coordinator.failed.remote(self._member, failure))
+        failure = Failure(kind, self._attempt, step, message, "".join(traceback.format_exception(error)))
+        over = ray.get(self._coordinator.failed.remote(self._member.name, failure))
         if not self._job.slots:
             self.close()
             if not over:
                 raise error  # Ray restarts the group
         if over and kind != "peer":
             raise error
+        if kind != "peer":
+            self.dismissal = Dismissal.LEFT  # a process that an exception has gone through is not trusted any more
 
     def close(self) -> None:
         if self._registrar is not None:
             self._registrar.close()
-        ray.get(self._coordinator.leave.remote(self._member))
+        ray.get(self._coordinator.leave.remote(self._member.name))
         self._lifeline.close()
 
     def _form(self, seat: Seat) -> World:
+        host, patience = self._job.coordinator_host, self._timeouts.form
         try:
-            store = dist.TCPStore(self._job.coordinator_host, seat.store_port, None, False, timeout=FORM_TIMEOUT)
+            store = dist.TCPStore(host, seat.store_port, None, False, timeout=patience)
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {seat.attempt} does not answer: {error}") from error
-        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device)
+        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, self._timeouts)
         if not self._job.slots:
             self._registrar = Registrar(self._coordinator, world)
         return world
+
+    def _beat(self) -> Message:
+        return {}
 
     def _heard(self, orders: Orders | None) -> None:
         """On the lifeline's thread."""
@@ -117,6 +132,14 @@ class RayRuntime:
         self._orders = orders
         if world is not None and orders.aborted == world.attempt:
             world.groups.abort()
+
+
+def _kind(error: BaseException) -> str:
+    if is_peer_loss(error):
+        return "peer"
+    if isinstance(error, SteadfastError):
+        return "ours"
+    return "oom" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "exception"
 
 
 class Registrar:
@@ -165,4 +188,4 @@ def train_loop(job: Job) -> str:
     runtime = RayRuntime(job)
     work(job.config, runtime, job.directory)
     runtime.close()
-    return "done"  # Ray Train tells by it that a slot has ended rather than not begun
+    return runtime.dismissal.value  # by it a slot knows whether to ask for another worker

@@ -17,7 +17,7 @@ from app.interrupts import EXIT_STOPPED, Interrupts
 from app.orchestration.backend import RuntimeConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.internals import without_idle_actors
-from app.orchestration.internals.slots import moved, slot_controller
+from app.orchestration.internals.slots import coordinator_name, moved, slot_controller
 from app.orchestration.runtime import Job, train_loop
 from app.owner import Ownership
 from app.rundir import RunDirectory
@@ -35,30 +35,31 @@ class SlotTrainer(LeanTrainer):
             return super()._initialize_and_run_controller(**arguments)
 
 
-def uses_slots(config: Config) -> bool:
-    """Whether survivors keep running.
+def uses_slots(config: Config) -> tuple[bool, str | None]:
+    """Whether survivors keep running, and why not where that would be the better way.
 
     Raises:
         UsageError: that is asked for, and this Ray cannot.
     """
-    if config.recovery.mode != "slots":
-        return False
-    if reason := moved():
+    mode, reason = config.recovery.mode, moved()
+    if mode == "slots" and reason:
         raise UsageError(f"recovery.mode=slots does not work with Ray {ray.__version__}: {reason}. Use restart")
-    return True
+    if mode == "auto" and reason:
+        return False, f"recovery.mode=restart: slots do not work with Ray {ray.__version__}: {reason}"
+    return mode != "restart", None
 
 
-def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership, expected: int) -> Any:
+def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership, expected: int, slots: bool) -> Any:
     """On the head node, which outlives workers' nodes."""
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(Coordinator)
-    recovery, smallest = config.recovery, config.scaling.min_workers
-    return actor.remote(directory, ownership, recovery.max_failures, smallest, expected, recovery.silence_s)
+    named = actor.options(name=coordinator_name(_run_config(config, directory, slots)))
+    return named.remote(config, directory, ownership, expected, slots)
 
 
 def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int, slots: bool) -> TorchTrainer:
     low, high = config.scaling.num_workers
     head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
-    job = Job(config, directory, coordinator, head["NodeManagerAddress"], slots, config.recovery.silence_s)
+    job = Job(config, directory, coordinator, head["NodeManagerAddress"], slots)
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     return (SlotTrainer if slots else LeanTrainer)(
@@ -68,14 +69,20 @@ def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpu
             num_workers=high if slots or low == high else (low, high),
             use_gpu=gpus > 0,
             resources_per_worker={"CPU": config.scaling.cpus_per_worker, **({"GPU": gpus} if gpus else {})},
+            placement_strategy=config.scaling.placement.upper(),
+            label_selector=dict(config.scaling.label_selector) or None,
         ),
-        run_config=RunConfig(
-            name=directory.path.name,
-            storage_path=str(directory.path.parent),
-            # With slots only what the run does not survive gets as far as Ray.
-            failure_config=FailureConfig(max_failures=0 if slots else config.recovery.max_failures),
-            checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
-        ),
+        run_config=_run_config(config, directory, slots),
+    )
+
+
+def _run_config(config: Config, directory: RunDirectory, slots: bool) -> RunConfig:
+    return RunConfig(
+        name=directory.path.name,
+        storage_path=str(directory.path.parent),
+        # With slots only what the run does not survive gets as far as Ray.
+        failure_config=FailureConfig(max_failures=0 if slots else config.recovery.max_failures),
+        checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
     )
 
 

@@ -1,4 +1,4 @@
-"""A killed worker, then all of them killed: the run ends as if nothing had happened."""
+"""`recovery.mode=restart`: a worker is killed, then all of them; the run ends as if nothing had happened."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.checks import check_identical, check_ledger, summary_of
 
 STEPS = 400
 INTERVAL = 50
-OVERRIDES = [f"run.steps={STEPS}", f"checkpoint.every={INTERVAL} steps"]
+OVERRIDES = [f"run.steps={STEPS}", f"checkpoint.every={INTERVAL} steps", "recovery.mode=restart"]
 
 
 @pytest.mark.timeout(240)

@@ -1,4 +1,4 @@
-"""`recovery.mode=slots`: a killed worker does not end the others."""
+"""Workers are lost, fall silent, come and go on one machine; those that live keep running."""
 
 import os
 import signal
@@ -6,11 +6,12 @@ import signal
 import pytest
 
 from app.files import last_line
-from tests.checks import check_ledger, summary_of
-from tests.command import is_alive
+from tests.checks import check_ledger, check_stopped, summary_of
+from tests.command import is_alive, scale
 
 STEPS = 400
-OVERRIDES = [f"run.steps={STEPS}", "recovery.mode=slots", "scaling.num_workers=[1,2]"]
+FOR_EVER = "run.steps=1000000"
+OVERRIDES = [f"run.steps={STEPS}", "scaling.num_workers=[1,2]"]
 
 
 @pytest.mark.timeout(240)
@@ -32,3 +33,62 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
     assert len(unconfirmed) <= 10  # the steps whose words were under way
     assert summary_of(running.directory)["lost_steps"] == 0
     assert last_line(running.directory / "steps.jsonl")["world_size"] == 2
+
+
+@pytest.mark.timeout(240)
+def test_a_silent_worker_is_missed_killed_and_replaced(command):
+    running = command().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery.silence_s=3")
+    running.wait_for_event("attempt_started", attempt=1, world_size=2)
+    silent, _ = running.worker_pids("SlotWorker")
+    os.kill(silent, signal.SIGSTOP)
+    assert running.wait_for_event("failure")["error"] == "not heard of for 3 s"
+    running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
+    running.wait_until(lambda: not is_alive(silent), "death of the silent worker")
+    running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
+    check_stopped(running)
+
+
+@pytest.mark.timeout(240)
+def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(command):
+    running = command().start(*OVERRIDES, "checkpoint.every=50 steps")
+    running.wait_for_step(120)
+    for pid in running.worker_pids("SlotWorker"):
+        os.kill(pid, signal.SIGKILL)
+    restored = running.wait_for_event("restore", source="checkpoint")
+    finished = running.wait()
+    assert finished.code == 0, finished.output
+    assert check_ledger(running.directory, STEPS).num_lost == restored["lost_steps"] <= 50
+
+
+@pytest.mark.timeout(240)
+def test_survivors_of_a_sharded_world_keep_running_and_read_the_newest_checkpoint(command):
+    words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "logging.every_steps=20")
+    running = command().start(FOR_EVER, "scaling.num_workers=[1,2]", *words)
+    running.wait_for_step(50)
+    killed, survivor = running.worker_pids("SlotWorker")
+    os.kill(killed, signal.SIGKILL)
+    running.wait_for_event("attempt_started", attempt=2, world_size=1, source="checkpoint")
+    running.wait_for_event("attempt_started", attempt=3, world_size=2, source="checkpoint")
+    assert is_alive(survivor)
+    check_stopped(running, lost_steps=20)
+
+
+@pytest.mark.timeout(240)
+def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(command):
+    run = command()
+    assert scale(run.directory, "1:2").returncode == 2  # it is not there yet
+    running = run.start(FOR_EVER, "scaling.num_workers=1")
+    running.wait_for_step(20)
+    (first,) = running.worker_pids("SlotWorker")
+    grown = running.scale("2:2")
+    assert (grown.returncode, grown.stdout.strip().split(": ")[1]) == (0, "[1, 1] -> [2, 2]")
+    running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
+    assert running.scale("1").returncode == 0
+    running.wait_for_event("attempt_started", attempt=3, world_size=1, source="rank 0")
+    running.wait_until(lambda: running.worker_pids("SlotWorker") == [first], "end of the second worker")
+    check_stopped(running)
+    refused = running.scale("2:1")
+    assert (refused.returncode, refused.stderr.strip()) == (
+        2,
+        "error: --workers 2:1: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8",
+    )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from app.groups import Groups, is_peer_loss
+from app.timeouts import Timeouts
 from tests.dist.gang import Gang, Member
 
 GENERATIONS = 5
@@ -18,7 +19,7 @@ def abort_and_form_again(member: Member, size: int) -> list[int]:
     """The sum over ranks and the pid, generation after generation, each of which every rank aborts."""
     sums = []
     for generation in range(GENERATIONS):
-        groups = Groups.form(member.store, member.number, size, generation, torch.device("cpu"))
+        groups = Groups.form(member.store, member.number, size, generation, torch.device("cpu"), Timeouts())
         ones = torch.ones(1)
         dist.all_reduce(ones)
         sums.append(int(ones))

@@ -66,6 +66,17 @@ BAD = [
     ("optimizer: {betas: [0.9, 1]}", "x.yaml:1: optimizer.betas.1: must be less than 1, found 1"),
     ("validation: {every: 200}", "x.yaml:1: validation.every: must be a count and a unit, such as "
      '"200 steps", "3 epochs" or "5 minutes", found 200'),
+    ("faults:\n  inject:\n  - {kind: fail_at, step: 7, rnk: 1}",
+     "x.yaml:3: faults.inject.0.rnk: unknown key; nearest is rank"),
+    ("faults:\n  inject:\n  - {kind: fail_at, step: 0}", "x.yaml:3: faults.inject.0.step: must be greater than 0"),
+    ("faults:\n  inject:\n  - {kind: fail_at, step: 1}\n  - {kind: slow_at, ms: 7}", "x.yaml:4: faults.inject.1.ranks: "
+     "missing"),
+    ("faults: {inject: [{kind: fail, step: 7}]}",
+     'x.yaml:1: faults.inject.0.kind: unknown kind, found "fail"; nearest is fail_at'),
+    ("faults: {inject: [{step: 7}]}", "x.yaml:1: faults.inject.0.kind: missing"),
+    ("faults: {inject: [{kind: hang_at, step: 7, phase: forwards}]}", "x.yaml:1: faults.inject.0.phase: must be "
+     "'loader', 'forward', 'collective' or 'checkpoint', found \"forwards\"; nearest is forward"),
+    ("faults: {inject: {kind: fail_at, step: 7}}", "x.yaml:1: faults.inject: must be a valid"),
     ("run: {seed: 1}\nrun: {seed: 2}", "x.yaml:2: run: given twice, first on line 1"),
     ("- a\n- b", "x.yaml:1: must be a mapping of sections"),
     ("run: {seed: 1", "x.yaml:1: not valid YAML: expected ',' or '}', but got '<stream end>'"),
@@ -221,10 +232,9 @@ def test_a_bad_config_is_told_without_loading_torch_or_ray() -> None:
 
 
 def test_every_field_says_what_it_is() -> None:
-    from app.config import schema
+    from app.config import faults, schema
 
-    sections = [
-        section for section in vars(schema).values() if isinstance(section, type) and issubclass(section, Section)
-    ]
+    known = [*vars(schema).values(), *vars(faults).values()]
+    sections = [section for section in known if isinstance(section, type) and issubclass(section, Section)]
     silent = {key for section in sections for key, field in section.model_fields.items() if not field.description}
     assert silent - set(Config.model_fields) == {"kind"}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from app.orchestration.membership import Form, Keep, Membership, Resize, Wait
+from app.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 
 
-def membership(smallest: int = 1, expected: int = 3) -> Membership:
-    return Membership(smallest, expected, settle_s=5.0, gather_s=1.0)
+def membership(smallest: int = 1, largest: int = 8, expected: int = 3) -> Membership:
+    return Membership(smallest, largest, expected, settle_s=5.0, gather_s=1.0)
 
 
-def formed(*members: str) -> Membership:
-    world = membership(expected=len(members))
+def formed(*members: str, largest: int = 8) -> Membership:
+    world = membership(expected=len(members), largest=largest)
     for member in members:
         world.join(member, 0.0)
     assert world.decide(0.0) == Form(members)
@@ -35,7 +35,7 @@ def test_all_who_are_expected_need_not_wait() -> None:
 def test_no_world_is_smaller_than_the_smallest() -> None:
     world = membership(smallest=2)
     world.join("a", 0.0)
-    assert world.decide(100.0) == Keep()
+    assert world.decide(100.0) == Short(missing=1)
 
 
 def test_survivors_wait_for_each_other_and_for_nobody_else() -> None:
@@ -85,3 +85,64 @@ def test_after_all_are_lost_it_is_a_first_world_again() -> None:
     assert world.decide(30.0) == Wait(5.0)
     world.join("d", 31.0)
     assert world.decide(31.0) == Form(("c", "d"))
+
+
+def test_one_that_is_sent_away_leaves_at_an_agreed_step_and_the_others_go_on() -> None:
+    world = formed("a", "b", "c")
+    assert world.send_away(["a"]) == []
+    assert world.decide(1.0) == Resize()
+    assert not world.join("a", 2.0)
+    world.join("b", 2.0)
+    world.join("c", 2.0)
+    assert world.decide(2.0) == Form(("b", "c"))
+
+
+def test_when_all_are_sent_away_what_they_hold_must_be_written_down() -> None:
+    world = formed("a", "b")
+    world.send_away(["a", "b"])
+    assert world.decide(1.0) == Resize(none_stays=True)
+    assert not world.join("a", 2.0)
+    assert not world.join("b", 2.0)
+    assert world.decide(2.0) == Short(missing=1)
+
+
+def test_one_that_is_sent_away_while_it_waits_goes_at_once() -> None:
+    world = formed("a", "b")
+    world.join("c", 1.0)
+    assert world.send_away(["c"]) == ["c"]
+    assert world.decide(5.0) == Keep()
+
+
+def test_one_that_is_sent_away_and_dies_is_not_waited_for() -> None:
+    world = formed("a", "b")
+    world.send_away(["b"])
+    assert world.lose("b")
+    world.join("a", 2.0)
+    assert world.decide(2.0) == Form(("a",))
+
+
+def test_a_smaller_scale_sends_the_last_ranks_away() -> None:
+    world = formed("a", "b", "c")
+    assert world.rescale(1, 2) == []
+    assert world.decide(1.0) == Resize()
+    assert not world.join("c", 2.0)
+    world.join("a", 2.0)
+    world.join("b", 2.0)
+    assert world.decide(2.0) == Form(("a", "b"))
+
+
+def test_nobody_joins_a_world_that_is_full() -> None:
+    world = formed("a", "b", largest=2)
+    world.join("c", 1.0)
+    assert world.decide(9.0) == Keep()
+    world.rescale(1, 3)
+    assert world.decide(9.0) == Resize()
+
+
+def test_a_larger_smallest_leaves_the_world_under_way_alone_until_it_ends() -> None:
+    world = formed("a", "b")
+    world.rescale(3, 4)
+    assert world.decide(1.0) == Keep()
+    world.lose("b")
+    world.join("a", 2.0)
+    assert world.decide(2.0) == Short(missing=2)

@@ -28,9 +28,12 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers, time_monotonic
 from ray.train.v2.api import data_parallel_trainer
 
+from app.orchestration.policies import Quarantine
+
 _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0  # between the deaths of one that does not
 _SHUTDOWN_S = 5.0
+LEFT = "left"  # what the training function returns when it wants another worker in its place
 
 # What is overridden or called below, and with which arguments.
 CONTRACT = {
@@ -44,6 +47,11 @@ CONTRACT = {
     ReplicaGroup.start_training: ["self", "worker_group_context"],
     _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
 }
+
+
+def coordinator_name(run_config: Any) -> str:
+    """The name of a run's coordinator: the controller, which Ray starts, has no other way to it."""
+    return f"coordinator of {run_config.storage_path}/{run_config.name}"
 
 
 def moved() -> str | None:
@@ -78,6 +86,13 @@ class _Slot:
         self.actor: Any = None
         self.worker: Worker | None = None  # while it trains
         self.poll: Any = None  # the answer that is awaited
+        self.left = False  # its worker went because it was asked to
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+        if self.actor is not None:
+            ray.kill(self.actor)
 
 
 class SlotWorkerGroup(WorkerGroup):
@@ -85,9 +100,12 @@ class SlotWorkerGroup(WorkerGroup):
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         context = self._worker_group_context
-        self._closing = threading.Event()
-        self._slots = [_Slot(index) for index in range(context.num_workers)]
-        self._worker_rank_to_replica_group_rank = {slot.index: slot.index for slot in self._slots}
+        self._coordinator = ray.get_actor(coordinator_name(self._train_run_context.run_config))
+        self._question = self._coordinator.slots.remote()
+        self._over = False
+        self._quarantine = Quarantine()
+        self._slots: list[_Slot] = []
+        self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(self))}
         with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
             for callback in self._callbacks:
                 callback.before_worker_group_start(context)
@@ -96,45 +114,70 @@ class SlotWorkerGroup(WorkerGroup):
             self._worker_group_state = WorkerGroupState(time_monotonic(), _NoPlacementGroup(), [], sync_actor)
             for callback in self._callbacks:
                 callback.after_worker_group_start(self)  # no worker yet: slots fill when there is room
-            for slot in self._slots:
-                threading.Thread(target=self._keep, args=(slot,), daemon=True, name=f"slot-{slot.index}").start()
+            self._open(len(self))
         for callback in self._callbacks:
             callback.after_worker_group_training_start(self)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        """What Ray takes for the number of workers; there may be more slots by now, or fewer."""
+        return int(self._worker_group_context.num_workers)
 
     def get_workers(self) -> list[Worker]:
         return [slot.worker for slot in self._slots if slot.worker]
 
+    def _open(self, count: int) -> None:
+        """Opens or closes slots until `count` are open: first those that nobody fills."""
+        opened = [slot for slot in self._slots if not slot.closed.is_set()]
+        for _ in range(count - len(opened)):
+            slot = _Slot(len(self._slots))
+            self._slots.append(slot)
+            threading.Thread(target=self._keep, args=(slot,), daemon=True, name=f"slot-{slot.index}").start()
+        vacant = [slot for slot in reversed(opened) if slot.worker is None]
+        for slot in vacant[: max(0, len(opened) - count)]:
+            slot.close()
+
     def _keep(self, slot: _Slot) -> None:
-        context, delay_s = self._worker_group_context, 0.0
-        environment = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env)
-        actor_class = ray.remote(
-            runtime_env=environment,
-            concurrency_groups={"watch": 1},
-            scheduling_strategy="SPREAD" if context.placement_strategy.endswith("SPREAD") else "DEFAULT",
-            **bundle_to_remote_args(context.resources_per_worker),
-        )(self._worker_cls)
-        while not self._closing.is_set():
-            began = time.monotonic()
-            slot.actor = actor_class.remote()
+        delay_s = 0.0
+        while not slot.closed.is_set():
+            began, node = time.monotonic(), None
+            slot.actor = self._actor_class().remote()
+            if slot.closed.is_set():  # it closed while there was no actor to kill
+                ray.kill(slot.actor)
             with contextlib.suppress(RayError):
+                node = ray.get(slot.actor.get_metadata.remote()).node_id  # until there is room; only this thread waits
+                began = time.monotonic()
                 self._fill(slot)
                 ray.get(slot.actor.park.remote())
             slot.worker = slot.poll = None
             ray.kill(slot.actor)
-            steady = time.monotonic() - began > _STEADY_S
+            lived_s = time.monotonic() - began
+            if node and not slot.left and self._quarantine.died(node, lived_s, time.monotonic()):
+                self._coordinator.publish.remote({"event": "node_quarantined", "node": node, "slot": slot.index})
+            steady = slot.left or lived_s > _STEADY_S
             delay_s = 0.0 if steady else min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
-            self._closing.wait(delay_s)
+            slot.left = False
+            slot.closed.wait(delay_s)
+
+    def _actor_class(self) -> Any:
+        context = self._worker_group_context
+        selector = dict((context.label_selector or [{}])[0])
+        if avoided := self._quarantine.avoided(time.monotonic()):
+            selector[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(avoided)})"
+        return ray.remote(
+            runtime_env=self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env),
+            concurrency_groups={"watch": 1},
+            scheduling_strategy="SPREAD" if context.placement_strategy.endswith("SPREAD") else "DEFAULT",
+            label_selector=selector,
+            **bundle_to_remote_args(context.resources_per_worker),
+        )(self._worker_cls)
 
     def _fill(self, slot: _Slot) -> None:
         context = self._worker_group_context
-        metadata = ray.get(slot.actor.get_metadata.remote())  # until there is room; nobody waits for this thread
+        metadata = ray.get(slot.actor.get_metadata.remote())
         worker = Worker(slot.actor, metadata, context.resources_per_worker, placement_group_bundle_index=slot.index)
         # Ray's idea of ranks is of slots, and static; the worker's world is the runtime's.
         worker.distributed_context = DistributedContext(
-            local_rank=0, local_world_size=1, world_rank=slot.index, world_size=len(self._slots), node_rank=0
+            local_rank=0, local_world_size=1, world_rank=slot.index, world_size=len(self), node_rank=0
         )
         self._init_train_context([worker], self._worker_group_state.sync_actor)
         group = ReplicaGroup([worker], context.resources_per_worker, self._replica_group_callbacks)
@@ -142,16 +185,45 @@ class SlotWorkerGroup(WorkerGroup):
         slot.worker = worker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
-        statuses = [WorkerStatus(running=False) for _ in self._slots]
+        self._follow_orders()
         asked = {slot.index: self._ask(slot) for slot in self._slots if slot.worker}
         answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout) if asked else ([], [])
+        statuses = []
         for index, question in asked.items():
-            statuses[index] = WorkerStatus(running=True)
+            status = WorkerStatus(running=True)
             if question in answered:
                 self._slots[index].poll = None
                 with contextlib.suppress(RayError):  # its keeper hears of it too
-                    statuses[index] = ray.get(question)
-        return _as_one(statuses)
+                    status = ray.get(question)
+            statuses.append(status)
+            if status.return_value == LEFT:
+                self._slots[index].left = True
+                ray.kill(self._slots[index].actor)
+        return self._as_one(statuses)
+
+    def _as_one(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
+        """As many as Ray counts on, of which the first speaks for all: one report, one error, and an end once one
+        worker is done with the run and no other is at work. Until then empty slots may fill."""
+        done = next((each.return_value for each in statuses if each.return_value not in (None, LEFT)), None)
+        self._over = self._over or done is not None
+        first = WorkerStatus(
+            running=any(each.running for each in statuses) or not self._over,
+            error=next((each.error for each in statuses if each.error), None),
+            return_value=done,
+            training_report=next((each.training_report for each in statuses if each.training_report), None),
+        )
+        first.running = first.running and first.error is None
+        rest = [WorkerStatus(running=False, training_report=first.training_report) for _ in range(len(self) - 1)]
+        return [first, *rest]
+
+    def _follow_orders(self) -> None:
+        answered, _ = ray.wait([self._question], timeout=0)
+        if answered:
+            orders = ray.get(self._question)
+            self._question = self._coordinator.slots.remote()
+            self._over = self._over or orders.over
+            if not self._over:
+                self._open(orders.count)
 
     def _ask(self, slot: _Slot) -> Any:
         slot.poll = slot.poll or slot.actor.poll_status.remote()
@@ -169,26 +241,13 @@ class SlotWorkerGroup(WorkerGroup):
         super().abort()
 
     def _close(self) -> None:
-        self._closing.set()
         goodbyes = [worker.actor.shutdown.remote() for worker in self.get_workers()]
+        for slot in self._slots:
+            slot.closed.set()
         if goodbyes:
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_SHUTDOWN_S)
         for slot in self._slots:
-            if slot.actor is not None:
-                ray.kill(slot.actor)
-
-
-def _as_one(statuses: list[WorkerStatus]) -> list[WorkerStatus]:
-    """One worker's report speaks for all slots, and one that has ended for the run once none is at work any more."""
-    report = next((each.training_report for each in statuses if each.training_report), None)
-    ended = [each for each in statuses if not each.running and (each.return_value is not None or each.error)]
-    for status in statuses:
-        status.training_report = report
-    if not ended and not any(each.running for each in statuses):
-        statuses[0].running = True  # all slots are empty: they will fill
-    if ended and statuses[0].return_value is None:
-        statuses[0].return_value = ended[0].return_value
-    return statuses
+            slot.close()
 
 
 class SlotController(TrainController):

@@ -1,0 +1,58 @@
+"""Nodes come and go while the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checks import check_stopped
+from tests.cluster.bed import Bed
+
+FOR_EVER = "run.steps=1000000"
+
+
+@pytest.mark.timeout(300)
+def test_a_node_is_drained_another_comes_and_one_is_lost(command):
+    with Bed(num_nodes=2) as bed:
+        drained, lost = bed.nodes
+        running = command().start(FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=[1,2]")
+        running.wait_for_event("attempt_started", attempt=1, world_size=2)
+
+        deadline_s = bed.drain(drained, seconds=20)
+        left = running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
+        assert left["time_s"] < deadline_s
+        assert running.wait_for_event("preemption", node=drained)["deadline_s"] == pytest.approx(deadline_s, abs=1)
+        bed.lose(drained)
+
+        bed.add()
+        running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
+        bed.lose(lost)
+        running.wait_for_event("attempt_started", attempt=4, world_size=1, source="rank 0")
+        check_stopped(running)
+    assert [(e["kind"], e["node"]) for e in running.events if e["event"] == "failure"] == [("worker", lost)]
+
+
+@pytest.mark.timeout(300)
+def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command):
+    with Bed(num_nodes=1) as bed:
+        words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=60")
+        running = command().start(*words)
+        running.wait_for_step(20)
+        bed.drain(bed.nodes[0], seconds=30)
+        saved = running.wait_for_event("checkpoint")
+        bed.add()
+        restored = running.wait_for_event("restore", source="checkpoint")
+        assert restored["step"] == saved["step"]
+        assert restored["lost_steps"] == 0
+        check_stopped(running)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command):
+    with Bed(num_nodes=1) as bed:
+        words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=8")
+        running = command().start(*words, "checkpoint.every=10 steps")
+        running.wait_for_step(20)
+        bed.lose(bed.nodes[0])
+        finished = running.wait()
+    assert finished.code == 1
+    assert "waited 8 s for workers: 0 of at least 1 (scaling.num_workers) are there; 0 CPUs" in finished.output

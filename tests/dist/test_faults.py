@@ -1,0 +1,64 @@
+"""Faults by configuration, in whole runs: they strike, the run goes on the next time, and the result is the right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.ledger import read_ledger
+from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
+from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("{kind: fail_at, step: 7, rank: 1}", "InjectedFault: injected at step 7"),
+        ("{kind: oom_at, step: 7, rank: 1}", "OutOfMemoryError: injected at step 7"),
+        ("{kind: kill_at, step: 7, rank: 1}", "process 1: gone"),
+        ("{kind: kill_at, step: 4, rank: 1, phase: checkpoint}", "process 1: gone"),
+        ("{kind: nan_at, step: 7, rank: 1}", "step 7: loss nan, gradient norm nan: not finite"),
+    ],
+)
+def test_a_fault_strikes_once_and_the_run_that_is_resumed_is_right(tmp_path: Path, fault: str, seen: str) -> None:
+    config = small(tmp_path, f"faults.inject=[{fault}]", "checkpoint.every=3 steps")
+    with pytest.raises(MemberFailed, match=seen):
+        drill(config, worlds=[2])
+    assert read_ledger(tmp_path / "small" / "steps.jsonl").last_step <= 7
+    resumed, expected = drill(config, worlds=[2]), reference(config)
+    check_weights(resumed, expected)
+    check_checkpoint(resumed)
+    assert sorted(resumed.history.committed) == list(range(1, 15))
+
+
+def test_a_worker_that_drains_ends_the_attempt_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    config = small(tmp_path, "faults.inject=[{kind: drain_at, step: 5, rank: 2}]")
+    run, expected = drill(config, worlds=[3, 2]), reference(config)
+    for check in (check_ledger, check_weights, check_losses, check_checkpoint):
+        check(run, expected)
+    assert run.told("attempt_ended", "cause") == ["resized", "finished"]
+    assert run.told("fault_injected", "kind") == ["drain_at"]
+    assert {line["world_size"] for line in run.history.lines} == {3, 2}
+
+
+def test_a_spike_is_in_the_ledger(tmp_path: Path) -> None:
+    config = small(tmp_path, "faults.inject=[{kind: spike_at, step: 5, rank: 0, factor: 100}]")
+    losses = [line["loss"] for line in drill(config, worlds=[2]).history.lines]
+    assert max(losses) == losses[4] > 10 * losses[3]
+
+
+@pytest.mark.parametrize("phase", ["loader", "forward", "collective", "checkpoint"])
+def test_a_worker_that_hangs_for_a_while_delays_the_run_and_changes_nothing(tmp_path: Path, phase: str) -> None:
+    hang = f"{{kind: hang_at, step: 6, rank: 1, phase: {phase}, seconds: 0.7}}"
+    config = small(tmp_path, f"faults.inject=[{hang}]", "checkpoint.every=6 steps")
+    run = drill(config, worlds=[2])
+    check_weights(run, reference(config))
+    ended = [line["time_s"] for line in run.history.lines]
+    gaps = {step: ended[step] - ended[step - 1] for step in range(1, len(ended))}
+    slowest = max(gaps, key=lambda step: gaps[step])
+    assert gaps[slowest] >= 0.6
+    assert slowest + 1 in (6, 7, 8)

@@ -1,0 +1,165 @@
+"""Injected faults, on one rank without a run around it: where each strikes, how often, and that none costs nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from app.config import parse_config
+from app.data import Fetched
+from app.faults import inject
+from app.faults.inject import Faults, InjectedFault
+from app.plan import Microbatch
+from app.rundir import RunDirectory
+from app.runtime import Event, Signals, World
+from app.tasks import Sums
+
+MODEL = nn.Identity()
+NUM_MICROBATCHES = 2
+
+
+class OnesTask:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        return Sums(torch.ones((), requires_grad=True), 1)
+
+
+class Store:
+    def save(self, step: int) -> int:
+        return step
+
+    def newest(self) -> int:
+        return 0
+
+
+class Events(list[Event]):
+    def publish(self, event: Event) -> None:
+        self.append(event)
+
+
+def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1) -> Faults:
+    config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
+    world = World(rank, 3, attempt=1, groups=cast(Any, None))
+    return Faults(config.faults.inject, RunDirectory(directory), world, cast(Any, Events()))
+
+
+def losses(faults: Faults, first: int = 1, last: int = 9) -> list[list[float]]:
+    """Of each step's microbatches."""
+    stream = (Microbatch(step, index, 0, 1) for step in range(first, last + 1) for index in range(NUM_MICROBATCHES))
+    batches = faults.batches(Fetched(microbatch, (), 1, 0) for microbatch in stream)
+    task = faults.task(OnesTask())
+    found = [task.loss(MODEL, fetched.batch).loss_sum.item() for fetched in batches]
+    return [found[at : at + NUM_MICROBATCHES] for at in range(0, len(found), NUM_MICROBATCHES)]
+
+
+@pytest.mark.parametrize(("kind", "error"), [("fail_at", InjectedFault), ("oom_at", torch.OutOfMemoryError)])
+def test_an_exception_strikes_at_its_step_and_rank_and_once_in_the_run(
+    tmp_path: Path, kind: str, error: type[Exception]
+) -> None:
+    wanted = {"kind": kind, "step": 7, "rank": 1}
+    with pytest.raises(error, match="step 7"):
+        losses(faults(tmp_path, wanted))
+    assert losses(faults(tmp_path, wanted)) == [[1.0, 1.0]] * 9  # the same step again, in another process
+    assert losses(faults(tmp_path / "elsewhere", wanted, rank=0)) == [[1.0, 1.0]] * 9
+
+
+def test_it_may_strike_a_number_of_times_or_every_time(tmp_path: Path) -> None:
+    for times, expected in ((2, [True, True, False]), (None, [True, True, True])):
+        wanted = {"kind": "fail_at", "step": 1 if times == 2 else 2, "rank": 1, "times": times}
+        struck = []
+        for _ in range(3):
+            try:
+                losses(faults(tmp_path, wanted))
+                struck.append(False)
+            except InjectedFault:
+                struck.append(True)
+        assert struck == expected
+
+
+def test_a_rehearsal_is_no_step(tmp_path: Path) -> None:
+    faults(tmp_path, {"kind": "fail_at", "step": 1, "rank": 1}).task(OnesTask()).loss(MODEL, ())
+
+
+def test_loss_and_gradient_of_all_of_a_steps_microbatches_are_spoilt_and_of_no_others(tmp_path: Path) -> None:
+    spoilt = faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1}, {"kind": "spike_at", "step": 5, "rank": 1})
+    one, nan, spike = ([value] * NUM_MICROBATCHES for value in (1.0, math.nan, 1000.0))
+    assert str(losses(spoilt)) == str([one, one, nan, one, spike, one, one, one, one])
+    assert losses(spoilt, first=5, last=5) == [one]
+
+
+def test_a_spoilt_loss_spoils_the_gradient(tmp_path: Path) -> None:
+    spoilt = faults(tmp_path, {"kind": "spike_at", "step": 1, "rank": 1, "factor": 5})
+    next(spoilt.batches(iter([Fetched(Microbatch(1, 0, 0, 1), (), 1, 0)])))
+    weight = torch.ones((), requires_grad=True)
+
+    class Weighted:
+        def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+            return Sums(weight * 2, 1)
+
+    spoilt.task(Weighted()).loss(MODEL, ()).loss_sum.backward()
+    assert weight.grad == 10.0
+
+
+def test_only_the_worker_that_is_drained_wishes_to_leave_and_once(tmp_path: Path) -> None:
+    drained = faults(tmp_path, {"kind": "drain_at", "step": 2, "rank": 1})
+    for step, leave in ((1, False), (2, True), (3, False)):
+        losses(drained, step, step)
+        assert drained.signals(Signals()) == Signals(leave=leave)
+
+
+def test_each_phase_stalls_where_it_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled: list[float] = []
+    monkeypatch.setattr(inject.time, "sleep", stalled.append)
+    phases = ("loader", "forward", "collective", "checkpoint")
+    hung = faults(
+        tmp_path,
+        *({"kind": "hang_at", "step": 2, "rank": 1, "phase": each, "seconds": at} for at, each in enumerate(phases, 1)),
+    )
+    store = hung.store(Store())
+    losses(hung, 1, 1)
+    assert store.save(1) == 1
+    assert stalled == []
+    batches = hung.batches(iter([Fetched(Microbatch(2, 0, 0, 1), (), 1, 0)]))
+    next(batches)
+    assert stalled == [1]
+    hung.task(OnesTask()).loss(MODEL, ())
+    assert stalled == [1, 2]
+    assert store.newest() == 0
+    assert stalled == [1, 2]
+    losses(hung, 3, 3)  # a checkpoint is not made at every step, nor is a word exchanged
+    assert store.save(3) == 3
+    assert store.save(3) == 3
+    assert stalled == [1, 2, 4]
+
+
+def test_who_is_slow_is_slow_in_every_microbatch_from_one_step_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(inject.time, "sleep", slept.append)
+    slow = {"kind": "slow_at", "step": 3, "until": 5, "ranks": [0, 1], "ms": 20}
+    losses(faults(tmp_path, slow))
+    losses(faults(tmp_path, slow, rank=2))
+    assert slept == [0.02] * 2 * NUM_MICROBATCHES
+
+
+def test_where_nothing_is_wanted_nothing_is_put_around(tmp_path: Path) -> None:
+    none = faults(tmp_path, {"kind": "fail_at", "step": 7, "rank": 0})
+    task, store, batches = OnesTask(), Store(), iter(())
+    assert none.task(task) is task
+    assert none.store(store) is store
+    assert none.group(store) is store
+    assert none.batches(batches) is batches
+
+
+def test_what_strikes_is_told(tmp_path: Path) -> None:
+    told = faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1})
+    losses(told)
+    assert told._runtime == [
+        {"event": "fault_injected", "attempt": 1, "kind": "nan_at", "phase": "forward", "step": 3, "rank": 1}
+    ]

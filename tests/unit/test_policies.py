@@ -1,0 +1,57 @@
+"""What failures cost, as tables of what happened and what follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.orchestration.policies import Budgets, Quarantine
+
+
+@pytest.mark.parametrize(
+    ("limit", "failures", "ends"),
+    [
+        (2, [5, 5], False),
+        (2, [5, 5, 5], True),
+        (2, [5, 5, 6, 6, 7, 7], False),  # each new step starts the count anew
+        (2, [9, 5, 6], True),  # steps that were done before are no progress
+        (0, [100], True),
+        (1, range(1000), False),
+    ],
+)
+def test_a_row_of_failures_ends_the_run_and_progress_ends_the_row(limit: int, failures: list[int], ends: bool) -> None:
+    budgets = Budgets({"worker": limit})
+    verdicts = [budgets.spend("worker", step) for step in failures]
+    assert [verdict for verdict in verdicts[:-1] if verdict] == []
+    assert bool(verdicts[-1]) == ends
+
+
+def test_kinds_have_budgets_of_their_own() -> None:
+    budgets = Budgets({"worker": 1, "oom": 1})
+    assert [budgets.spend(kind, 3) for kind in ("worker", "oom")] == [None, None]
+    why = budgets.spend("oom", 3)
+    assert why == "2 failures (oom) and no step beyond 3; recovery allows 1 in a row"
+
+
+def test_a_preemption_costs_nothing() -> None:
+    budgets = Budgets({"worker": 0})
+    assert {budgets.spend("preemption", 1) for _ in range(100)} == {None}
+
+
+def test_a_node_on_which_workers_keep_dying_young_is_avoided_for_a_while() -> None:
+    quarantine = Quarantine(failures=3, young_s=20.0, sentence_s=600.0)
+    assert [quarantine.died("bad", 1.0, now_s) for now_s in (0.0, 10.0, 20.0)] == [False, False, True]
+    assert quarantine.avoided(20.0) == ["bad"]
+    assert quarantine.avoided(619.0) == ["bad"]
+    assert quarantine.avoided(621.0) == []
+    assert not quarantine.died("bad", 1.0, 700.0)  # counted anew
+
+
+def test_deaths_of_workers_that_have_trained_do_not_speak_against_their_node() -> None:
+    quarantine = Quarantine(failures=2, young_s=20.0)
+    lives = [(1.0, 0.0), (60.0, 100.0), (1.0, 110.0), (1.0, 120.0)]
+    assert [quarantine.died("node", lived_s, now_s) for lived_s, now_s in lives] == [False, False, False, True]
+
+
+def test_failures_that_lie_far_apart_are_not_added_up() -> None:
+    quarantine = Quarantine(failures=2, sentence_s=600.0)
+    assert [quarantine.died("node", 1.0, now_s) for now_s in (0.0, 700.0, 1400.0)] == [False, False, False]

@@ -1,0 +1,20 @@
+"""One number gives all limits, and they keep their order."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.timeouts import Timeouts
+
+
+@pytest.mark.parametrize("silence_s", [0.5, 5.0, 60.0, 600.0])
+def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(silence_s: float) -> None:
+    timeouts = Timeouts(silence_s)
+    limits = [
+        timeouts.beat_s,
+        timeouts.silence_s,
+        timeouts.form.total_seconds(),
+        timeouts.collective.total_seconds(),
+    ]
+    assert limits == sorted(set(limits))
+    assert timeouts.silence_s >= 3 * timeouts.beat_s  # two late heartbeats are not a death
