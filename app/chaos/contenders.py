@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.chaos import processes
-from app.chaos.matrix import FAULTS, PATIENCE_S, PACE_S, Fault
+from app.chaos.matrix import FAULTS, LIMIT_S, PACE_S, Fault
 
 OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
 _TORCHRUN = ("-m", "torch.distributed.run")
@@ -132,10 +132,10 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
     """Recommended: failures are looked for four times as often as by default, and silence is one."""
     tuned = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE_S),
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     }
-    command = ("-m", "app.chaos.ray_loop", str(job), bed.address, str(PATIENCE_S), settings)
+    command = ("-m", "app.chaos.ray_loop", str(job), bed.address, settings)
     found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)
     found.environment = tuned if settings == "recommended" else {}
     return found if settings == "recommended" else _by_default(found)
@@ -149,9 +149,11 @@ def torchrun(job: Path) -> Contender:
     elastic = ("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d")
     rendezvous = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "chaos")
     swift = ("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
-    patience = ("--shutdown-timeout", "2", "--monitor-interval", "0.1")
-    command = (*_TORCHRUN, *elastic, *rendezvous, *swift, *patience, *_loop(job))
-    return Agents(TORCHRUN, job.with_suffix(""), command, "app.chaos.torchrun_loop")
+    command = (*_TORCHRUN, *elastic, *rendezvous, *swift, *_loop(job))
+    found = Agents(TORCHRUN, job.with_suffix(""), command, "app.chaos.torchrun_loop")
+    # Workers that share the agents' store may wait for each other for ever (pytorch issue 135712).
+    found.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return found
 
 
 def torchrun_by_default(job: Path) -> Contender:
@@ -167,7 +169,7 @@ def _standalone_loop(name: str, job: Path) -> Contender:
 
 
 def _loop(job: Path) -> tuple[str, ...]:
-    return ("-m", "app.chaos.torchrun_loop", str(job), str(PATIENCE_S))
+    return ("-m", "app.chaos.torchrun_loop", str(job))
 
 
 def _by_default(contender: Contender) -> Contender:

@@ -66,9 +66,9 @@ class Drills:
         rows: list[Row] = []
         ends: list[int] = []  # the newest step when a fault was over
         try:
-            self.contender.start()
+            self._start()
             for fault in self.contender.faults:
-                if time.time() < self.until_s and self._settled(0.0, 0.0, _START_S):
+                if time.time() < self.until_s and self._settled(self._started_s, 0.0, _START_S):
                     rows.append(self._drill(fault))
                     ends.append(max(line["step"] for line in self.stream.read()))
             pace.unlink()
@@ -101,11 +101,15 @@ class Drills:
             self.say(f"{name}: {fault.name} ended it" + (f" with exit code {code}" if code is not None else ""))
             self.contender.stop()
             if fault is not self.contender.faults[-1]:
-                self.contender.start()  # the same command again
+                self._start()  # the same command again
             return Row(fault.name, name)
         redone, stall_s = measure(self.stream.lines, fault_s, time.time())
         self.say(f"{name}: {fault.name}: {redone} steps redone, stall {stall_s:.2f} s")
         return Row(fault.name, name, redone, stall_s=stall_s, finished=True)
+
+    def _start(self) -> None:
+        self._started_s = time.time()
+        self.contender.start()
 
     def _inflict(self, fault: Fault) -> None:
         pids = self.contender.worker_pids()
@@ -131,10 +135,14 @@ class Drills:
 
         def settled() -> bool:
             lines = self.stream.read()
-            before = max((line["step"] for line in lines if line["time_s"] <= since_s), default=0)
-            latest = [line for line in lines[-_SETTLED:] if line["step"] > before and line["time_s"] > since_s]
+            latest = lines[-_SETTLED:]
+            newest = max((line["step"] for line in lines[:-_SETTLED]), default=0)
             return len(latest) == _SETTLED and all(
-                line["world_size"] == self.contender.num_nodes and line["attempt"] > after_attempt for line in latest
+                line["time_s"] > since_s
+                and line["step"] > newest
+                and line["attempt"] > after_attempt
+                and line["world_size"] == self.contender.num_nodes
+                for line in latest
             )
 
         return self._wait(settled, patience_s)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DistributedSampler
 
+from app.chaos.matrix import LIMIT_S
 from app.chaos.pace import pace
 from app.config import Config, GptConfig, TextData
 from app.data.datasets import TextDataset
@@ -42,12 +44,18 @@ class Job:
 
 
 def train(
-    job: Job, wrap: Callable[[nn.Module], nn.Module], restored: State | None, save: Callable[[State], None]
+    job: Job,
+    wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module],
+    restored: State | None,
+    save: Callable[[State], None],
 ) -> None:
-    """One life of a worker, in process groups that its launcher has formed.
+    """One life of a worker, in the default process group, which its launcher has formed.
+
+    The collectives have a group of their own: a time-out short enough for a silent peer is too short for the slowest
+    of several starting processes.
 
     Args:
-        wrap: makes the module data parallel.
+        wrap: makes the module data parallel within a group.
         restored: the newest snapshot, None for a start from step 0.
         save: takes a snapshot; called on all ranks at the same step.
     """
@@ -55,8 +63,9 @@ def train(
     assert isinstance(config.model, GptConfig)
     assert isinstance(config.data, TextData)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
     torch.manual_seed(config.run.seed)
-    model = wrap(Gpt(config.model).double())
+    model = wrap(Gpt(config.model).double(), group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
     step = 0
     if restored:
@@ -85,7 +94,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        used = of_all_ranks(ids)
+        used = of_all_ranks(ids, group)
         if rank == 0:
             line = {"step": step, "attempt": attempt, "world_size": world_size, "time_s": time.time()}
             append_line(job.folder / "steps.jsonl", {**line, "ids": used.tolist()})
@@ -99,9 +108,9 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def of_all_ranks(ids: Tensor) -> Tensor:
+def of_all_ranks(ids: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = [torch.empty_like(ids) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, ids)
+    dist.all_gather(gathered, ids, group)
     return torch.cat(gathered)
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 NUM_STEPS = 800
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
-LIMIT_S = 5  # after which a silent worker of ours is dead: recovery.silence_s at its default
-PATIENCE_S = 10  # the same of the baselines; it is also their limit for connecting, which takes 5 s on a busy machine
+LIMIT_S = 5  # after which a silent worker is dead, for every contender: recovery.silence_s at its default
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end
 SLOW_S = 3.0  # how long one worker is slow: stopped for two thirds of the time
 PACE_S = 0.016  # a forward of one microbatch; a step of two workers has three each

@@ -1,6 +1,6 @@
 """The Ray Train baseline, after its guides on fault tolerance and elastic training, with the stock controller.
 
-`python -m app.chaos.ray_loop JOB ADDRESS TIMEOUT_S recommended|default`. Recommended: elastic between 1 and 3 workers,
+`python -m app.chaos.ray_loop JOB ADDRESS recommended|default`. Recommended: elastic between 1 and 3 workers,
 any number of failures, a checkpoint reported every few steps. Default: two workers, no failure survived, no checkpoint.
 """
 
@@ -15,8 +15,10 @@ from typing import Any
 import ray
 import ray.train
 import torch
+import torch.distributed as dist
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import nn
 
 from app.chaos.loop import Job, State, train
 
@@ -35,17 +37,20 @@ def train_loop(settings: dict[str, Any]) -> None:
                 mine = Checkpoint.from_directory(folder)
             ray.train.report({"step": state["step"]}, checkpoint=mine)
 
-    train(settings["job"], prepare_model, restored, save)
+    def wrap(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        wrapped: nn.Module = prepare_model(model, parallel_strategy_kwargs={"process_group": group})
+        return wrapped
+
+    train(settings["job"], wrap, restored, save)
 
 
-def main(job_file: str, address: str, timeout_s: int, settings: str) -> None:
+def main(job_file: str, address: str, settings: str) -> None:
     job: Job = pickle.loads(Path(job_file).read_bytes())
     tuned = settings == "recommended"
     ray.init(address=address, log_to_driver=False)
     TorchTrainer(
         train_loop,
         train_loop_config={"job": job},
-        torch_config=TorchConfig(timeout_s=timeout_s),
         scaling_config=ScalingConfig(
             num_workers=(1, 3) if tuned else 2,
             elastic_resize_monitor_interval_s=1.0 if tuned else 60.0,
@@ -59,4 +64,4 @@ def main(job_file: str, address: str, timeout_s: int, settings: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(*sys.argv[1:])
