@@ -1,9 +1,9 @@
-"""A Ray cluster of several nodes on one machine, which can be added, announced to go, and taken away."""
+"""A Ray cluster of several nodes on this machine: real raylets that can be added, drained and lost."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import TracebackType
 
 from ray.cluster_utils import Cluster
 
@@ -13,30 +13,41 @@ _STORE_BYTES = 80 * 2**20  # nothing large travels through Ray's object store
 
 
 class Bed:
-    """A head without room for workers, and nodes of one CPU each."""
+    """A head that trains nothing, and nodes with room for one worker each."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int) -> None:
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes: list[Any] = []
+        self.nodes: list[str] = []
+        for _ in range(num_nodes):
+            self.add()
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self) -> None:
-        self.nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES))
+    def add(self) -> str:
+        """Returns the id of the new node."""
+        node = self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+        self.nodes.append(str(node.node_id))
+        return self.nodes[-1]
 
-    def drain(self, notice_s: float) -> None:
-        """Announces that the newest node goes, as a cloud does that reclaims it, and takes it away in time."""
-        until = time.time() + notice_s
-        drain(self.address, self.nodes[-1].node_id, until)
-        time.sleep(until - time.time())
-        self.remove()
+    def lose(self, node_id: str, graceful: bool = False) -> None:
+        """As a power failure does, but that its sockets close; or as somebody who switches it off properly."""
+        self.nodes.remove(node_id)
+        node = next(node for node in self._cluster.worker_nodes if node.node_id == node_id)
+        self._cluster.remove_node(node, allow_graceful=graceful)
 
-    def remove(self) -> None:
-        """Takes the newest node away at once."""
-        self._cluster.remove_node(self.nodes.pop())
+    def drain(self, node_id: str, seconds: float) -> float:
+        """Announces that the node will go in so many seconds. Returns when, as Unix time."""
+        deadline_s = time.time() + seconds
+        drain(self.address, node_id, deadline_s)
+        return deadline_s
 
-    def close(self) -> None:
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._cluster.shutdown()

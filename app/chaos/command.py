@@ -86,7 +86,7 @@ class Matrix:
         drills = [Drills(each, self._say, self.until_s) for each in references]
         for each in references:
             each.start()
-        bed = Bed()
+        bed = Bed(2)
         for drill in drills:
             if not drill.finish():
                 raise TrainingError(f"the undisturbed run failed: see {drill.contender.folder}.log")

@@ -57,10 +57,13 @@ class Contender:
         self.bed.add()
 
     def drain(self, notice_s: float) -> None:
-        self.bed.drain(notice_s)
+        """Announces that the newest node goes, and takes it away when it was said to."""
+        until_s = self.bed.drain(self.bed.nodes[-1], notice_s)
+        time.sleep(until_s - time.time())
+        self.remove()
 
     def remove(self) -> None:
-        self.bed.remove()
+        self.bed.lose(self.bed.nodes[-1], graceful=True)
 
     def code(self) -> int | None:
         """Its exit code once it has ended; of several processes the first one's."""
@@ -134,6 +137,7 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+        "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(LIMIT_S),
     }
     command = ("-m", "app.chaos.ray_loop", str(job), bed.address, settings)
     found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)

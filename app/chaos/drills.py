@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from app.chaos import processes
@@ -60,31 +61,40 @@ class Drills:
             planned: the steps of an undisturbed run.
             equal: whether the final weights are those of one.
         """
-        if time.time() > self.until_s:
-            return []
-        pace.touch()
         rows: list[Row] = []
         ends: list[int] = []  # the newest step when a fault was over
+        untried = [Row(fault.name, self.contender.name) for fault in self.contender.faults]
+        if time.time() > self.until_s:
+            return untried
+        pace.touch()
         try:
             self._start()
             for fault in self.contender.faults:
-                if time.time() < self.until_s and self._settled(self._started_s, 0.0, _START_S):
-                    rows.append(self._drill(fault))
-                    ends.append(max(line["step"] for line in self.stream.read()))
+                if time.time() > self.until_s or not self._settled(self._started_s, 0.0, _START_S):
+                    self.say(f"{self.contender.name}: {fault.name} and what follows is left out")
+                    break
+                rows.append(self._drill(fault))
+                ends.append(max(line["step"] for line in self.stream.read()))
             pace.unlink()
-            finished = self.finish()
+            finished = bool(rows) and self.finish()
         finally:
             pace.unlink(missing_ok=True)
             self.contender.stop()
+        untried = untried[len(rows) :]
         if not finished:
-            return [replace(row, finished=False) for row in rows]
+            return [replace(row, finished=False) for row in rows] + untried
         committed, is_equal = History(self.stream.read()).committed, equal()
-        astray = [strayed(committed, planned(), step) for step in (*ends[:-1], NUM_STEPS)]
-        astray = [new - old for old, new in zip([0, *astray], astray, strict=False)]
-        return [replace(row, strayed=max(0, mine), equal=is_equal) for row, mine in zip(rows, astray, strict=True)]
+        astray = [0, *(strayed(committed, planned(), step) for step in (*ends[:-1], NUM_STEPS))]
+        judged = [
+            replace(row, strayed=max(0, new - old), equal=is_equal)
+            for row, (old, new) in zip(rows, pairwise(astray), strict=True)
+        ]
+        return judged + untried
 
     def finish(self) -> bool:
         """Waits for the end of the run; True if it reached its last step."""
+        if not self.contender.running:
+            return False
         ended = self._wait(lambda: self.contender.code() is not None, _END_S)
         done = max((line["step"] for line in self.stream.read()), default=0) == NUM_STEPS
         self.contender.stop()
@@ -100,9 +110,9 @@ class Drills:
             code = self.contender.code()
             self.say(f"{name}: {fault.name} ended it" + (f" with exit code {code}" if code is not None else ""))
             self.contender.stop()
-            if fault is not self.contender.faults[-1]:
-                self._start()  # the same command again
-            return Row(fault.name, name)
+            if len(self.contender.faults) > 1:
+                self._start()  # the same command again, for the faults to come and for its result
+            return Row(fault.name, name, finished=False)
         redone, stall_s = measure(self.stream.lines, fault_s, time.time())
         self.say(f"{name}: {fault.name}: {redone} steps redone, stall {stall_s:.2f} s")
         return Row(fault.name, name, redone, stall_s=stall_s, finished=True)
@@ -115,14 +125,13 @@ class Drills:
         pids = self.contender.worker_pids()
         match fault.name:
             case "kill worker":
-                processes.send(pids[0], signal.SIGKILL)
+                _signal(pids[:1], signal.SIGKILL)
             case "kill all":
-                for pid in pids:
-                    processes.send(pid, signal.SIGKILL)
+                _signal(pids, signal.SIGKILL)
             case "hang":
-                processes.send(pids[0], signal.SIGSTOP)
+                _signal(pids[:1], signal.SIGSTOP)
             case "slow worker":
-                _slow(pids[0])
+                _slow(pids[:1])
             case "grow":
                 self.contender.add()
             case "drain":
@@ -157,10 +166,15 @@ class Drills:
         return True
 
 
-def _slow(pid: int) -> None:
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        processes.send(pid, number)
+
+
+def _slow(pids: list[int]) -> None:
     until = time.monotonic() + SLOW_S
     while time.monotonic() < until:
-        processes.send(pid, signal.SIGSTOP)
+        _signal(pids, signal.SIGSTOP)
         time.sleep(0.03)
-        processes.send(pid, signal.SIGCONT)
+        _signal(pids, signal.SIGCONT)
         time.sleep(0.015)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ _TITLES = ("fault", "contender", "steps redone", "samples lost or twice", "stall
 
 @dataclass(frozen=True)
 class Row:
-    """One contender under one fault. None is what could not be told, since it did not get so far.
+    """One contender under one fault. None is what could not be told, since it did not get so far, or was not tried.
 
     redone: steps run again after the fault. strayed: samples that the final weights have not seen, or seen twice.
     stall_s: the longest time without a new step, less a step's. finished: it went on after the fault, and to the end.
@@ -29,7 +30,7 @@ class Row:
     strayed: int | None = None
     stall_s: float | None = None
     equal: bool | None = None
-    finished: bool = False
+    finished: bool | None = None
 
 
 def measure(lines: Sequence[Line], fault_s: float, until_s: float) -> tuple[int, float]:
@@ -74,14 +75,15 @@ def broken(rows: Sequence[Row], claims: Sequence[Claim], who: str, yardstick: st
         row = found.get((who, claim.fault), Row(claim.fault, who))
         most_s = claim.stall_s
         if claim.of_torchrun is not None:
-            theirs = found.get((yardstick, claim.fault), row).stall_s
-            most_s = None if theirs is None else claim.of_torchrun * theirs
+            theirs = found.get((yardstick, claim.fault), row)
+            stall_s = math.inf if theirs.finished is False else theirs.stall_s
+            most_s = None if stall_s is None else claim.of_torchrun * stall_s
         checks = {
             f"steps redone {_shown(row.redone)}, claimed at most {claim.redone}": _within(row.redone, claim.redone),
             f"samples lost or twice {_shown(row.strayed)}, claimed none": _within(row.strayed, 0),
             f"stall {_shown(row.stall_s)} s, claimed at most {_shown(most_s)} s": _within(row.stall_s, most_s),
             "the result is not equal to an undisturbed run's": row.equal is True,
-            "the run did not finish": row.finished,
+            "the run did not finish": row.finished is True,
         }
         sentences += [f"{claim.fault}: {sentence}" for sentence, holds in checks.items() if not holds]
     return sentences

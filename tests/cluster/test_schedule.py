@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from app.chaos.bed import Bed
 from app.checkpoint.state import app_state, flatten
 from app.config import parse_config
 from app.kept import Kept
 from app.optim import build_optimizer
 from tests.checks import check_ledger, summary_of
-from tests.cluster.bed import Bed
 
 STEPS = 100
 # Five microbatches, which neither two, three nor four workers share evenly; slow enough to act between two steps.
