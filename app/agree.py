@@ -38,6 +38,7 @@ class Flags(NamedTuple):
 
 
 _HEAD = 1 + len(Flags._fields)  # numbers of a word that are not a step's
+_ROW = 6  # and those of each step
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,40 @@ class _Pace:
         return max(1, min(_WARM_UP, int(_EVERY_S / step_s)))
 
 
+class Rider:
+    """Sends numbers along with every word, added up over ranks. This one has none to send."""
+
+    def say(self) -> list[float]:
+        """Of this rank; as many on every rank."""
+        return []
+
+    def hear(self, step: int, said: list[float]) -> None:
+        """Of all ranks; all of them hear it after the same step."""
+
+
 class ControlWord:
     """Exchanges the words of one attempt.
 
     Args:
         group: a gloo group of the whole world, used for nothing else at the same time.
         settle: steps by which a word trails its step, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
+        rider: what else travels in the words.
 
     `wished` is what the words read so far wish for, by whichever verb, and the page has not granted yet.
 
     Raises (from every verb): RuntimeError when a peer is gone; that is how the others notice.
     """
 
-    def __init__(self, group: dist.ProcessGroup, settle: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        settle: int,
+        rider: Rider | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.wished = Flags()
         self._group, self._settle, self._leader = group, settle, group.rank() == 0
+        self._rider, self._step = rider or Rider(), 0
         self._pace = _Pace(clock)
         self._num_steps = 1  # in the next word
         self._wishes = Flags()  # of this rank, for the next word
@@ -136,6 +156,7 @@ class ControlWord:
     def exchange(self, result: StepResult, wishes: Flags) -> list[Agreed]:
         """Takes the numbers of a step; returns those of the steps that all ranks have meanwhile agreed on."""
         self._pace.tick()
+        self._step = result.step
         self._copies.append(_HostCopy(result))
         self._wishes = _either(self._wishes, wishes)
         agreed = self._read() if self._posted else []
@@ -154,7 +175,7 @@ class ControlWord:
         head = [self._pace.steps_per_word() if self._leader else 0, *self._wishes]
         rows = [number for copy in copies for number in copy.row()]
         self._wishes = Flags()
-        word = torch.tensor([*head, *rows], dtype=torch.float64)
+        word = torch.tensor([*head, *rows, *self._rider.say()], dtype=torch.float64)
         work = self._group.allreduce([word])  # dist.all_reduce adds nothing here but half of the time it takes
         self._posted.append((work, word, copies))
 
@@ -164,8 +185,9 @@ class ControlWord:
         numbers = word.tolist()
         self._num_steps, *wishes = map(int, numbers[:_HEAD])
         self.wished = _either(self.wished, Flags(*map(bool, wishes)))
-        width = (len(numbers) - _HEAD) // len(copies)
-        return [copy.agreed(numbers[_HEAD + i * width : _HEAD + (i + 1) * width]) for i, copy in enumerate(copies)]
+        rows = [numbers[_HEAD + i * _ROW : _HEAD + (i + 1) * _ROW] for i in range(len(copies))]
+        self._rider.hear(self._step, numbers[_HEAD + len(copies) * _ROW :])
+        return [copy.agreed(row) for copy, row in zip(copies, rows, strict=True)]
 
 
 def _either(one: Flags, other: Flags) -> Flags:

@@ -48,6 +48,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def last_lines(path: Path, num_bytes: int = 2**17) -> list[dict[str, Any]]:
+    """The whole lines of a stream among its last bytes."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        cut = file.tell() > 0
+        lines = file.read().split(b"\n")
+    return [json.loads(line) for line in lines[cut:-1]]
+
+
 def last_line(path: Path) -> dict[str, Any] | None:
     """The last whole line of a stream, without reading what comes before it."""
     if not path.exists():

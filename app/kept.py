@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from app.checkpoint.restore import NO_STATE
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
@@ -23,7 +22,8 @@ from app.tasks import build_task
 class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
-    held: the step whose state `model` and `optimizer` hold complete, or NO_STATE.
+    held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
+    skip: the steps that are left out of the run.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -36,6 +36,7 @@ class Kept:
         self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
         self.fingerprint = fingerprint(self.dataset)
+        self.skip: frozenset[int] = frozenset()
         self.forget()
 
     def forget(self) -> None:
@@ -43,7 +44,14 @@ class Kept:
         torch.manual_seed(self._config.run.seed)
         self.model: nn.Module = self.precision.convert(build_model(self._config.model))
         self.optimizer: torch.optim.Optimizer | None = None
-        self.held = NO_STATE
+        self.held = 0
+
+    def leave_out(self, skip: frozenset[int]) -> None:
+        """A state of other steps than those that are left in is not brought along: it may be poisoned by one of them,
+        also where this worker did not live to hear of it."""
+        if skip != self.skip:
+            self.forget()
+        self.skip = skip
 
     @property
     def num_steps(self) -> int:
@@ -57,8 +65,10 @@ class Kept:
         return None if run.steps else (run.epochs or 0) * self.order.num_train
 
     def plan(self, world_size: int, lockstep: bool) -> Plan:
-        batch, end = self._config.batch, self.num_train_samples
-        return Plan.even(batch.global_size, batch.microbatch_size, world_size, lockstep=lockstep, num_samples=end)
+        batch, end, skip = self._config.batch, self.num_train_samples, self.skip
+        return Plan.even(
+            batch.global_size, batch.microbatch_size, world_size, lockstep=lockstep, num_samples=end, skip=skip
+        )
 
     def validation_plan(self, world_size: int, lockstep: bool) -> Plan | None:
         """One step over all samples that are held out; None if none are."""

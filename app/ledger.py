@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from app.agree import Agreed
-from app.files import read_lines
+from app.files import last_lines, read_lines
+from app.plan import Plan
 from app.runtime import World
 
 
@@ -21,8 +22,8 @@ class Ledger:
     Several attempts may have written the same step; the last attempt's line holds, the others are lost steps.
     """
 
-    def __init__(self, path: Path, world: World, shares: tuple[int, ...]) -> None:
-        self._world, self._shares = world, shares
+    def __init__(self, path: Path, world: World, plan: Plan) -> None:
+        self._world, self._plan = world, plan
         # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
         self._file = path.open("ab", buffering=0) if world.leader else None
 
@@ -36,12 +37,17 @@ class Ledger:
         assumed = Agreed(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True)
         self._write([{**self._line(assumed, 0.0, time.time()), "loss": None, "confirmed": False}])
 
+    def skip(self, step: int, positions: tuple[int, int], samples_digest: int) -> None:
+        """Writes down a step that is left out, and what would have been in it."""
+        nothing = Agreed(step, math.nan, 0, math.nan, 0, samples_digest, finite=True)
+        self._write([{**self._line(nothing, 0.0, time.time()), "loss": None, "skipped": True, "positions": positions}])
+
     def _line(self, agreed: Agreed, step_s: float, ended_s: float) -> dict[str, Any]:
         return {
             "step": agreed.step,
             "attempt": self._world.attempt,
             "world_size": self._world.size,
-            "shares": self._shares,
+            "shares": self._plan.shares_at(agreed.step),
             "num_samples": agreed.num_samples,
             "samples_digest": f"{agreed.samples_digest:016x}",
             "loss": agreed.loss,
@@ -78,6 +84,13 @@ class History:
     @property
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
+
+
+def recent_losses(path: Path, step: int) -> list[float]:
+    """Of the last steps up to `step`, oldest first; few, or none, where much had to be done again."""
+    lines = {line["step"]: line["loss"] for line in last_lines(path)}
+    losses = [lines[each] for each in sorted(lines) if each <= step]
+    return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
 def read_ledger(path: Path) -> History:

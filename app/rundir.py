@@ -64,6 +64,11 @@ class RunDirectory:
     def read_events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.events))
 
+    def skipped_steps(self) -> frozenset[int]:
+        """What the rollbacks so far leave out."""
+        rollbacks = [event["steps"] for event in self.read_events() if event["event"] == "rollback"]
+        return frozenset(step for steps in rollbacks for step in steps)
+
     def write_environment(self, environment: dict[str, Any]) -> None:
         write_json(self / "environment.json", environment)
 

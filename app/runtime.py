@@ -8,12 +8,13 @@ is in app/orchestration/, torchrun's in app/torchrun.py.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from app.faults.watchdog import Progress
 from app.groups import Groups
 from app.timeouts import Timeouts
 
@@ -23,12 +24,18 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class World:
-    """The set of workers of one attempt, and this worker's place in it."""
+    """The set of workers of one attempt, and this worker's place in it.
+
+    skip: steps that are left out, because their numbers were bad.
+    progress: how far this worker is; it is the process's own, and knows of earlier attempts.
+    """
 
     rank: int
     size: int
     attempt: int
     groups: Groups
+    skip: frozenset[int] = frozenset()
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def leader(self) -> bool:
@@ -69,10 +76,20 @@ class Runtime(Protocol):
 
 
 def form_world(
-    store: dist.Store, rank: int, size: int, attempt: int, device: torch.device, timeouts: Timeouts = _DEFAULT
+    store: dist.Store,
+    rank: int,
+    size: int,
+    attempt: int,
+    device: torch.device,
+    skip: frozenset[int] = frozenset(),
+    timeouts: Timeouts = _DEFAULT,
+    progress: Progress | None = None,
 ) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
-    return World(rank, size, attempt, Groups.form(store, rank, size, attempt, device, timeouts))
+    groups = Groups.form(store, rank, size, attempt, device, timeouts)
+    world = World(rank, size, attempt, groups, skip, progress or Progress())
+    world.progress.begin(attempt, rank)
+    return world
 
 
 def local_device() -> torch.device:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.data import Fetched
+from app.faults.watchdog import Progress
 from app.optim import rescale_gradients, update
 from app.parallel import Parallel
 from app.plan import Plan
@@ -39,6 +40,7 @@ class Stepper:
     counts_vary: bool  # samples are masked, so the true count has to be asked of all ranks
     max_grad_norm: float | None
     seed: int
+    progress: Progress
 
     def step(self, step: int, lr: float, batches: Iterator[Fetched], plan: Plan, rank: int) -> StepResult:
         """Runs `rank`'s microbatches of `step`, sums the gradients of all ranks, and updates the weights."""
@@ -46,24 +48,23 @@ class Stepper:
         nominal = plan.global_size * self.units_per_sample
         loss_sum, count = torch.zeros(2, dtype=torch.float64, device=self.precision.device)
         num_samples = digest = 0
-        for left, fetched in zip(reversed(range(plan.num_forwards(rank))), batches, strict=False):
+        for left, fetched in zip(reversed(range(plan.num_forwards(step, rank))), batches, strict=False):
+            self.progress.mark("forward", left)
             weight = fetched.microbatch.weight
             seed_generators(self.seed, fetched.microbatch, self.precision.device)
             with self.parallel.synchronize(self.model, last=left == 0):
                 with self.precision.autocast():
                     out = self.task.loss(self.model, fetched.batch)
+                self.progress.mark("backward")
                 (out.loss_sum * (weight * self.parallel.loss_scale / nominal)).backward()
             loss_sum += out.loss_sum.detach() * weight
             count += out.count * weight
-            num_samples += fetched.num_samples
-            digest = (digest + fetched.digest) & ((1 << 64) - 1)
-
-        correction = nominal / (plan.num_samples_in(step) * self.units_per_sample)
+            num_samples, digest = num_samples + fetched.num_samples, (digest + fetched.digest) % 2**64
+        self.progress.mark("update")
+        global_count: int | Tensor = plan.num_samples_in(step) * self.units_per_sample
         if self.counts_vary:
-            global_count = count.clone()
-            dist.all_reduce(global_count)
-            correction = nominal / global_count
-        grad_norm = rescale_gradients(self.model, correction, self.max_grad_norm)
+            dist.all_reduce(global_count := count.clone())
+        grad_norm = rescale_gradients(self.model, nominal / global_count, self.max_grad_norm)
         update(self.optimizer, lr)
         return StepResult(step, torch.stack((loss_sum, count, grad_norm.double())), num_samples, digest)
 

@@ -18,8 +18,9 @@ class Timeouts:
 
     @property
     def beat_s(self) -> float:
-        """Between two heartbeats: several within the limit, so that a late one is not a death."""
-        return self.silence_s / 5
+        """Between two heartbeats: several within the limit, so that a late one is not a death; and often enough for the
+        watchdog, which reads progress from them."""
+        return min(1.0, self.silence_s / 5)
 
     @property
     def form(self) -> timedelta:

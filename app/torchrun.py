@@ -69,7 +69,7 @@ def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
         answer = json.loads(store.get(key))
         if "code" in answer:
             return int(answer["code"])
-        form = partial(form_world, store, rank, world_size, answer["attempt"])
+        form = partial(form_world, store, rank, world_size, answer["attempt"], skip=frozenset(answer["skip"]))
         runtime = TorchrunRuntime(form, directory, console)
         with Interrupts(runtime.request_stop):
             outcome = work(config, runtime, directory)
@@ -95,4 +95,4 @@ def _claim(
     ownership.keep()
     directory.record({"event": "run_started", "time_s": started_s, "launcher": "torchrun"})
     directory.write_environment(environment())
-    return ownership, {"attempt": ownership.next_attempt()}
+    return ownership, {"attempt": ownership.next_attempt(), "skip": sorted(directory.skipped_steps())}

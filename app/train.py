@@ -5,11 +5,13 @@ from __future__ import annotations
 from time import perf_counter
 
 from app.agree import ControlWord, Flags
+from app.balance import build_balance
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
 from app.config import Config
 from app.faults.inject import Faults
+from app.faults.numerics import left_out
 from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import build_parallel
@@ -27,23 +29,26 @@ def train(
 ) -> Outcome:
     """One attempt. Whatever ended the last one, this one begins the same way: build, restore, go on."""
     parallel = build_parallel(config, world, kept.precision)
+    kept.leave_out(world.skip)
     plan = kept.plan(world.size, parallel.lockstep)
     held_out = kept.validation_plan(world.size, parallel.lockstep)
+    balance = build_balance(config, plan, kept.loader.num_ahead, world, runtime)
     faults = Faults(config.faults.inject, directory, world, runtime)
-    if not parallel.replicated:
+    if not parallel.replicated or kept.held == NO_STATE:
         kept.forget()
     model = parallel.wrap(kept.model)
     kept.optimizer = optimizer = kept.optimizer or build_optimizer(config.optimizer, kept.model)
     stepper = Stepper(
         model,
         optimizer,
-        faults.task(kept.task),
+        balance.task(faults.task(kept.task)),
         parallel,
         kept.precision,
         units_per_sample=kept.units_per_sample,
         counts_vary=kept.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        progress=world.progress,
     )
     state = app_state(parallel.plain(model), optimizer)
     store = faults.store(
@@ -51,9 +56,9 @@ def train(
     )
     phases.mark("built")
 
-    held, kept.held = kept.held, NO_STATE  # a state that is being overwritten is nobody's
-    restored = restore(state, held, store, world.groups.control, parallel.replicated)
-    kept.held = step = restored.step
+    world.progress.enter("restore")
+    restored = restore(state, kept, store, world.groups.control, parallel.replicated)
+    step = restored.step
     if parallel.replicated:  # shards have no buckets to lay out
         stepper.rehearse(kept.example())
     phases.mark("restored")
@@ -61,9 +66,10 @@ def train(
     num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / config.batch.global_size
     validation_trigger = Trigger(config.validation.every, steps_per_epoch)
     checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
-    control = ControlWord(faults.group(world.groups.control), settle=int(kept.precision.device.type == "cuda"))
+    control = ControlWord(faults.group(world.groups.control), int(kept.precision.device.type == "cuda"), balance)
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
-    batches = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
+    fetched = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
+    batches = balance.batches(world.progress.fetching(fetched))
 
     def settle() -> None:
         recorder.commit(control.drain())
@@ -77,6 +83,7 @@ def train(
 
     def save() -> None:
         settle()  # the last word says whether this state is finite
+        world.progress.enter("checkpoint")
         recorder.checkpoint(store.save(step, state))
         checkpoint_trigger.done()
         control.granted(checkpoint=True)
@@ -84,7 +91,8 @@ def train(
     while step < num_steps and not control.ending:
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
-        result = stepper.step(step + 1, lr, batches, plan, world.rank)
+        run = left_out if step + 1 in plan.skip else stepper.step
+        result = run(step + 1, lr, batches, plan, world.rank)
         kept.held = step = step + 1
         signals = faults.signals(runtime.signals())
         wishes = Flags(

@@ -21,6 +21,7 @@ def validate(
     Args:
         plan: one step whose global batch is the whole validation set.
     """
+    world.progress.enter("validation")
     was_training = model.training
     model.eval()
     names: list[str] = []

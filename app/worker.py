@@ -36,4 +36,5 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
                 world.groups.abort()  # after the word is out why: this is how the others learn that something is wrong
                 traceback.clear_frames(error.__traceback__)  # they hold the model as it was wrapped for this world
         finally:
+            world.progress.leave()
             world.groups.destroy()

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
+from app.checkpoint.state import app_state, flatten
 from app.config import Config, parse_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
+from app.kept import Kept
 from app.ledger import History, read_ledger
+from app.optim import build_optimizer
 from tests.command import Running
 
 
@@ -21,13 +27,13 @@ def summary_of(directory: Path) -> dict[str, Any]:
 
 
 def check_ledger(directory: Path, num_steps: int) -> History:
-    """Every step is committed once, with the digest of the samples that the seed puts there."""
+    """Every step is committed once, with the digest of the samples that the seed puts there, or was left out."""
     config = parse_config((directory / "config.yaml").read_text())
     history = read_ledger(directory / "steps.jsonl")
     assert sorted(history.committed) == list(range(1, num_steps + 1))
     order = order_of(config)
     for step, line in history.committed.items():
-        assert line["num_samples"] == config.batch.global_size, f"step {step}"
+        assert line["num_samples"] == (0 if line.get("skipped") else config.batch.global_size), f"step {step}"
         assert line["samples_digest"] == expected_digest(config, order, step), f"step {step}"
     return history
 
@@ -54,3 +60,12 @@ def check_identical(one: Path, other: Path) -> None:
     ours, theirs = summary_of(one), summary_of(other)
     for part in ("model_sha256", "optimizer_sha256"):
         assert ours[part] == theirs[part], f"{part} of {one.name} and {other.name}"
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    """Whole, from the run's last checkpoint."""
+    config = parse_config((directory / "config.yaml").read_text())
+    kept = Kept(config, torch.device("cpu"))
+    state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
+    dcp.load(state, checkpoint_id=summary_of(directory)["last_checkpoint"], no_dist=True)
+    return flatten(state["model"])

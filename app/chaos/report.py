@@ -73,11 +73,10 @@ def broken(rows: Sequence[Row], claims: Sequence[Claim], who: str, yardstick: st
     sentences = []
     for claim in claims:
         row = found.get((who, claim.fault), Row(claim.fault, who))
-        most_s = claim.stall_s
+        most_s = math.inf if claim.stall_s is None else claim.stall_s
         if claim.of_torchrun is not None:
-            theirs = found.get((yardstick, claim.fault), row)
-            stall_s = math.inf if theirs.finished is False else theirs.stall_s
-            most_s = None if stall_s is None else claim.of_torchrun * stall_s
+            theirs = found.get((yardstick, claim.fault), Row(claim.fault, yardstick))
+            most_s = claim.of_torchrun * (math.inf if theirs.finished is False else theirs.stall_s or math.nan)
         checks = {
             f"steps redone {_shown(row.redone)}, claimed at most {claim.redone}": _within(row.redone, claim.redone),
             f"samples lost or twice {_shown(row.strayed)}, claimed none": _within(row.strayed, 0),
@@ -89,8 +88,9 @@ def broken(rows: Sequence[Row], claims: Sequence[Claim], who: str, yardstick: st
     return sentences
 
 
-def _within(value: float | None, most: float | None) -> bool:
-    return value is not None and most is not None and value <= most
+def _within(value: float | None, most: float) -> bool:
+    """Never of what was not measured; nor when the most is not a number, which is how the yardstick lacks."""
+    return value is not None and value <= most
 
 
 def table(rows: Sequence[Row], faults: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What makes a folder a checkpoint. `files` maps each name to its sha256 and size in bytes."""
+    """What makes a folder a checkpoint. `files` maps each name to its sha256 and size in bytes; `skipped` are the steps
+    up to this one that were left out."""
 
     version: int
     step: int
@@ -31,6 +32,7 @@ class Manifest:
     world_size: int
     dataset: str  # fingerprint
     files: dict[str, dict[str, Any]]
+    skipped: list[int] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +64,7 @@ class CheckpointStore:
         """The step of the newest whole checkpoint, 0 if there is none. Read from storage: nothing else is trusted."""
         for path in sorted(self._directory.checkpoints.glob("step-*"), reverse=True):
             manifest = read_manifest(path)
-            if manifest and _is_whole(path, manifest):
+            if manifest and self._is_ours(manifest) and _is_whole(path, manifest):
                 return manifest.step
         return 0
 
@@ -72,6 +74,7 @@ class CheckpointStore:
         Raises:
             StorageError: the checkpoint does not fit this model, or its dataset was another.
         """
+        self._world.progress.enter("load")
         path = self._path(step)
         manifest = read_manifest(path)
         if manifest is None or manifest.dataset != self._fingerprint:
@@ -101,7 +104,7 @@ class CheckpointStore:
         """The leader looks, and clears what an attempt that died here left; all ranks must go the same way."""
         answer = [False]
         if self._world.leader:
-            answer = [read_manifest(path) is not None]
+            answer = [self._is_ours(read_manifest(path))]
             if not answer[0]:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
@@ -117,6 +120,7 @@ class CheckpointStore:
             world_size=self._world.size,
             dataset=self._fingerprint,
             files=files,
+            skipped=self._skipped(step),
         )
         owner = read_owner(self._directory.owner)
         if owner and owner.attempt > self._world.attempt:
@@ -126,9 +130,17 @@ class CheckpointStore:
         return Committed(path, manifest, time.monotonic() - began)
 
     def _retain(self) -> None:
-        for path in sorted(self._directory.checkpoints.glob("step-*"))[: -self._keep_last]:
+        paths = self._directory.checkpoints.glob("step-*")
+        for path in sorted(paths, key=lambda path: (self._is_ours(read_manifest(path)), path))[: -self._keep_last]:
             (path / "manifest.json").unlink(missing_ok=True)  # first, so that no half-deleted one looks whole
             shutil.rmtree(path, ignore_errors=True)
+
+    def _is_ours(self, manifest: Manifest | None) -> bool:
+        """Not so where a step went into it that has been found to be bad since."""
+        return manifest is not None and manifest.skipped == self._skipped(manifest.step)
+
+    def _skipped(self, step: int) -> list[int]:
+        return sorted(each for each in self._world.skip if each <= step)
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:08d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,12 @@ from app.checkpoint.state import Tensors, flatten
 NO_STATE = -1
 
 
+class Holder(Protocol):
+    """held: the step whose state it holds complete, 0 for the initial one, or NO_STATE."""
+
+    held: int
+
+
 @dataclass(frozen=True)
 class Restored:
     step: int
@@ -20,34 +27,39 @@ class Restored:
 
 
 def restore(
-    state: dict[str, Tensors], held: int, store: CheckpointStore, group: dist.ProcessGroup, replicated: bool
+    state: dict[str, Tensors], holder: Holder, store: CheckpointStore, group: dist.ProcessGroup, replicated: bool
 ) -> Restored:
     """Makes every rank hold the newest complete state, in place. A collective.
 
     Candidates are the living workers' own states, the newest whole checkpoint, and step 0. The highest step wins; a
-    tie goes to the cheapest, which is the one that need not be read.
+    tie goes to the cheapest, which is the one that need not be read. Only a state that is being overwritten is nobody's
+    until that has ended: whoever is lost on the way, the others keep what they had.
 
     Args:
-        held: the step whose state this worker holds complete, or NO_STATE.
         group: a gloo group of the world.
         replicated: one worker's state is all of the state; otherwise the dead took their shards with them.
     """
     world_size = dist.get_world_size(group)
     steps = [torch.empty(2, dtype=torch.int64) for _ in range(world_size)]
     stored = store.newest() if dist.get_rank(group) == 0 else 0  # one rank looks: a commit may land meanwhile
-    mine = torch.tensor([held if replicated else NO_STATE, stored])
+    mine = torch.tensor([holder.held if replicated else NO_STATE, stored])
     dist.all_gather(steps, mine, group=group)
     living = [int(each[0]) for each in steps]
     newest, stored = max(living), int(steps[0][1])
-    if newest >= stored and newest != NO_STATE:
+    if newest >= stored:
         source = living.index(newest)
         if min(living) != newest:
+            holder.held = newest if holder.held == newest else NO_STATE
             broadcast(state, source)
-        return Restored(newest, f"rank {source}")
-    if stored:
+        restored = Restored(newest, f"rank {source}" if newest else "start")
+    elif stored:
+        holder.held = NO_STATE
         store.load(stored, state)
-        return Restored(stored, "checkpoint")
-    return Restored(0, "start")
+        restored = Restored(stored, "checkpoint")
+    else:
+        restored = Restored(0, "start")
+    holder.held = restored.step
+    return restored
 
 
 def broadcast(state: dict[str, Tensors], source: int) -> None:

@@ -4,7 +4,18 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -45,6 +56,14 @@ def _both_ends(value: Any) -> Any:
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_both_ends)]
+
+# Told apart by the value's type, so that what is wrong with one is not also said of the other.
+BALANCES = ("a known balance", "weights")
+Balance = Annotated[
+    Annotated[Literal["even", "speed"], Tag(BALANCES[0])]
+    | Annotated[dict[Text, PositiveFloat], Field(min_length=1), Tag(BALANCES[1])],
+    Discriminator(lambda value: BALANCES[isinstance(value, dict)]),
+]
 
 Unit = Literal["steps", "epochs", "minutes", "seconds"]
 

@@ -11,13 +11,13 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.config.base import Section
+from app.config.base import BALANCES, Section
 from app.config.document import Document, Dumper, Keys
 from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-UNION_MEMBERS = ("literal['auto']", "constrained-int")  # which pydantic adds to the keys of an error
+UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)  # which pydantic adds to the keys of an error
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:

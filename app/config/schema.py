@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from app.config.base import Every, Fraction, Interval, Range, Section, Target, Text, at_most
+from app.config.base import Balance, Every, Fraction, Interval, Range, Section, Target, Text, at_most
 from app.config.faults import FaultsConfig
 
 
@@ -71,8 +71,8 @@ class BatchConfig(Section):
     """samples in one optimizer step, whatever the number of workers"""
     microbatch_size: PositiveInt = 8
     """samples in one forward and backward pass; the last of a step may be short"""
-    balance: Literal["even"] = "even"
-    """how a step's microbatches are shared out among the workers"""
+    balance: Balance = "even"
+    """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
 
     @field_validator("microbatch_size")
     @classmethod
@@ -226,8 +226,15 @@ class RecoveryConfig(Section):
     """failures of one kind survived without a new step between two of them"""
     silence_s: PositiveFloat = 5.0
     """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
+    stall_s: PositiveFloat = 3.0
+    """a part of a step may take five times what it mostly takes, and never less than this, before it counts as hung"""
     wait_s: PositiveFloat = 600.0
     """how long a run that has lost too many workers waits for new ones"""
+    max_skipped_steps: NonNegativeInt = 5
+    """steps in any 1000 that are left out for a loss or gradient that is not finite, or spikes; then the run ends,
+    or lets a spike pass"""
+    spike: PositiveFloat | None = 10.0
+    """robust deviations above the median of the last losses that make a spike; null to look for none"""
 
 
 class TensorBoardConfig(Section):

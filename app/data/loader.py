@@ -43,6 +43,7 @@ class Loader:
         self._train = _Fetch(dataset, order.train, seed)
         self._validation = _Fetch(dataset, order.validation, seed)
         self._stream = _Stream()
+        self.num_ahead = config.num_workers * config.prefetch_factor  # microbatches read before they are asked for
         # Without processes to fetch ahead or memory to pin, a DataLoader is 0.1 ms of overhead a microbatch.
         self._in_place = device.type == "cpu" and not config.num_workers
         workers: dict[str, Any] = {}

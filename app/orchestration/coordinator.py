@@ -4,94 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
+from dataclasses import asdict, replace
 
 import ray
 import torch.distributed as dist
 
 from app.config import Config
-from app.files import last_line
+from app.faults.watchdog import Snapshot, Stall, Watchdog, straggler
+from app.files import last_line, write_text
 from app.orchestration.internals.nodes import draining
+from app.orchestration.journal import Journal
 from app.orchestration.lifeline import Lifelines, Message, Orders
 from app.orchestration.membership import Form, Membership, Resize, Short, Wait
+from app.orchestration.messages import Dismissal, Failure, Member, Seat, SlotOrders
 from app.orchestration.policies import Budgets
 from app.owner import Ownership
 from app.rundir import RunDirectory
 from app.runtime import Event
 
-_POLL_S = 1.0  # how long a question may wait for its answer before it is asked again
 _WATCH_S = 0.25  # between two looks at what nobody tells: draining nodes, wishes for another scale
 _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
 _GATHER_S = 0.3  # how long a newcomer waits for others
 _PATIENCE_S = 10.0  # how long a run is short of workers before it says so
+_STRAGGLERS_S = 60.0  # how often who makes others wait is named
+_LAST_WORDS_S = 0.5  # for the stacks of a hung world to arrive
 _SECOND_THOUGHT_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker process. Its actor is known so that it can be killed if it falls silent."""
-
-    name: str
-    actor: Any
-    node: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an attempt broke, told by the worker that saw it.
-
-    kind: "peer" when another worker is gone, "ours" for an error with a message of its own, "oom" for device or host
-    memory, "exception" for any other.
-    """
-
-    kind: str
-    attempt: int
-    step: int
-    message: str
-    traceback: str
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A place in a world that has formed, over a store of its own."""
-
-    rank: int
-    size: int
-    attempt: int
-    store_port: int
-
-
-class Dismissal(StrEnum):
-    """Why there is no seat: the run needs no workers any more, or not this one."""
-
-    DONE = "done"
-    LEFT = "left"
-
-
-@dataclass(frozen=True)
-class SlotOrders:
-    """How many slots there are to be, and whether any is still needed."""
-
-    count: int
-    over: bool
-
-
-class News:
-    """Something that several may wait for."""
-
-    def __init__(self) -> None:
-        self._come = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Until the next `wake`, or for a moment."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._come.wait(), _POLL_S)
-
-    def wake(self) -> None:
-        self._come.set()
-        self._come = asyncio.Event()
 
 
 class Coordinator:
@@ -111,23 +48,24 @@ class Coordinator:
         self._ownership.keep()
         low, high = config.scaling.num_workers
         self._membership = Membership(low, high, expected, _SETTLE_S, _GATHER_S)
-        self._budgets = Budgets(dict.fromkeys(("worker", "exception", "oom"), config.recovery.max_failures))
+        self._budgets = Budgets(dict.fromkeys(("worker", "hang", "exception", "oom"), config.recovery.max_failures))
         self._lifelines = Lifelines(config.recovery.silence_s, self._heard, self._lost)
         self._started: asyncio.Future[int] | None = None
         self._members: dict[str, Member] = {}
         self._seats: dict[str, asyncio.Future[Seat | Dismissal]] = {}
         self._orders = Orders()
         self._over = False
+        self._skip = directory.skipped_steps()
         self._running = 0  # the attempt under way, 0 between two
         self._store: dist.TCPStore | None = None
         self._short_since: float | None = None
         self._told_of_wait = False
         self._draining: set[str] = set()
-        self._shown: list[Event] = []
-        self._events, self._committed = News(), News()
+        self._watchdog = Watchdog()
+        self._snapshots: dict[str, Snapshot] = {}
+        self._former: tuple[float, dict[str, Snapshot]] = 0.0, {}
+        self._journal = Journal(directory)
         self._seen_failures: set[tuple[int, str]] = set()
-        self._commits: list[Event] = []
-        self._registrations: list[Event] = []
 
     async def lifeline_port(self) -> int:
         if self._started is None:
@@ -186,24 +124,28 @@ class Coordinator:
     def _form(self, names: tuple[str, ...]) -> None:
         self._end_attempt("all workers lost")
         self._running = attempt = self._ownership.next_attempt()
-        self._commits.clear()
-        self._registrations.clear()
+        self._journal.begin_attempt()
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
         for rank, name in enumerate(names):
-            self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port))
+            self._seats.pop(name).set_result(Seat(rank, len(names), attempt, self._store.port, self._skip))
 
     def _heard(self, name: str, message: Message) -> None:
-        pass
+        if "progress" in message:
+            self._snapshots[name] = Snapshot(**message["progress"])
+        if "stacks" in message:
+            folder = self._directory / "stacks"
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"attempt-{self._ownership.attempt}-{name}.txt", message["stacks"])
 
-    def _lost(self, name: str, cause: str) -> None:
+    def _lost(self, name: str, cause: str, kind: str = "worker") -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
         member = self._members.get(name)
         if member is None:
             return
         was_in = self._forget(name)
         ray.kill(member.actor)  # one that is only silent would wake up in a world that has gone on
-        if was_in and self._running:
-            kind = "preemption" if member.node in self._draining else "worker"
+        if was_in:
+            kind = "preemption" if member.node in self._draining else kind
             self._abort()
             self._record({"event": "failure", "kind": kind, "member": name, "node": member.node, "error": cause})
             if self._slots and (why := self._budgets.spend(kind, self._last_step())):
@@ -213,12 +155,13 @@ class Coordinator:
     def _abort(self) -> None:
         """The world under way is no more: its members hear it at once, also those who still form it, whose store ends
         with it."""
-        self._order(replace(self._orders, aborted=self._running))
+        self._order(replace(self._orders, aborted=self._ownership.attempt))
         self._store = None
 
     def _forget(self, name: str) -> bool:
         """True if the world under way counted on it."""
         self._members.pop(name, None)
+        self._snapshots.pop(name, None)
         if seat := self._seats.pop(name, None):
             seat.cancel()
         return self._membership.lose(name)
@@ -238,6 +181,7 @@ class Coordinator:
                 self._mind_drains(await asyncio.get_running_loop().run_in_executor(None, draining))
                 self._mind_scale()
                 self._mind_the_wait()
+                await self._mind_progress()
             await asyncio.sleep(_WATCH_S)
 
     def _mind_drains(self, nodes: dict[str, float]) -> None:
@@ -256,6 +200,32 @@ class Coordinator:
             self._dismiss(self._membership.rescale(*wish), Dismissal.LEFT)
             self._record({"event": "scale", "before": before, "after": wish})
             self._review()
+
+    async def _mind_progress(self) -> None:
+        world = {name: self._snapshots.get(name) for name in self._membership.world}
+        snapshots = {name: each for name, each in world.items() if each and each.attempt == self._ownership.attempt}
+        if not world or len(snapshots) < len(world):
+            return
+        if stall := self._watchdog.look(snapshots):
+            await self._end_stall(stall)
+        since_s, former = self._former
+        if _now() - since_s > _STRAGGLERS_S:
+            if found := straggler(former, snapshots):
+                self._record({"event": "straggler", **asdict(found)})
+            self._former = _now(), snapshots
+
+    async def _end_stall(self, stall: Stall) -> None:
+        """Without those who are stuck; without anybody only if all were, and an abort has not freed them."""
+        attempt = self._ownership.attempt
+        said = {"ranks": stall.ranks, "phase": stall.phase, "step": stall.step, "seconds": round(stall.seconds, 1)}
+        self._record({"event": "hang", "attempt": attempt, **said, "stacks": str(self._directory / "stacks")})
+        self._order(replace(self._orders, dump=attempt))
+        await asyncio.sleep(_LAST_WORDS_S)
+        if not stall.waiting and self._orders.aborted != attempt:
+            self._abort()
+            return
+        for name in stall.members:
+            self._lost(name, f"hung in {stall.phase} for {stall.seconds:.1f} s", "hang")
 
     def _mind_the_wait(self) -> None:
         """A run that is short of workers says what is missing, and does not wait for ever."""
@@ -289,15 +259,14 @@ class Coordinator:
         self._record(event)
 
     def _record(self, event: Event) -> None:
-        if event["event"] == "checkpoint":
-            self._commits.append(event)
-            self._committed.wake()
+        if event["event"] == "rollback":
+            self._skip |= set(event["steps"])
         if event["event"] == "attempt_ended":
             self._running = 0
         if event["event"] == "finished":
             self._over = True
             self._dismiss(list(self._seats), Dismissal.DONE)
-        self._show(event if event["event"] == "log" else self._directory.record(event))
+        self._journal.record(event)
 
     async def failed(self, member: str, failure: Failure) -> bool:
         """Records a failure; True if the run is over. An exception that comes back at its step would do so for ever."""
@@ -305,8 +274,8 @@ class Coordinator:
         if kind == "exception" and self._slots:
             await asyncio.sleep(_SECOND_THOUGHT_S)
             kind = "peer" if failure.attempt and self._orders.aborted == failure.attempt else kind
-        if kind == "peer":
-            self._end_attempt("worker lost", failure.step)
+        if kind in ("peer", "numeric"):
+            self._end_attempt("worker lost" if kind == "peer" else failure.message, failure.step)
             return self._over
         seen = (failure.step, failure.message)
         why = self._budgets.spend(kind, failure.step)
@@ -318,37 +287,19 @@ class Coordinator:
         return self._over
 
     async def events(self, first: int) -> list[Event]:
-        """The events from number `first` on; waits a moment for some."""
-        if len(self._shown) <= first:
-            await self._events.wait()
-        return self._shown[first:]
+        return await self._journal.events(first)
+
+    async def registration(self, attempt: int, number: int) -> Event | None:
+        return await self._journal.registration(attempt, number)
 
     async def request_stop(self) -> None:
         self._order(replace(self._orders, stop=True))
         self._dismiss(list(self._seats), Dismissal.DONE)
 
-    async def registration(self, attempt: int, number: int) -> dict[str, Any] | None:
-        """Which commit the workers of `attempt` register as their `number`-th, the same for all; None if none yet.
-
-        The newest wins: commits that were overtaken before anyone asked are not registered.
-        """
-        if len(self._registrations) <= number and self._commits:
-            self._registrations.append(self._commits[-1])
-            self._commits.clear()
-        if len(self._registrations) <= number:
-            await self._committed.wait()
-            return None
-        found = self._registrations[number]
-        return found if found["attempt"] == attempt else None
-
     def _end_attempt(self, cause: str, step: int | None = None) -> None:
         """Told once: every survivor reports the same end."""
         if self._running:
             self._record({"event": "attempt_ended", "attempt": self._running, "cause": cause, "step": step})
-
-    def _show(self, event: Event) -> None:
-        self._shown.append(event)
-        self._events.wake()
 
 
 def _now() -> float:

@@ -25,13 +25,14 @@ _LONGEST_LINE_BYTES = 2**20  # the stacks of a process, at most
 class Orders:
     """What the coordinator wants of the workers: all of it each time, so that a later one makes an earlier one void.
 
-    leave: the attempt to end at an agreed step. save: the one to write a checkpoint before it ends. aborted: the one
-    that lost a member. 0 is none.
+    leave: the attempt to end at an agreed step. save: the one to write a checkpoint before it ends. dump: the one in
+    which nobody gets on, and everybody is to say where it is. aborted: the one that lost a member. 0 is none.
     """
 
     stop: bool = False
     leave: int = 0
     save: int = 0
+    dump: int = 0
     aborted: int = 0
 
 

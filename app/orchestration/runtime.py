@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -13,12 +14,15 @@ import ray.train
 import torch
 import torch.distributed as dist
 
+from app.balance import LABEL
 from app.config import Config
 from app.errors import SteadfastError
+from app.faults.numerics import BadStep
+from app.faults.watchdog import Limits, Progress
 from app.groups import PeerLost, is_peer_loss
-from app.orchestration.coordinator import Dismissal, Failure, Member, Seat
 from app.orchestration.internals.slots import report
 from app.orchestration.lifeline import Lifeline, Message, Orders
+from app.orchestration.messages import Dismissal, Failure, Member, Seat
 from app.rundir import RunDirectory
 from app.runtime import Event, Signals, World, form_world, local_device
 from app.timeouts import Timeouts
@@ -52,8 +56,15 @@ class RayRuntime:
         self._job, self._coordinator = job, job.coordinator
         self._timeouts = Timeouts(job.config.recovery.silence_s)
         here = ray.get_runtime_context()
+        labels = (os.environ.get(LABEL), *here.get_node_labels().values())
+        os.environ[LABEL] = ",".join(filter(None, labels))  # what batch.balance may weigh this machine by
+        if job.slots and job.config.parallel.kind == "ddp":
+            # The host waits for gradients before it updates weights: what an aborted NCCL leaves in them is garbage,
+            # which a survivor must not take into the state that it brings along.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._group_size = None if job.slots else ray.train.get_context().get_world_size()
+        self._progress = Progress(Limits(job.config.recovery.stall_s))
         self._orders = Orders()
         self._world: World | None = None
         self._attempt = 0
@@ -99,7 +110,7 @@ class RayRuntime:
                 raise error  # Ray restarts the group
         if over and kind != "peer":
             raise error
-        if kind != "peer":
+        if kind not in ("peer", "numeric"):
             self.dismissal = Dismissal.LEFT  # a process that an exception has gone through is not trusted any more
 
     def close(self) -> None:
@@ -114,13 +125,13 @@ class RayRuntime:
             store = dist.TCPStore(host, seat.store_port, None, False, timeout=patience)
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {seat.attempt} does not answer: {error}") from error
-        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, self._timeouts)
+        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, seat.skip, self._timeouts)
         if not self._job.slots:
             self._registrar = Registrar(self._coordinator, world)
         return world
 
     def _beat(self) -> Message:
-        return {}
+        return {"progress": asdict(self._progress.snapshot())}
 
     def _heard(self, orders: Orders | None) -> None:
         """On the lifeline's thread."""
@@ -129,6 +140,8 @@ class RayRuntime:
             if world is not None:
                 world.groups.abort()
             return
+        if orders.dump == self._attempt != self._orders.dump:
+            self._lifeline.say({"stacks": self._progress.stacks()})
         self._orders = orders
         if world is not None and orders.aborted == world.attempt:
             world.groups.abort()
@@ -139,6 +152,8 @@ def _kind(error: BaseException) -> str:
         return "peer"
     if isinstance(error, SteadfastError):
         return "ours"
+    if isinstance(error, BadStep):
+        return "numeric"
     return "oom" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "exception"
 
 

@@ -24,6 +24,11 @@ def narrate(event: Event, verbose: bool = False) -> str:
             return _attempt_started(event, verbose)
         case "attempt_ended":
             return f"attempt {event['attempt']} ended after step {event['step']}: {event['cause']}"
+        case "shares":
+            return _shares(event)
+        case "rollback":
+            steps = ", ".join(map(str, event["steps"]))
+            return f"rolling back: {event['cause']}; left out from now on: {steps}"
         case name:
             fields = (f"{k} {v}" for k, v in event.items() if k not in ("event", "time_s") and v is not None)
             return _joined([name.replace("_", " "), *fields])
@@ -82,6 +87,22 @@ def _attempt_started(event: Event, verbose: bool) -> str:
             f"ready in {sum(phases.values()):.1f} s",
             ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items()) if verbose else "",
         ]
+    )
+
+
+def _shares(event: Event) -> str:
+    before, after = tuple(event["before"]), tuple(event["after"])
+    if "parallel" in event:
+        return f"shares stay even {after}: under {event['parallel']} every worker runs as many microbatches"
+    change = f"shares {before} -> {after} from step {event['step']}"
+    if "weights" in event:
+        return f"{change}: weights {', '.join(f'{weight:g}' for weight in event['weights'])}"
+    times = event["microbatch_ms"]
+    slower = max(times) / min(times)
+    return (
+        f"{change}: rank {times.index(max(times))} is {slower:.1f}x slower"
+        if slower >= 1.05
+        else f"{change}: equally fast"
     )
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from app.agree import Agreed
@@ -16,9 +17,10 @@ from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
 from app.config import Config
 from app.errors import TrainingError
+from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
 from app.files import last_line
 from app.kept import Kept
-from app.ledger import Ledger, read_ledger
+from app.ledger import Ledger, read_ledger, recent_losses
 from app.plan import Plan
 from app.rundir import RunDirectory
 from app.runtime import Runtime, World
@@ -56,7 +58,8 @@ class Recorder:
     ) -> None:
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
-        self._ledger = Ledger(directory.ledger, world, plan.shares)
+        self._ledger = Ledger(directory.ledger, world, plan)
+        self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.ledger, restored.step))
         self._running: dict[int, _Ran] = {}
         self._metrics: dict[str, float] = {}
         self._shown_s = -math.inf
@@ -70,11 +73,11 @@ class Recorder:
                 self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
             if restored.source.startswith("rank"):  # survivors are ahead of what the leader lived to write
                 for step in range(written + 1, restored.step + 1):
-                    start, stop = plan.positions(step)
-                    self._ledger.assume(step, stop - start, kept.loader.digest(start, stop))
+                    self._write_as_planned(step)
 
     def ran(self, step: int, seconds: float, lr: float) -> None:
         """This rank has done `step`; what it was worth is known when its word has been read."""
+        self._world.progress.enter("word", step)
         self._running[step] = _Ran(seconds, time.time(), lr)
         if len(self._phases.seconds) == 4:
             self._phases.mark("first_step")
@@ -90,12 +93,18 @@ class Recorder:
         """Writes down steps that all ranks have agreed on.
 
         Raises:
-            TrainingError: the loss or the gradient is not a finite number; on every rank alike.
+            BadStep: the numbers of one of them are bad; it is to be left out. On every rank alike.
+            TrainingError: they are, and too many have been left out already; on every rank alike.
         """
-        lines = []
+        lines: list[tuple[Agreed, float, float]] = []
         try:
             for agreed in steps:
                 ran = self._running.pop(agreed.step)
+                if agreed.step in self._plan.skip:
+                    self._ledger.commit(lines)
+                    lines.clear()
+                    self._write_as_planned(agreed.step)
+                    continue
                 self._check(agreed)
                 lines.append((agreed, ran.seconds, ran.ended_s))
                 self._meters.record(ran.seconds, agreed.num_samples, agreed.count)
@@ -105,17 +114,30 @@ class Recorder:
             self._ledger.commit(lines)
 
     def _check(self, agreed: Agreed) -> None:
-        if not agreed.finite:
-            raise TrainingError(
-                f"step {agreed.step}: loss {agreed.loss}, gradient norm {agreed.grad_norm}: not finite. "
-                "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step"
-            )
+        match self._numerics.judge(agreed):
+            case Rollback(steps, cause):
+                self._publish("rollback", steps=steps, cause=cause)
+                dist.barrier(self._world.groups.control)  # nobody leaves before it is written down
+                raise BadStep(steps, cause)
+            case Ignore(cause):
+                self._publish("spike", step=agreed.step, cause=cause)
+            case Stop(why):
+                raise TrainingError(why)
         expected = self._plan.num_samples_in(agreed.step) * self._kept.units_per_sample
         if agreed.count != expected and not self._kept.counts_vary:
             raise TrainingError(
                 f"step {agreed.step}: the task counted {agreed.count}, the dataset's units_per_sample says {expected}. "
                 "A dataset with masked targets must not set counts_vary = False"
             )
+
+    def _write_as_planned(self, step: int) -> None:
+        """A step that was left out, or whose word died with a worker."""
+        start, stop = self._plan.positions(step)
+        digest = self._kept.loader.digest(start, stop)
+        if step in self._plan.skip:
+            self._ledger.skip(step, (start, stop), digest)
+        else:
+            self._ledger.assume(step, stop - start, digest)
 
     def _log(self, agreed: Agreed, lr: float) -> None:
         total = self._kept.num_steps
@@ -153,6 +175,7 @@ class Recorder:
         Args:
             whole: the model, where this rank alone can run it.
         """
+        self._world.progress.enter("end")
         self._publish("attempt_ended", cause=cause, step=step)
         self._trackers.close()
         self._ledger.close()

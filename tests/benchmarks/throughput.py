@@ -85,20 +85,7 @@ def compare(case: Case, num_pairs: int, launcher: str, folder: Path) -> list[str
         "peer": peer(config, turns=folder, side="peer", **turns),
         "control": peer(config, turns=folder, side="control", **turns),
     }
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    with ExitStack() as stack:
-        running = [stack.enter_context(Running(side, commands[side], folder / f"{side}.log")) for side in SIDES]
-
-        def still_alive() -> None:
-            for each in running:
-                each.check()
-
-        for block in range(num_blocks):
-            for side in SIDES if block % 2 else SIDES[::-1]:
-                limit_s = _TURN_S if block else _START_S
-                took = give_turn(folder, side, block, NUM_WORKERS, limit_s, still_alive)
-                if block:
-                    seconds[side].append(took)
+    seconds = take_turns(commands, num_blocks, folder)
     ratio = paired_ratio(seconds["ours"], seconds["peer"])
     step_ms = {side: 1e3 * median(seconds[side]) / case.steps_per_block for side in SIDES}
     return [
@@ -110,6 +97,26 @@ def compare(case: Case, num_pairs: int, launcher: str, folder: Path) -> list[str
         str(paired_ratio(seconds["peer"], seconds["control"])),
         verdict(ratio, LIMIT),
     ]
+
+
+def take_turns(commands: dict[str, list[str]], num_blocks: int, folder: Path) -> dict[str, list[float]]:
+    """Starts all sides and lets them take turns. The seconds of each side's blocks, but for the first."""
+    seconds: dict[str, list[float]] = {side: [] for side in commands}
+    sides = list(commands)
+    with ExitStack() as stack:
+        running = [stack.enter_context(Running(side, commands[side], folder / f"{side}.log")) for side in sides]
+
+        def still_alive() -> None:
+            for each in running:
+                each.check()
+
+        for block in range(num_blocks):
+            for side in sides if block % 2 else sides[::-1]:
+                limit_s = _TURN_S if block else _START_S
+                took = give_turn(folder, side, block, NUM_WORKERS, limit_s, still_alive)
+                if block:
+                    seconds[side].append(took)
+    return seconds
 
 
 def main() -> None:

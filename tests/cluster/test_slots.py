@@ -92,3 +92,47 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(command)
         2,
         "error: --workers 2:1: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8",
     )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("phase", ["loader", "forward", "collective", "checkpoint"])
+def test_a_worker_that_hangs_is_named_and_replaced_and_the_others_go_on(command, phase):
+    named = {"loader": "data", "collective": "word"}.get(phase, phase)
+    hang = f"faults.inject=[{{kind: hang_at, step: 60, rank: 1, phase: {phase}}}]"
+    running = command().start(FOR_EVER, "scaling.num_workers=[1,2]", "checkpoint.every=25 steps", hang)
+    found = running.wait_for_event("hang")
+    assert (found["ranks"], found["phase"]) == ([1], named)
+    assert running.wait_for_event("failure", kind="hang")["error"].startswith(f"hung in {named} for ")
+    running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
+    running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
+    stacks = "".join(path.read_text() for path in (running.directory / "stacks").iterdir())
+    assert "inject.py" in stacks
+    check_stopped(running)
+
+
+@pytest.mark.timeout(240)
+def test_a_step_that_is_not_finite_is_rolled_back_and_left_out_by_living_workers(command):
+    faults = "faults.inject=[{kind: nan_at, step: 60, rank: 1}]"
+    running = command().start(FOR_EVER, "scaling.num_workers=2", "checkpoint.every=25 steps", faults)
+    assert running.wait_for_event("rollback")["steps"] == [60]
+    pids = running.worker_pids("SlotWorker")
+    restored = running.wait_for_event("restore", source="checkpoint")
+    assert restored["step"] in (25, 50)
+    running.wait_for_step(100)
+    assert running.worker_pids("SlotWorker") == pids
+    assert [line["step"] for line in running.history.committed.values() if line.get("skipped")] == [60]
+    check_stopped(running, lost_steps=60)
+
+
+@pytest.mark.timeout(240)
+def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run(command):
+    faults = "faults.inject=[{kind: fail_at, step: 60, rank: 1}, {kind: fail_at, step: 90, rank: 0, times: null}]"
+    running = command().start(FOR_EVER, "scaling.num_workers=2", "checkpoint.every=25 steps", faults)
+    running.wait_for_event("failure", kind="exception", step=59, fatal=False)
+    running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
+    finished = running.wait()
+    assert finished.code == 1
+    assert "InjectedFault: injected at step 90" in finished.output
+    assert "inject.py" in finished.output
+    fatal = [(e["step"], e["fatal"]) for e in running.events if e["event"] == "failure" and e["kind"] == "exception"]
+    assert fatal == [(59, False), (89, False), (89, True)]

@@ -37,6 +37,17 @@ def test_max_restarts_resumes_a_killed_worker(command):
 
 
 @pytest.mark.timeout(240)
+def test_max_restarts_leaves_a_bad_step_out(command):
+    run = command(launcher=[*STANDALONE, "--max-restarts", "1"])
+    finished = run.run(*OVERRIDES, "faults.inject=[{kind: nan_at, step: 60, rank: 1, times: null}]")
+    assert finished.code == 0, finished.output
+    history = check_ledger(run.directory, 200)
+    assert [step for step, line in history.committed.items() if line.get("skipped")] == [60]
+    assert summary_of(run.directory)["samples"] == sum(line["num_samples"] for line in history.committed.values())
+    assert summary_of(run.directory)["attempts"] == 2
+
+
+@pytest.mark.timeout(240)
 def test_two_nodes_meet_at_a_rendezvous(command):
     rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29611", "--rdzv-id", "run"]
     nodes = [command(launcher=[*TORCHRUN, *rendezvous]).start(*OVERRIDES, log=f"node{i}.txt") for i in range(2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from app.checkpoint.state import app_state, flatten
 from app.config import Config
+from app.faults.numerics import BadStep
+from app.faults.watchdog import Progress
 from app.kept import Kept
 from app.ledger import History, read_ledger
 from app.optim import build_optimizer
@@ -129,6 +131,7 @@ class DrillRuntime:
 
     def __init__(self, member: Member, schedule: list[Attempt], directory: RunDirectory) -> None:
         self._member, self._directory = member, directory
+        self.progress = Progress()
         self._coming = iter([attempt for attempt in schedule if member.number in attempt.members])
         self.seats: list[Seat] = []
 
@@ -137,7 +140,8 @@ class DrillRuntime:
         if attempt is None:
             return None
         rank, size = attempt.members.index(self._member.number), len(attempt.members)
-        world = form_world(self._member.store, rank, size, attempt.number, self.device)
+        world = form_world(self._member.store, rank, size, attempt.number, self.device, progress=self.progress)
+        world = replace(world, skip=self._directory.skipped_steps())  # once all are here who may have more to say
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world
@@ -152,7 +156,9 @@ class DrillRuntime:
             self._directory.record(event)
 
     def failed(self, step: int, error: BaseException) -> None:
-        raise error
+        """A bad step ends an attempt as a wish to leave does: the schedule goes on."""
+        if not isinstance(error, BadStep):
+            raise error
 
     def _wants(self, after: int | None) -> bool:
         return self._wishes and after is not None and self._num_steps >= after

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import app.checkpoint.restore
 import app.step
+import app.stopwatch
+from app.balance import SpeedBalance
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.state import Tensors
 from app.data.order import Int64s, SampleOrder
@@ -112,3 +114,30 @@ def load_no_optimizer() -> None:
 
 def skip_the_rehearsal() -> None:
     _replace(Stepper, "rehearse", lambda honest: lambda self, batch: None)
+
+
+def refuse_to_take_times() -> None:
+    def broken(honest: Any) -> Any:
+        def mark(self: Any) -> None:
+            raise AssertionError("nobody asked for the time of a microbatch")
+
+        return mark
+
+    _replace(app.stopwatch._HostClock, "mark", broken)
+
+
+def forget_what_loaders_have_read() -> None:
+    def broken(honest: Any) -> Any:
+        def init(self: SpeedBalance, plan: Plan, num_ahead: int, *rest: Any) -> None:
+            honest(self, plan, 0, *rest)
+
+        return init
+
+    _replace(SpeedBalance, "__init__", broken)
+
+
+def reshare_one_step_later_on_rank_1() -> None:
+    def broken(honest: Any) -> Any:
+        return lambda self, first_step, shares: honest(self, first_step + dist.get_rank(), shares)
+
+    _replace(Plan, "change", broken)

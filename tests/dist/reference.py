@@ -27,7 +27,7 @@ class Reference(NamedTuple):
     """What a run should come to: its weights in the end, and each step's loss, samples and their digest."""
 
     weights: dict[str, Tensor]
-    losses: list[float]
+    losses: list[float | None]
     num_samples: list[int]
     digests: list[int]
     validation_loss: float
@@ -40,16 +40,20 @@ class GlobalBatch(NamedTuple):
     positions: NDArray[np.int64]
 
 
-def reference(config: Config) -> Reference:
-    """The run that the configuration describes, done the plain way."""
+def reference(config: Config, skip: frozenset[int] = frozenset()) -> Reference:
+    """The run that the configuration describes, done the plain way; steps to skip are as if they had never been."""
     torch.manual_seed(config.run.seed)
     model, adamw = build_model(config.model).double(), config.optimizer
     matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": adamw.weight_decay}
     others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([matrices, others], betas=adamw.betas, eps=adamw.eps)
 
-    losses, batches = [], global_batches(config)
+    losses: list[float | None] = []
+    batches = global_batches(config)
     for step, global_batch in enumerate(batches, 1):
+        if step in skip:
+            losses.append(None)
+            continue
         loss = mean_loss(model, global_batch, config, step)
         optimizer.zero_grad()
         loss.backward()
@@ -61,7 +65,7 @@ def reference(config: Config) -> Reference:
     return Reference(
         model.state_dict(),
         losses,
-        num_samples=[len(each.ids) for each in batches],
+        num_samples=[0 if step in skip else len(each.ids) for step, each in enumerate(batches, 1)],
         digests=[samples_digest(*each, config.run.seed) for each in batches],
         validation_loss=mean_loss(model.eval(), held_out(config), config).item(),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from app.config import Config
+from app.faults.watchdog import Progress
 from app.kept import Kept
 from app.optim import build_optimizer, learning_rate
 from app.parallel import Parallel, build_parallel
@@ -78,4 +79,5 @@ def _stepper(config: Config, kept: Kept, parallel: Parallel) -> Stepper:
         counts_vary=kept.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        progress=Progress(),
     )

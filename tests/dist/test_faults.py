@@ -25,7 +25,7 @@ from tests.dist.small import small
     ],
 )
 def test_a_fault_strikes_once_and_the_run_that_is_resumed_is_right(tmp_path: Path, fault: str, seen: str) -> None:
-    config = small(tmp_path, f"faults.inject=[{fault}]", "checkpoint.every=3 steps")
+    config = small(tmp_path, f"faults.inject=[{fault}]", "checkpoint.every=3 steps", "recovery.max_skipped_steps=0")
     with pytest.raises(MemberFailed, match=seen):
         drill(config, worlds=[2])
     assert read_ledger(tmp_path / "small" / "steps.jsonl").last_step <= 7

@@ -11,26 +11,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.agree import ControlWord, Flags
+from app.agree import ControlWord, Flags, Rider
 from app.step import StepResult
 
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)
 
 
+class Passenger(Rider):
+    """Says how many words its rank has sent, where its rank's entry is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._num_words = rank, 0
+        self.heard: list[tuple[int, list[float]]] = []
+
+    def say(self) -> list[float]:
+        self._num_words += 1
+        said = [0.0, 0.0]
+        said[self._rank] = 100.0 * self._rank + self._num_words
+        return said
+
+    def hear(self, step: int, said: list[float]) -> None:
+        self.heard.append((step, said))
+
+
 class Seen(NamedTuple):
-    """What one rank knew: at which step it read which steps, how many words it posted, when it saw the wish."""
+    """What one rank knew: at which step it read which steps, how many words it posted, when it saw the wish, and what
+    travelled with the words."""
 
     read_at: list[tuple[int, list[int]]]
     losses: list[float]
     digests: list[int]
     stop_at: int | None
+    heard: list[tuple[int, list[float]]]
 
 
 def run_rank(store: dist.Store, rank: int, step_s: float, wish_at: int | None = None) -> Seen:
     clock = (tick * step_s for tick in count())
     group = dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
-    control = ControlWord(group, settle=0, clock=lambda: next(clock))
+    passenger = Passenger(rank)
+    control = ControlWord(group, 0, passenger, clock=lambda: next(clock))
     read_at, agreed, stop_at = [], [], None
     for step in range(1, NUM_STEPS + 1):
         numbers = torch.tensor([float(step), 1.0, 1.0], dtype=torch.float64)
@@ -45,7 +65,9 @@ def run_rank(store: dist.Store, rank: int, step_s: float, wish_at: int | None = 
     rest = control.drain()
     read_at.append((NUM_STEPS + 1, [each.step for each in rest]))
     agreed += rest
-    return Seen(read_at, [each.loss for each in agreed], [each.samples_digest for each in agreed], stop_at)
+    return Seen(
+        read_at, [each.loss for each in agreed], [each.samples_digest for each in agreed], stop_at, passenger.heard
+    )
 
 
 def run_both(leader_step_s: float, wish_at: int | None = None) -> tuple[Seen, Seen]:
@@ -77,3 +99,14 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_step_and_is_heard_once() -> 
     assert leader.stop_at == other.stop_at
     assert leader.stop_at is not None
     assert 60 < leader.stop_at <= 66
+
+
+@pytest.mark.parametrize("leader_step_s", [0.001, 0.012, 0.4])
+def test_what_ranks_send_along_is_heard_by_all_after_the_same_step(leader_step_s: float) -> None:
+    leader, other = run_both(leader_step_s)
+    assert leader.heard == other.heard
+    read_at = [min(step, NUM_STEPS) for step, steps in leader.read_at if steps]
+    assert [step for step, _ in leader.heard][: len(read_at) - 1] == read_at[:-1]
+    assert [said for _, said in leader.heard] == [
+        [number, 100.0 + number] for number in range(1, len(leader.heard) + 1)
+    ]

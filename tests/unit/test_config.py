@@ -58,6 +58,9 @@ BAD = [
     ("scaling: {num_workers: [4]}", "x.yaml:1: scaling.num_workers.1: missing"),
     ("scaling: {num_workers: [0, 2]}", "x.yaml:1: scaling.num_workers.0: must be greater than 0, found 0"),
     ("batch: {global_size: 4}", "x.yaml:1: batch.microbatch_size: must be at most batch.global_size (4), found 8"),
+    ("batch: {balance: sped}", "x.yaml:1: batch.balance: must be 'even' or 'speed', found \"sped\"; nearest is speed"),
+    ("batch: {balance: {A100: 0}}", "x.yaml:1: batch.balance.A100: must be greater than 0, found 0"),
+    ("batch: {balance: {}}", "x.yaml:1: batch.balance: Dictionary should have at least 1 item"),
     ("model: {num_heads: 3}", "x.yaml:1: model.num_heads: must divide model.embed_dim (128), found 3"),
     ("run: {steps: 9}", "x.yaml:1: schedule.warmup_steps: must be at most run.steps (9), found 50"),
     ("data: {context_length: 256}", "x.yaml:1: data.context_length: must be at most model.context_length (128), "

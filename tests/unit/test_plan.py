@@ -66,11 +66,11 @@ def test_microbatches_are_whole_but_for_the_last(plan: Plan, step: int) -> None:
 def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, step: int) -> None:
     for rank in ranks(plan):
         run = plan.microbatches(step, rank)
-        assert len(run) == plan.num_forwards(rank) >= 1
+        assert len(run) == plan.num_forwards(step, rank) >= 1
         assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
         assert plan.lockstep or len(run) == max(1, plan.shares[rank])
     if plan.lockstep:
-        assert {plan.num_forwards(rank) for rank in ranks(plan)} == {max(plan.shares)}
+        assert {plan.num_forwards(step, rank) for rank in ranks(plan)} == {max(plan.shares)}
 
 
 @given(plans_that_end(), st.data())
@@ -89,7 +89,7 @@ def test_pads_are_one_sample_that_exists(plan: Plan) -> None:
     last = -(-plan.num_samples // plan.global_size)
     for rank in ranks(plan):
         run = plan.microbatches(last, rank)
-        assert len(run) == plan.num_forwards(rank)
+        assert len(run) == plan.num_forwards(last, rank)
         for each in run:
             assert 0 <= each.start < each.stop <= plan.num_samples
             assert each.weight or each.stop - each.start == 1
@@ -108,7 +108,7 @@ def test_a_stream_is_its_steps_one_after_the_other(plan: Plan, first: int, more:
     for rank in ranks(plan):
         whole = list(plan.stream(rank, 1, first + more))
         assert whole == [*plan.stream(rank, 1, first - 1), *plan.stream(rank, first, first + more)]
-        assert len(whole) == (first + more) * plan.num_forwards(rank)
+        assert len(whole) == (first + more) * plan.num_forwards(first, rank)
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))
@@ -144,3 +144,32 @@ def test_who_runs_what(
 def test_shares_that_do_not_cover_the_grid_are_refused(shares: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="do not cover a grid of 4"):
         Plan(global_size=8, microbatch_size=2, shares=shares)
+
+
+@given(plans(), st.data())
+def test_shares_that_change_on_the_way_leave_no_position_out_and_repeat_none(plan: Plan, data: st.DataObject) -> None:
+    changes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.permutations(plan.shares)), max_size=4))
+    begins = [sum(gap for gap, _ in changes[: at + 1]) for at in range(len(changes))]
+    expected = {begin: tuple(shares) for begin, (_, shares) in zip(begins, changes, strict=True)}
+    streams = [plan.stream(rank, 1, 20) for rank in ranks(plan)]
+    in_force = plan.shares
+    for step in range(1, 21):
+        if step in expected:
+            plan.change(step, in_force := expected[step])
+        assert plan.shares_at(step) == in_force
+        run = [next(streams[rank]) for rank in ranks(plan) for _ in range(plan.num_forwards(step, rank))]
+        begin = (step - 1) * plan.global_size
+        assert sorted(positions(run)) == list(range(begin, begin + plan.global_size))
+    assert [next(stream, None) for stream in streams] == [None] * len(streams)
+
+
+def test_shares_do_not_change_under_what_has_been_read() -> None:
+    plan = Plan.even(8, 2, 2)
+    for _ in plan.stream(0, 1, 3):
+        pass
+    with pytest.raises(ValueError, match="step 3 has been read"):
+        plan.change(3, (3, 1))
+    plan.change(4, (3, 1))
+    assert (plan.shares_at(3), plan.shares_at(4)) == ((2, 2), (3, 1))
+    with pytest.raises(ValueError, match="do not cover a grid of 4"):
+        plan.change(5, (4, 1))

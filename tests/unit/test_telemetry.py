@@ -55,6 +55,9 @@ STARTED: dict[str, Any] = {
 ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples"}
 
 
+SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after": [12, 4]}
+
+
 @pytest.mark.parametrize(
     ("event", "line"),
     [
@@ -91,6 +94,19 @@ ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples
         (
             {"event": "attempt_ended", "attempt": 1, "step": 43, "cause": "worker lost"},
             "attempt 1 ended after step 43: worker lost",
+        ),
+        (
+            {**SHARES, "microbatch_ms": [10.0, 30.1]},
+            "shares (8, 8) -> (12, 4) from step 60: rank 1 is 3.0x slower",
+        ),
+        (
+            {**SHARES, "before": [12, 4], "after": [8, 8], "microbatch_ms": [10.0, 10.1]},
+            "shares (12, 4) -> (8, 8) from step 60: equally fast",
+        ),
+        ({**SHARES, "weights": [3.0, 1.0]}, "shares (8, 8) -> (12, 4) from step 60: weights 3, 1"),
+        (
+            {**SHARES, "after": [8, 8], "parallel": "fsdp"},
+            "shares stay even (8, 8): under fsdp every worker runs as many microbatches",
         ),
         (
             {"event": "node_quarantined", "time_s": 1.0, "node": "10.0.0.7", "why": None},

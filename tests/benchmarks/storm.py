@@ -1,0 +1,120 @@
+"""Kills without end: workers at work and newcomers on their way are killed at random moments, again and again.
+
+python -m tests.benchmarks.storm --kills 50 --storms 5
+
+Each storm is one run of three workers on one node, ended by Ctrl-C after the last kill. Printed are the kills, the
+worlds they made, the stall between each two of them, what was done twice, and the largest difference of any weight to
+an undisturbed run of as many steps (fp64). At least one worker that holds the state is always left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from tests.benchmarks.stalls import between_worlds
+from tests.benchmarks.statistics import table
+from tests.checks import check_ledger, summary_of, weights_of
+from tests.command import Command, Running, descendants
+
+NUM_WORKERS = 3
+_PAUSE_S = (0.2, 2.5)  # between two kills
+_WORDS = [
+    "run.steps=10000000",
+    "schedule.kind=constant",
+    "schedule.warmup_steps=0",
+    "precision.kind=fp64",
+    f"scaling.num_workers=[1,{NUM_WORKERS}]",
+    "trackers=[]",
+    "recovery.max_failures=1000",
+]
+
+
+def storm(folder: Path, number: int, kills: int, chance: random.Random) -> list[str]:
+    """One row of the table."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NUM_WORKERS, "include_dashboard": False})
+    try:
+        running = Command(folder, f"storm-{number}").start(*_WORDS, f"cluster.address={cluster.address}")
+        running.wait_for_event("attempt_started", world_size=NUM_WORKERS)
+        done = 0
+        while done < kills:
+            time.sleep(chance.uniform(*_PAUSE_S))
+            done += kill_one(running, chance)
+            running.interrupt()
+        stopped = running.wait()
+    finally:
+        cluster.shutdown()
+    assert stopped.code == 3, stopped.output
+    summary = summary_of(running.directory)
+    history = check_ledger(running.directory, summary["step"])
+    return row(number, done, summary, history.lines, difference(folder, number, running.directory, summary["step"]))
+
+
+def kill_one(running: Running, chance: random.Random) -> bool:
+    """Any worker process but one of those at work. False where none can be spared."""
+    world = last_world(running)
+    workers = [pid for pid, title in descendants(os.getpid()) if "SlotWorker" in title]
+    if world < 2 or len(workers) < 2:
+        return False
+    os.kill(chance.choice(workers), signal.SIGKILL)
+    return True
+
+
+def last_attempt(running: Running) -> int:
+    return int(running.history.lines[-1]["attempt"])
+
+
+def last_world(running: Running) -> int:
+    return int(running.history.lines[-1]["world_size"])
+
+
+def difference(folder: Path, number: int, ours: Path, steps: int) -> float:
+    undisturbed = Command(folder, f"undisturbed-{number}")
+    finished = undisturbed.run(*_WORDS, f"run.steps={steps}", "scaling.num_workers=1", timeout_s=600)
+    assert finished.code == 0, finished.output
+    one, other = weights_of(ours), weights_of(undisturbed.directory)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def row(number: int, kills: int, summary: dict[str, Any], lines: list[dict[str, Any]], largest: float) -> list[str]:
+    gaps = between_worlds(lines)
+    unconfirmed = sum(line.get("confirmed") is False for line in lines)
+    return [
+        str(number),
+        str(kills),
+        str(summary["attempts"]),
+        str(summary["step"]),
+        str(summary["lost_steps"]),
+        str(unconfirmed),
+        f"{median(gaps):.3f}",
+        f"{max(gaps):.3f}",
+        f"{largest:.1e}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--storms", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    head = ["storm", "kills", "worlds", "steps", "done twice", "unconfirmed", "stall median s", "max s", "difference"]
+    rows = [head]
+    for number in range(1, options.storms + 1):
+        with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+            rows.append(storm(Path(folder), number, options.kills, random.Random(options.seed + number)))
+            print(rows[-1], flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What a worker holds is its own until it is overwritten: a member that is lost in between takes nothing along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.restore import NO_STATE, restore
+from app.rundir import RunDirectory
+from app.runtime import World, form_world
+from tests.dist.gang import Gang, Member
+from tests.dist.reference import CPU
+from tests.dist.small import small
+
+
+class Replica:
+    def __init__(self, held: int) -> None:
+        self.held = held
+        self.weights = torch.full((4,), float(held))
+
+
+def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path: str) -> tuple[int, float, str]:
+    """(held, weight, source or what was raised) after a restore by members that hold these steps; one may leave."""
+    world = form_world(member.store, member.number, len(held), attempt, CPU)
+    replica = Replica(held[member.number])
+    try:
+        if member.number == leaves:
+            world.groups.abort()
+            return replica.held, float(replica.weights[0]), "left"
+        restored = restore({"model": {"w": replica.weights}}, replica, _store(world, path), world.groups.control, True)
+        return replica.held, float(replica.weights[0]), restored.source
+    except RuntimeError:
+        return replica.held, float(replica.weights[0]), "lost"
+    finally:
+        world.groups.destroy()
+
+
+def _store(world: World, path: str) -> CheckpointStore:
+    return CheckpointStore(RunDirectory.of(small(path)), world, world.groups.control, "", 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def gang() -> Gang:
+    with Gang(3) as started:
+        yield started
+
+
+def test_the_highest_step_wins(gang: Gang, tmp_path) -> None:
+    answers = gang.run(meet, 1, [4, 5, NO_STATE], None, str(tmp_path))
+    assert answers == [(5, 5.0, "rank 1")] * 3
+
+
+def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path) -> None:
+    assert gang.run(meet, 2, [0, NO_STATE, 0], None, str(tmp_path)) == [(0, 0.0, "start")] * 3
+
+
+def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path) -> None:
+    answers = gang.run(meet, 3, [5, 5, 0], 2, str(tmp_path))
+    assert answers == [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")]

@@ -1,0 +1,93 @@
+"""A drill that is watched: every process says how far it is, and another applies the policy to all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import app.faults.inject
+import tests.dist.drill
+from app.config import Config
+from app.faults.watchdog import Limits, Progress, Snapshot, Stall, Watchdog
+from tests.dist.drill import Drilled, DrillRuntime, drill
+
+BEAT_S = 0.1
+
+
+class Watched(NamedTuple):
+    """stacks: of all processes, by member, at each stall."""
+
+    run: Drilled
+    stalls: list[Stall]
+    stacks: list[dict[str, str]]
+    num_looks: int  # at all members in the middle of an attempt
+
+
+def watch(config: Config, worlds: list[int], limits: Limits, **options: Any) -> Watched:
+    """The drill, in which a hang lasts until it has been found."""
+    folder = Path(config.run.storage) / "watch"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "found")
+    stalls: list[Stall] = []
+    stacks: list[dict[str, str]] = []
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(_look, folder, max(worlds), over, stalls, stacks)
+        try:
+            run = drill(config, worlds, patch=partial(_patch, folder, limits), **options)
+        finally:
+            over.set()
+        return Watched(run, stalls, stacks, looking.result())
+
+
+def _look(folder: Path, size: int, over: threading.Event, stalls: list[Stall], stacks: list[dict[str, str]]) -> int:
+    num_looks, watchdog = 0, Watchdog(settled_s=10 * BEAT_S)
+    while not over.wait(BEAT_S):
+        said = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        snapshots = {member: Snapshot(**each["snapshot"]) for member, each in said.items()}
+        if len(snapshots) < size:
+            continue
+        num_looks += all(each.limit_s is not None for each in snapshots.values())
+        if (stall := watchdog.look(snapshots)) and (not stalls or stall.step != stalls[-1].step):
+            stalls.append(stall)
+            stacks.append({member: each["stacks"] for member, each in said.items()})
+            (folder / "found").write_text("go on")  # to one who hangs; waits for it if there is none
+    return num_looks
+
+
+def _patch(folder: Path, limits: Limits) -> None:
+    class Watching(DrillRuntime):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.progress = Progress(limits)
+            threading.Thread(target=_beat, args=(folder, self._member.number, self.progress), daemon=True).start()
+
+    tests.dist.drill.DrillRuntime = Watching  # type: ignore[misc]
+    app.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment]
+
+
+class _Time:
+    """In place of the module: to sleep is to wait until the stall has been found."""
+
+    def __init__(self, found: Path) -> None:
+        self._found = found
+
+    def sleep(self, _: float) -> None:
+        self._found.read_text()
+
+
+def _beat(folder: Path, number: int, progress: Progress) -> None:
+    pause: Callable[[float], bool] = threading.Event().wait
+    while True:
+        said = {"snapshot": asdict(progress.snapshot()), "stacks": progress.stacks()}
+        temporary = folder / f".{number}"
+        temporary.write_text(json.dumps(said))
+        temporary.replace(folder / f"{number}.json")
+        pause(BEAT_S)
