@@ -50,6 +50,10 @@ def chaos(file: str, overrides: Sequence[str], minutes: float) -> int:
     processes.adopt_orphans()
     try:
         rows = Matrix(["--config", file, *words], config, folder, began, began + 60 * minutes).run()
+    except KeyboardInterrupt:
+        processes.end(list(processes.descendants()))
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         processes.end(list(processes.descendants()))
     print(f"\n{table(rows, [fault.name for fault in FAULTS])}\n")
