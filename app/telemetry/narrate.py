@@ -24,6 +24,24 @@ def narrate(event: Event, verbose: bool = False) -> str:
             return _attempt_started(event, verbose)
         case "attempt_ended":
             return f"attempt {event['attempt']} ended after step {event['step']}: {event['cause']}"
+        case "failure":
+            where = f" on node {event['node'][:8]}" if "node" in event else ""
+            who = f" ({event['kind']}) of worker {event['member']}{where}" if "member" in event else ""
+            return f"failure{who}: {event['error']}"
+        case "preemption":
+            left_s = event["deadline_s"] - event["time_s"]
+            when = f"goes in {left_s:.0f} s" if event["deadline_s"] else "is going"
+            return f"node {event['node'][:8]} {when}: {plural(len(event['members']), 'worker')} will leave it"
+        case "hang":
+            ranks = ", ".join(map(str, event["ranks"]))
+            stuck = f"rank {ranks} stuck in {event['phase']} after step {event['step']} for {event['seconds']:.1f} s"
+            return f"{stuck}; stacks in {event['stacks']}"
+        case "straggler":
+            return f"rank {event['rank']} is slow in {event['phase']}: others wait {event['share']:.0%} of every step"
+        case "scale":
+            return f"scaling.num_workers {list(event['before'])} -> {list(event['after'])}"
+        case "waiting":
+            return f"waiting for workers: {event['workers']} of at least {event['needed']} are there"
         case "shares":
             return _shares(event)
         case "rollback":

@@ -55,6 +55,7 @@ STARTED: dict[str, Any] = {
 ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples"}
 
 
+LOST = {"event": "failure", "member": "1f2e3d4c", "node": "0a1b2c3d4e5f"}
 SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after": [12, 4]}
 
 
@@ -108,6 +109,32 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
             {**SHARES, "after": [8, 8], "parallel": "fsdp"},
             "shares stay even (8, 8): under fsdp every worker runs as many microbatches",
         ),
+        (
+            {"event": "rollback", "attempt": 1, "steps": [40, 42], "cause": "loss nan, gradient norm nan at step 42"},
+            "rolling back: loss nan, gradient norm nan at step 42; left out from now on: 40, 42",
+        ),
+        (
+            {**LOST, "kind": "worker", "error": "connection closed"},
+            "failure (worker) of worker 1f2e3d4c on node 0a1b2c3d: connection closed",
+        ),
+        (
+            {"event": "failure", "kind": "ours", "error": "waited 60 s for workers"},
+            "failure: waited 60 s for workers",
+        ),
+        (
+            {"event": "preemption", "time_s": 5.0, "node": "0a1b2c3d4e", "deadline_s": 35.0, "members": ["a", "b"]},
+            "node 0a1b2c3d goes in 30 s: 2 workers will leave it",
+        ),
+        (
+            {"event": "hang", "ranks": [1], "phase": "forward", "step": 60, "seconds": 3.21, "stacks": "runs/x/stacks"},
+            "rank 1 stuck in forward after step 60 for 3.2 s; stacks in runs/x/stacks",
+        ),
+        (
+            {"event": "straggler", "member": "a", "rank": 2, "phase": "data", "lost_s": 0.2, "share": 0.31},
+            "rank 2 is slow in data: others wait 31% of every step",
+        ),
+        ({"event": "scale", "before": [1, 2], "after": (2, 4)}, "scaling.num_workers [1, 2] -> [2, 4]"),
+        ({"event": "waiting", "workers": 1, "needed": 2}, "waiting for workers: 1 of at least 2 are there"),
         (
             {"event": "node_quarantined", "time_s": 1.0, "node": "10.0.0.7", "why": None},
             "node quarantined | node 10.0.0.7",

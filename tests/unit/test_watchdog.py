@@ -1,0 +1,286 @@
+"""Who is said to stall, as a table of what workers say of themselves; and what they say, by a clock that is turned."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+
+from app.faults.watchdog import Limits, Progress, Snapshot, Straggler, Watchdog, straggler
+
+WAITING, WORKING = 1, 0  # inside torch, or anywhere else
+FORWARD, BACKWARD, DATA, UPDATE = 1, 2, 3, 4
+
+
+def at(turn: int, left: int, phase: int, inside: int, seconds: float, limit_s: float | None = 3.0) -> Snapshot:
+    name = {FORWARD: "forward", BACKWARD: "backward", DATA: "data", UPDATE: "update"}.get(phase, "word")
+    return Snapshot(7, 0, [turn, -left, phase, inside], 41, name, seconds, limit_s, {})
+
+
+def members(*snapshots: Snapshot) -> dict[str, Snapshot]:
+    return {name: replace(each, rank=rank) for rank, (name, each) in enumerate(zip("abc", snapshots, strict=False))}
+
+
+def looked_at_twice(*snapshots: Snapshot) -> tuple[tuple[int, ...], str] | None:
+    """The ranks and phase said to stall, once everybody has been where they are for three seconds more."""
+    watchdog = Watchdog()
+    assert watchdog.look(members(*snapshots)) is None
+    later = [replace(each, seconds=each.seconds + 3.0) for each in snapshots]
+    stall = watchdog.look(members(*later))
+    return (stall.ranks, stall.phase) if stall else None
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "expected"),
+    [
+        # the one in forward makes two wait in backward, with the longer times
+        ([at(5, 0, BACKWARD, 1, 3.9), at(5, 0, FORWARD, 0, 4.0), at(5, 0, BACKWARD, 1, 9.0)], ((1,), "forward")),
+        ([at(5, 0, BACKWARD, 1, 9.0), at(5, 0, BACKWARD, 1, 9.0), at(5, 1, DATA, 0, 4.0)], ((2,), "data")),
+        # a share of three microbatches, of which one is left, is behind a share of one
+        ([at(5, 0, BACKWARD, 1, 9.0), at(5, 1, BACKWARD, 0, 4.0)], ((1,), "backward")),
+        # the next step's data are ahead of this one's word
+        ([at(5, 1 << 30, DATA, 0, 4.0), at(4, 0, UPDATE, 0, 4.0)], ((1,), "update")),
+        ([at(5, 1 << 30, 0, 1, 4.0), at(5, 1 << 30, DATA, 0, 4.0)], ((0,), "word")),
+        # both in forward, one of them in the other's all-gather
+        ([at(5, 0, FORWARD, WAITING, 9.0), at(5, 0, FORWARD, WORKING, 4.0)], ((1,), "forward")),
+        # nobody can be told from the others
+        ([at(5, 0, BACKWARD, 1, 4.0), at(5, 0, BACKWARD, 1, 4.0)], ((0, 1), "backward")),
+        # of two who have come equally far, one has just arrived
+        ([at(5, 0, FORWARD, 0, 4.0), at(5, 0, FORWARD, 0, -2.0)], None),
+        # a leader that writes a checkpoint, as it always does; the others wait in the next step for much longer
+        ([at(9, 1 << 30, 0, 0, 30.0, 90.0), at(9, 0, BACKWARD, 1, 29.0)], None),
+        # a joiner that compiles for the first time
+        ([at(5, 0, BACKWARD, 1, 60.0), at(5, 0, FORWARD, 0, 61.0, 300.0)], None),
+        # one has not entered the attempt yet
+        ([at(1, 1 << 30, 0, 1, 60.0), replace(at(80, 0, 0, 0, 90.0, None), attempt=6)], None),
+        # one has finished the attempt, another not
+        ([at(80, 1 << 30, 0, 0, 60.0, None), at(79, 1 << 30, 0, 0, 60.0)], ((1,), "word")),
+        ([at(5, 0, BACKWARD, 1, -1.0), at(5, 0, FORWARD, 0, -0.5)], None),
+    ],
+)
+def test_who_stalls(snapshots: list[Snapshot], expected: tuple[tuple[int, ...], str] | None) -> None:
+    assert looked_at_twice(*snapshots) == expected
+
+
+def test_nobody_says_nothing() -> None:
+    assert Watchdog().look({}) is None
+
+
+def test_who_has_not_said_yet_that_a_long_wait_is_over_is_not_taken_for_the_last() -> None:
+    watchdog = Watchdog()
+    hangs, waits = at(5, 0, FORWARD, 0, 20.0, 90.0), at(5, 0, BACKWARD, 1, 20.0)
+    for seconds in (0.0, 1.0, 2.0, 3.0):
+        assert (
+            watchdog.look(members(replace(hangs, seconds=20 + seconds), replace(waits, seconds=20 + seconds))) is None
+        )
+    assert watchdog.look(members(at(6, 0, BACKWARD, 1, 0.1), replace(waits, seconds=23.0))) is None
+    assert watchdog.look(members(at(6, 0, BACKWARD, 1, 0.9), replace(waits, seconds=24.0))) is None
+    assert watchdog.look(members(at(6, 0, BACKWARD, 1, 0.9), at(6, 0, FORWARD, 0, 0.1))) is None
+
+
+def test_who_waits_is_named_too() -> None:
+    watchdog = Watchdog()
+    for seconds in (0.0, 5.0):
+        world = members(*(at(5, left, BACKWARD, 1, seconds) for left in (0, 1, 0)))
+        stall = watchdog.look(world)
+    assert stall is not None
+    assert (stall.members, stall.waiting, stall.seconds, stall.step) == (("b",), ("a", "c"), 5.0, 41)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def progress() -> tuple[Progress, Clock]:
+    clock = Clock()
+    found = Progress(clock=clock)
+    found.begin(attempt=7, rank=2)
+    return found, clock
+
+
+def run_phase(found: Progress, clock: Clock, phase: str, *durations: float) -> None:
+    for seconds in durations:
+        found.mark(phase)
+        clock.now_s += seconds
+    found.mark("something else")
+
+
+@pytest.mark.parametrize(
+    ("phase", "durations", "limit_s"),
+    [
+        ("forward", [], 300.0),
+        ("forward", [0.1], 3.0),
+        ("forward", [60.0, 0.1], 300.0),  # compiled; another shape may have to be compiled too
+        ("forward", [60.0, *[0.1] * 200], 3.0),
+        ("word", [0.7, 0.9], 4.5),
+        ("checkpoint", [0.1], 10.0),
+        ("checkpoint", [4.0], 20.0),
+        ("forward", [60.0, 60.0, 60.0, 60.0, 60.0, 60.0, *[0.1] * 512], 3.0),  # long ago
+    ],
+)
+def test_limits_follow_from_what_a_phase_has_taken(phase: str, durations: list[float], limit_s: float) -> None:
+    found, clock = progress()
+    run_phase(found, clock, phase, *durations)
+    found.enter(phase)
+    assert found.snapshot().limit_s == pytest.approx(limit_s)
+
+
+def test_a_phase_that_an_attempt_broke_off_was_not_completed() -> None:
+    found, clock = progress()
+    run_phase(found, clock, "backward", 0.1)
+    found.mark("backward")
+    clock.now_s += 500.0
+    found.leave()
+    assert found.snapshot().limit_s is None
+    found.begin(attempt=8, rank=0)
+    found.mark("backward")
+    assert found.snapshot().limit_s == 3.0
+
+
+def test_what_earlier_attempts_took_is_remembered_and_what_they_did_is_not() -> None:
+    found, clock = progress()
+    run_phase(found, clock, "data", 2.0)
+    found.enter("word", step=3)
+    found.leave()
+    found.begin(attempt=8, rank=1)
+    assert (found.snapshot().step, found.snapshot().spent_s) == (0, {})
+    found.mark("data")
+    assert found.snapshot().limit_s == 10.0
+
+
+def test_a_process_that_is_stopped_as_a_whole_has_not_stalled() -> None:
+    found, clock = progress()
+    found.mark("forward")
+    for _ in range(3):
+        clock.now_s += 1.0
+        said = found.snapshot()
+    assert said.seconds == pytest.approx(3.0)
+    clock.now_s += 60.0
+    assert found.snapshot().seconds == pytest.approx(5.0)
+
+
+def test_seconds_begin_anew_with_every_phase_even_of_the_same_name() -> None:
+    found, clock = progress()
+    found.mark("forward")
+    clock.now_s += 1.0
+    assert found.snapshot().seconds == pytest.approx(1.0)
+    clock.now_s += 0.4
+    found.mark("forward")
+    clock.now_s += 0.5
+    assert found.snapshot().seconds == pytest.approx(0.5)
+
+
+def test_a_step_goes_forward_only() -> None:
+    """Whatever the share, each mark is beyond the one before it, and each word is where all ranks are alike."""
+    words = []
+    for num_microbatches in (1, 3):
+        found, _ = progress()
+        found.enter("restore")
+        positions = [found.snapshot().position]
+        batches = found.fetching(iter("abc" * 9))
+        for step in (1, 2):
+            for left, _ in zip(reversed(range(num_microbatches)), batches, strict=False):
+                positions.append(found.snapshot().position)
+                found.mark("forward", left)
+                positions.append(found.snapshot().position)
+                found.mark("backward")
+                positions.append(found.snapshot().position)
+            found.mark("update")
+            positions.append(found.snapshot().position)
+            found.enter("word", step)
+            positions.append(found.snapshot().position)
+            words.append(found.snapshot().position)
+        assert positions == sorted(positions)
+        assert len({tuple(each) for each in positions}) == len(positions)
+    assert words[:2] == words[2:]
+
+
+def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
+    found, _ = progress()
+
+    def batches() -> Iterator[str]:
+        assert found.snapshot().phase == "data"
+        yield "one"
+        assert found.snapshot().phase == "data"
+
+    seen = []
+    for batch in found.fetching(batches()):
+        found.mark("forward", 0)
+        seen.append(batch)
+    assert seen == ["one"]
+
+
+def test_a_snapshot_travels_as_json() -> None:
+    found, clock = progress()
+    run_phase(found, clock, "data", 0.25)
+    found.enter("word", step=41)
+    said = found.snapshot()
+    line = json.dumps(asdict(said))
+    assert Snapshot(**json.loads(line)) == said
+    assert len(line) < 400
+    assert (said.attempt, said.rank, said.step, said.phase, said.spent_s["data"]) == (7, 2, 41, "word", 0.25)
+
+
+def test_the_training_thread_comes_first_among_the_stacks() -> None:
+    found, _ = progress()
+    stuck, told = threading.Event(), threading.Event()
+
+    def training_thread_is_stuck_here() -> None:
+        found.begin(attempt=1, rank=0)
+        told.set()
+        stuck.wait()
+
+    thread = threading.Thread(target=training_thread_is_stuck_here, name="zzz")
+    thread.start()
+    told.wait()
+    stacks = found.stacks()
+    stuck.set()
+    thread.join()
+    assert stacks.startswith("zzz:\n")
+    assert "training_thread_is_stuck_here" in stacks
+    assert "test_the_training_thread" not in stacks  # the one that asks
+
+
+def worked(rank: int, step: int, data_s: float, forward_s: float, rest_s: float) -> Snapshot:
+    spent = {"data": data_s, "forward": forward_s, "backward": rest_s}
+    return Snapshot(7, rank, [0, 0, 0, 0], step, "word", 0.0, 3.0, spent)
+
+
+@pytest.mark.parametrize(
+    ("data_s", "forward_s", "expected"),
+    [
+        ([1.0, 1.0, 1.0], [20.0, 20.0, 20.0], None),
+        ([1.0, 1.0, 1.0], [20.0, 21.0, 20.0], None),  # 2 % of a step
+        ([1.0, 1.0, 1.0], [20.0, 20.0, 40.0], Straggler("c", 2, "forward", 0.2, 0.4)),
+        ([1.0, 11.0, 1.0], [20.0, 20.0, 20.0], Straggler("b", 1, "data", 0.1, 0.2)),
+    ],
+)
+def test_who_makes_the_others_wait(data_s: list[float], forward_s: list[float], expected: Straggler | None) -> None:
+    """A hundred steps of half a second."""
+    before = members(*(worked(rank, 50, 3.0, 3.0, 3.0) for rank in range(3)))
+    after = members(
+        *(
+            worked(rank, 150, 3.0 + data, 3.0 + forward, 3.0 + 50.0 - data - forward)
+            for rank, (data, forward) in enumerate(zip(data_s, forward_s, strict=True))
+        )
+    )
+    assert straggler(before, after) == expected
+
+
+def test_nobody_straggles_who_is_alone_or_has_done_nothing_or_is_in_another_attempt() -> None:
+    one, other = worked(0, 50, 1.0, 1.0, 1.0), worked(1, 60, 9.0, 9.0, 1.0)
+    assert straggler({"a": one}, {"a": other}) is None
+    assert straggler(members(one, one), members(one, one)) is None
+    assert straggler(members(one, one), members(replace(other, attempt=8), other)) is None
+    assert straggler({}, members(one, other)) is None
+
+
+def test_limits_keep_their_order() -> None:
+    limits = Limits()
+    assert limits.step_s < limits.rare_s < limits.unseen_s
