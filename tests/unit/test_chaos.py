@@ -92,6 +92,12 @@ def test_each_claim_breaks_by_itself(fault: str, worse: dict[str, Any], said: st
         assert said in found[0]
 
 
+def test_a_killed_worker_stalls_a_fraction_of_what_it_stalls_the_yardstick() -> None:
+    rows = [replace(row, stall_s=0.7 if row.fault == "kill worker" else 0.1) for row in PROVEN]
+    (found,) = broken([*rows, RIVAL], CLAIMS, "ours", "theirs")
+    assert found == "kill worker: stall 0.70 s, claimed at most 0.60 s"
+
+
 def test_a_claim_that_was_not_measured_does_not_hold() -> None:
     assert {sentence.split(":")[0] for sentence in broken([], CLAIMS, "ours", "theirs")} == set(NAMES)
     assert broken(PROVEN, CLAIMS, "ours", "theirs") == ["kill worker: stall 0.10 s, claimed at most nan s"]
