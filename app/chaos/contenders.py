@@ -136,8 +136,8 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
     tuned = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # waited out when a drained node still counts
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
-        "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(LIMIT_S),
     }
     command = ("-m", "app.chaos.ray_loop", str(job), bed.address, settings)
     found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)

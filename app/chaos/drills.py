@@ -82,7 +82,7 @@ class Drills:
             self.contender.stop()
         untried = untried[len(rows) :]
         if not finished:
-            return [replace(row, finished=False) for row in rows] + untried
+            return [*rows[:-1], *(replace(row, finished=False) for row in rows[-1:]), *untried]
         committed, is_equal = History(self.stream.read()).committed, equal()
         astray = [0, *(strayed(committed, planned(), step) for step in (*ends[:-1], NUM_STEPS))]
         judged = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUM_STEPS = 800
+NUM_STEPS = 700
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
 LIMIT_S = 5  # after which a silent worker is dead, for every contender: recovery.silence_s at its default
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end

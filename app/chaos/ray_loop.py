@@ -21,6 +21,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
 from app.chaos.loop import Job, State, train
+from app.chaos.matrix import LIMIT_S
 
 
 def train_loop(settings: dict[str, Any]) -> None:
@@ -47,7 +48,9 @@ def train_loop(settings: dict[str, Any]) -> None:
 def main(job_file: str, address: str, settings: str) -> None:
     job: Job = pickle.loads(Path(job_file).read_bytes())
     tuned = settings == "recommended"
-    ray.init(address=address, log_to_driver=False)
+    # What the controller reads, and Ray does not hand on to it: a worker that is silent cannot leave its group either.
+    patience = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(LIMIT_S)} if tuned else {}
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": patience})
     TorchTrainer(
         train_loop,
         train_loop_config={"job": job},
