@@ -21,7 +21,8 @@ class Row:
     """One contender under one fault. None is what could not be told, since it did not get so far, or was not tried.
 
     redone: steps run again after the fault. strayed: samples that the final weights have not seen, or seen twice.
-    stall_s: the longest time without a new step, less a step's. finished: it went on after the fault; after the last one, to the end.
+    stall_s: the longest time without a new step, less a step's.
+    finished: it went on after the fault; after the last one, to the end.
     """
 
     fault: str
