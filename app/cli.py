@@ -28,6 +28,10 @@ run:
   train (default)   train, or resume where the run stopped
   scale RUN --workers MIN:MAX   change the bounds of a run that is under way
 
+prove:
+  chaos             do every fault to this application, stock Ray Train and torchrun on this machine, and compare;
+                    --minutes N: no fault begins later (5)
+
 FILE is taken as given, else from configs/. key=value overrides it, with dots for sections: batch.global_size=96.
 
 exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopped on request (resumable)"""
@@ -39,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--config", metavar="FILE", help="what to train")
     parser.add_argument("--workers", metavar="MIN:MAX", help=argparse.SUPPRESS)
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
+    parser.add_argument("--minutes", type=float, default=5.0, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     return parser
 
@@ -70,11 +75,17 @@ def _run(arguments: list[str], started_s: float) -> int:
     verbs = [word for word in options.words if "=" not in word]
     if verbs[:1] == ["scale"]:
         return _scale(verbs[1:], options.workers)
-    if verbs not in ([], ["train"]):
-        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: train, scale. Overrides are written key=value")
+    if verbs not in ([], ["train"], ["chaos"]):
+        known = "train, scale, chaos"
+        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: {known}. Overrides are written key=value")
     if options.config is None:
         raise UsageError("--config FILE is missing, for example --config ddp.yaml")
-    config = load_config(options.config, [word for word in options.words if "=" in word])
+    overrides = [word for word in options.words if "=" in word]
+    if verbs == ["chaos"]:
+        from app.chaos.command import chaos
+
+        return chaos(options.config, overrides, options.minutes)
+    config = load_config(options.config, overrides)
     return train(config, started_s, options.verbose)
 
 

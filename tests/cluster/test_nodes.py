@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.chaos.bed import Bed
 from tests.checks import check_stopped
-from tests.cluster.bed import Bed
 
 FOR_EVER = "run.steps=1000000"
 

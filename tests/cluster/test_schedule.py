@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from app.chaos.bed import Bed
 from tests.checks import check_ledger, summary_of, weights_of
-from tests.cluster.bed import Bed
 from tests.command import descendants
 
 STEPS = 60

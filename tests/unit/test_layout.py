@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 APP = Path(__file__).parents[2] / "app"
-MAY_IMPORT_RAY = ("launch.py", "orchestration", "doctor")
+MAY_IMPORT_RAY = ("launch.py", "orchestration", "doctor", "chaos")
 
 
 def imported(path: Path) -> Iterator[str]:
