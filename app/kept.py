@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from app.checkpoint.state import app_state
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
 from app.models import build_model
+from app.optim import build_optimizer
 from app.plan import Plan
 from app.precision import build_precision
 from app.tasks import build_task
@@ -37,13 +40,26 @@ class Kept:
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
         self.fingerprint = fingerprint(self.dataset)
         self.skip: frozenset[int] = frozenset()
+        self.optimizer: torch.optim.Optimizer | None
         self.forget()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What the first attempt would import: more than a second's worth, for which the workers that are at it already
+        would wait, and most of which torch hides in the first step of an optimizer."""
+        optimizer = build_optimizer(self._config.optimizer, self.model)
+        app_state(self.model, optimizer)
+        if self._config.parallel.kind == "ddp":
+            self.optimizer = optimizer
+        else:
+            import_module("app.parallel.fsdp")
+            import_module("torch.distributed.checkpoint")
 
     def forget(self) -> None:
         """Back to the initial weights, which the seed makes the same on every rank."""
         torch.manual_seed(self._config.run.seed)
         self.model: nn.Module = self.precision.convert(build_model(self._config.model))
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = None
         self.held = 0
 
     def leave_out(self, skip: frozenset[int]) -> None:

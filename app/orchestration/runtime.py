@@ -126,7 +126,9 @@ class RayRuntime:
             store = dist.TCPStore(host, seat.store_port, None, False, timeout=patience)
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {seat.attempt} does not answer: {error}") from error
-        world = form_world(store, seat.rank, seat.size, seat.attempt, self.device, seat.skip, self._timeouts)
+        world = form_world(
+            store, seat.rank, seat.size, seat.attempt, self.device, seat.skip, self._timeouts, self._progress
+        )
         if not self._job.slots:
             self._registrar = Registrar(self._coordinator, world)
         return world

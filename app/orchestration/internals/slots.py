@@ -151,12 +151,18 @@ class SlotWorkerGroup(WorkerGroup):
             slot.worker = slot.poll = None
             ray.kill(slot.actor)
             lived_s = time.monotonic() - began
-            if node and not slot.left and self._quarantine.died(node, lived_s, time.monotonic()):
-                self._coordinator.publish.remote({"event": "node_quarantined", "node": node, "slot": slot.index})
+            if node and not slot.left and not slot.closed.is_set():
+                self._suspect(node, lived_s)
             steady = slot.left or lived_s > _STEADY_S
             delay_s = 0.0 if steady else min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
             slot.left = False
             slot.closed.wait(delay_s)
+
+    def _suspect(self, node: str, lived_s: float) -> None:
+        """Of a death on `node`, as long as somebody lives elsewhere: a run has to have somewhere to go."""
+        elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
+        if elsewhere and self._quarantine.died(node, lived_s, time.monotonic()):
+            self._coordinator.publish.remote({"event": "node_quarantined", "node": node})
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context
