@@ -17,7 +17,7 @@ from app.chaos.report import Line, Row, measure, strayed
 from app.ledger import History
 
 _START_S, _RECOVER_S, _END_S = 90.0, 60.0, 120.0  # longest waits, on a machine that is busy otherwise
-_SETTLED = 15  # steps with a worker on every node before the next fault
+_SETTLED = 8  # steps with a worker on every node before the next fault
 _POLL_S = 0.02
 
 

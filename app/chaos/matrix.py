@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUM_STEPS = 700
+NUM_STEPS = 500
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
 LIMIT_S = 5  # after which a silent worker is dead, for every contender: recovery.silence_s at its default
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end
 SLOW_S = 3.0  # how long one worker is slow: stopped for two thirds of the time
-PACE_S = 0.016  # a forward of one microbatch; a step of two workers has three each
+PACE_S = 0.024  # a forward of one microbatch; a step of two workers has three each
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Fault:
 FAULTS = (
     Fault("kill worker"),
     Fault("kill all"),
-    Fault("hang"),
     Fault("slow worker", new_attempt=False),
     Fault("grow", world_size=3),
     Fault("drain"),
+    Fault("hang"),
     Fault("shrink", world_size=1),
 )
 
