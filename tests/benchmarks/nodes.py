@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from app.chaos.bed import Bed
 from tests.benchmarks.stalls import first_step_after, into
 from tests.benchmarks.statistics import table
 from tests.checks import check_stopped
-from tests.cluster.bed import Bed
 from tests.command import Command, Running, descendants
 
 _SILENCE_S = 2.0
@@ -51,10 +51,11 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
             started = _grown(bed, nodes, running, started, figures)
 
             lost = nodes.pop(0)
+            going_s = time.time()
             bed.lose(lost)
-            failure = running.wait_for_event("failure", node=lost)
             started = _next(running, started, world_size=1)
-            after = first_step_after(running.history.lines, failure["time_s"], started)
+            died_s = next(e["time_s"] for e in running.events if e["event"] == "failure" and e["time_s"] > going_s)
+            after = first_step_after(running.history.lines, died_s, started)
             figures["node loss: sockets' death to next step, s"].append(after)
             started = _grown(bed, nodes, running, started, figures)
 
