@@ -31,7 +31,7 @@ from ray.train.v2.api import data_parallel_trainer
 from app.orchestration.policies import Quarantine
 
 _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0  # between the deaths of one that does not
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0  # between the deaths of one that does not
 _SHUTDOWN_S = 5.0
 LEFT = "left"  # what the training function returns when it wants another worker in its place
 
