@@ -49,14 +49,15 @@ class Quarantine:
     _died: dict[str, list[float]] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
 
-    def died(self, node: str, lived_s: float, now_s: float) -> bool:
-        """A worker on `node` has died. True if the node is quarantined from now on."""
+    def died(self, node: str, lived_s: float, now_s: float, elsewhere: bool) -> bool:
+        """A worker on `node` has died. True if the node is quarantined from now on: never while nobody lives
+        `elsewhere`, since a run has to have somewhere to go."""
         if lived_s > self.young_s:
             self._died.pop(node, None)
             return False
         recent = [when for when in self._died.get(node, []) if now_s - when < self.sentence_s]
         self._died[node] = [*recent, now_s]
-        if len(self._died[node]) < self.failures:
+        if len(self._died[node]) < self.failures or not elsewhere:
             return False
         del self._died[node]
         self._until[node] = now_s + self.sentence_s

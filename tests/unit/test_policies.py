@@ -39,19 +39,25 @@ def test_a_preemption_costs_nothing() -> None:
 
 def test_a_node_on_which_workers_keep_dying_young_is_avoided_for_a_while() -> None:
     quarantine = Quarantine(failures=3, young_s=20.0, sentence_s=600.0)
-    assert [quarantine.died("bad", 1.0, now_s) for now_s in (0.0, 10.0, 20.0)] == [False, False, True]
+    assert [quarantine.died("bad", 1.0, now_s, True) for now_s in (0.0, 10.0, 20.0)] == [False, False, True]
     assert quarantine.avoided(20.0) == ["bad"]
     assert quarantine.avoided(619.0) == ["bad"]
     assert quarantine.avoided(621.0) == []
-    assert not quarantine.died("bad", 1.0, 700.0)  # counted anew
+    assert not quarantine.died("bad", 1.0, 700.0, True)  # counted anew
 
 
 def test_deaths_of_workers_that_have_trained_do_not_speak_against_their_node() -> None:
     quarantine = Quarantine(failures=2, young_s=20.0)
     lives = [(1.0, 0.0), (60.0, 100.0), (1.0, 110.0), (1.0, 120.0)]
-    assert [quarantine.died("node", lived_s, now_s) for lived_s, now_s in lives] == [False, False, False, True]
+    assert [quarantine.died("node", lived_s, now_s, True) for lived_s, now_s in lives] == [False, False, False, True]
 
 
 def test_failures_that_lie_far_apart_are_not_added_up() -> None:
     quarantine = Quarantine(failures=2, sentence_s=600.0)
-    assert [quarantine.died("node", 1.0, now_s) for now_s in (0.0, 700.0, 1400.0)] == [False, False, False]
+    assert [quarantine.died("node", 1.0, now_s, True) for now_s in (0.0, 700.0, 1400.0)] == [False, False, False]
+
+
+def test_the_only_node_is_never_quarantined_and_its_deaths_count_once_there_is_another() -> None:
+    quarantine = Quarantine(failures=3)
+    assert [quarantine.died("only", 1.0, now_s, elsewhere=False) for now_s in range(10)] == [False] * 10
+    assert quarantine.died("only", 1.0, 10.0, elsewhere=True)

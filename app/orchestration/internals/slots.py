@@ -159,9 +159,8 @@ class SlotWorkerGroup(WorkerGroup):
             slot.closed.wait(delay_s)
 
     def _suspect(self, node: str, lived_s: float) -> None:
-        """Of a death on `node`, as long as somebody lives elsewhere: a run has to have somewhere to go."""
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
-        if elsewhere and self._quarantine.died(node, lived_s, time.monotonic()):
+        if self._quarantine.died(node, lived_s, time.monotonic(), elsewhere):
             self._coordinator.publish.remote({"event": "node_quarantined", "node": node})
 
     def _actor_class(self) -> Any:
