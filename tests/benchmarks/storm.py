@@ -49,7 +49,7 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random) -> list[
         while done < kills:
             time.sleep(chance.uniform(*_PAUSE_S))
             done += kill_one(running, chance)
-            running.interrupt()
+        running.interrupt()
         stopped = running.wait()
     finally:
         cluster.shutdown()
