@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.chaos import processes
 from app.files import read_lines
 from app.ledger import History, read_ledger
 
@@ -140,25 +141,7 @@ def scale(directory: Path, bounds: str) -> subprocess.CompletedProcess[str]:
 
 def descendants(root: int) -> list[tuple[int, str]]:
     """(pid, title) of every living process that `root` started, directly or not."""
-    parents: dict[int, tuple[int, str]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if stat.rpartition(")")[2].split()[0] != "Z":
-                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1]), title
-
-    def below(pid: int) -> bool:
-        while pid in parents:
-            pid = parents[pid][0]
-            if pid == root:
-                return True
-        return False
-
-    return [(pid, title) for pid, (_, title) in parents.items() if below(pid)]
+    return list(processes.descendants(root).items())
 
 
 def is_alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""The processes that this one has started, directly or not, from /proc."""
+"""The processes that one has started, directly or not, from /proc."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants() -> dict[int, str]:
-    """pid -> title of every living process below this one, oldest first."""
+def descendants(root: int | None = None) -> dict[int, str]:
+    """pid -> title of every living process below `root`, or below this one, oldest first."""
     parents: dict[int, int] = {}
     for entry in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):  # it has just ended
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[entry] = int(parent)
-    found = [os.getpid()]
+    found = [root or os.getpid()]
     for pid in found:  # grows while it is walked
         found += [child for child, parent in parents.items() if parent == pid]
     return {pid: _title(pid) for pid in sorted(found[1:])}

@@ -69,10 +69,6 @@ def kill_one(running: Running, chance: random.Random) -> bool:
     return True
 
 
-def last_attempt(running: Running) -> int:
-    return int(running.history.lines[-1]["attempt"])
-
-
 def last_world(running: Running) -> int:
     return int(running.history.lines[-1]["world_size"])
 

@@ -28,12 +28,12 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers, time_monotonic
 from ray.train.v2.api import data_parallel_trainer
 
+from app.orchestration.messages import Dismissal
 from app.orchestration.policies import Quarantine
 
 _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0  # between the deaths of one that does not
 _SHUTDOWN_S = 5.0
-LEFT = "left"  # what the training function returns when it wants another worker in its place
 
 # What is overridden or called below, and with which arguments.
 CONTRACT = {
@@ -144,9 +144,9 @@ class SlotWorkerGroup(WorkerGroup):
             if slot.closed.is_set():  # it closed while there was no actor to kill
                 ray.kill(slot.actor)
             with contextlib.suppress(RayError):
-                node = ray.get(slot.actor.get_metadata.remote()).node_id  # until there is room; only this thread waits
-                began = time.monotonic()
-                self._fill(slot)
+                metadata = ray.get(slot.actor.get_metadata.remote())  # until there is room; only this thread waits
+                began, node = time.monotonic(), metadata.node_id
+                self._fill(slot, metadata)
                 ray.get(slot.actor.park.remote())
             slot.worker = slot.poll = None
             ray.kill(slot.actor)
@@ -176,9 +176,8 @@ class SlotWorkerGroup(WorkerGroup):
             **bundle_to_remote_args(context.resources_per_worker),
         )(self._worker_cls)
 
-    def _fill(self, slot: _Slot) -> None:
+    def _fill(self, slot: _Slot, metadata: Any) -> None:
         context = self._worker_group_context
-        metadata = ray.get(slot.actor.get_metadata.remote())
         worker = Worker(slot.actor, metadata, context.resources_per_worker, placement_group_bundle_index=slot.index)
         # Ray's idea of ranks is of slots, and static; the worker's world is the runtime's.
         worker.distributed_context = DistributedContext(
@@ -201,7 +200,7 @@ class SlotWorkerGroup(WorkerGroup):
                 with contextlib.suppress(RayError):  # its keeper hears of it too
                     status = ray.get(question)
             statuses.append(status)
-            if status.return_value == LEFT:
+            if status.return_value == Dismissal.LEFT:
                 self._slots[index].left = True
                 ray.kill(self._slots[index].actor)
         return self._as_one(statuses)
@@ -209,7 +208,7 @@ class SlotWorkerGroup(WorkerGroup):
     def _as_one(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
         """As many as Ray counts on, of which the first speaks for all: one report, one error, and an end once one
         worker is done with the run and no other is at work. Until then empty slots may fill."""
-        done = next((each.return_value for each in statuses if each.return_value not in (None, LEFT)), None)
+        done = next((each.return_value for each in statuses if each.return_value not in (None, Dismissal.LEFT)), None)
         self._over = self._over or done is not None
         first = WorkerStatus(
             running=any(each.running for each in statuses) or not self._over,
