@@ -24,7 +24,7 @@ import torch
 T = TypeVar("T")
 
 # What a rank does between two phases that all ranks enter alike, in the order of one microbatch.
-_OWN = {"forward": 1, "backward": 2, "data": 3, "update": 4}
+_OWN = {"forward": 1, "backward": 2, "loader": 3, "update": 4}
 _ALL_LEFT = 1 << 30
 _REMEMBERED = 512  # durations of a phase
 _A_WHILE_S = 0.5
@@ -47,7 +47,7 @@ class Limits:
         if not durations:
             return self.unseen_s
         p99 = sorted(durations)[int(0.99 * len(durations))]
-        return max(self.step_s if phase in _OWN or phase == "word" else self.rare_s, 5 * p99)
+        return max(self.step_s if phase in _OWN or phase == "collective" else self.rare_s, 5 * p99)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class Progress:
         self._at = phase, now, self._turn, same if left is None else left
 
     def fetching(self, batches: Iterator[T]) -> Iterator[T]:
-        """`batches`, the wait for each of which is the data phase."""
+        """`batches`, the wait for each of which is the loader phase."""
         while True:
-            self.mark("data")
+            self.mark("loader")
             try:
                 fetched = next(batches)
             except StopIteration:
@@ -243,11 +243,11 @@ def straggler(before: Mapping[str, Snapshot], after: Mapping[str, Snapshot], lea
         return per_step(member, phase) - median(per_step(each, phase) for each in alike if each != member)
 
     def lost(member: str) -> float:
-        return excess(member, "data") + excess(member, "forward")
+        return excess(member, "loader") + excess(member, "forward")
 
     slowest = max(alike, key=lost)
     share = lost(slowest) / max(1e-9, sum(per_step(slowest, phase) for phase in after[slowest].spent_s))
     if share < least:
         return None
-    phase = max(("data", "forward"), key=lambda phase: excess(slowest, phase))
+    phase = max(("loader", "forward"), key=lambda phase: excess(slowest, phase))
     return Straggler(slowest, after[slowest].rank, phase, round(lost(slowest), 4), round(share, 3))

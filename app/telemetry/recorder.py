@@ -77,7 +77,7 @@ class Recorder:
 
     def ran(self, step: int, seconds: float, lr: float) -> None:
         """This rank has done `step`; what it was worth is known when its word has been read."""
-        self._world.progress.enter("word", step)
+        self._world.progress.enter("collective", step)
         self._running[step] = _Ran(seconds, time.time(), lr)
         if len(self._phases.seconds) == 4:
             self._phases.mark("first_step")

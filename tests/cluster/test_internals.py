@@ -2,7 +2,10 @@
 
 import inspect
 
+import ray._private.state
 from ray._private import worker
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
 from app.orchestration.internals import without_idle_actors
@@ -22,3 +25,9 @@ def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones():
 
 def test_what_slots_override_and_call_is_where_it_was():
     assert moved() is None
+
+
+def test_the_list_of_nodes_that_go_can_be_read_and_added_to():
+    assert not inspect.signature(ray._private.state.state.get_draining_nodes).parameters
+    assert callable(GcsClient.drain_node)
+    assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

@@ -13,25 +13,35 @@ from tests.checks import check_ledger, summary_of, weights_of
 from tests.command import descendants
 
 STEPS = 60
-# Five microbatches, which neither two, three nor four workers share evenly; slow enough to act between two steps.
-WORDS = [
-    f"run.steps={STEPS}",
-    "batch.global_size=40",
-    "checkpoint.every=5 steps",
-    "precision.kind=fp64",
-    "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 200}]",
-]
+# Five microbatches, which neither two, three nor four workers share evenly.
+WORDS = [f"run.steps={STEPS}", "batch.global_size=40", "checkpoint.every=5 steps"]
+SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 200}]"  # enough to act between two steps
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_any_schedule_of_worlds_and_kills_gives_the_weights_of_an_undisturbed_run(command, kind):
-    undisturbed = command("undisturbed")
-    words = [*WORDS, f"parallel.kind={kind}"]
-    assert undisturbed.run(*words, "faults.inject=[]", "scaling.num_workers=1").code == 0
+def test_fp64_weights_equal_those_of_an_undisturbed_run(command, kind):
+    words = [*WORDS, f"parallel.kind={kind}", "precision.kind=fp64"]
+    ours, theirs = disturb(command("disturbed"), *words), train(command("undisturbed"), *words)
+    if kind == "ddp":
+        assert summary_of(ours)["lost_steps"] == 0
+    assert max(float(each.abs().max()) for each in differences(ours, theirs)) <= 1e-10
 
+
+@pytest.mark.timeout(600)
+def test_fp32_result_is_equivalent_to_that_of_undisturbed_runs(command):
+    words = [*WORDS, "precision.kind=fp32"]
+    ours, one = disturb(command("disturbed"), *words), train(command("one"), *words)
+    two = train(command("two"), *words, "scaling.num_workers=2")
+    losses = [summary_of(directory)["metrics"]["loss"] for directory in (ours, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.002)
+    assert distance(ours, one) <= 3 * distance(one, two)
+
+
+def disturb(command, *words):
+    """The run directory of a run of which everything is changed that may change."""
     with Bed(num_nodes=4) as bed:
-        running = command("disturbed").start(*words, f"cluster.address={bed.address}", "scaling.num_workers=4")
+        running = command.start(*words, SLOW, f"cluster.address={bed.address}", "scaling.num_workers=4")
         running.wait_for_step(3)
         for bounds, size in (("1:3", 3), ("1", 1), ("2", 2), ("4", 4)):
             before = time.time()
@@ -40,14 +50,27 @@ def test_any_schedule_of_worlds_and_kills_gives_the_weights_of_an_undisturbed_ru
             assert running.scale(bounds).returncode == 0
             running.wait_until(lambda: trains(running, size, after=before), f"a world of {size}")  # noqa: B023
         finished = running.wait(300)
-
     assert finished.code == 0, finished.output
     history = check_ledger(running.directory, STEPS)
     assert {1, 2, 3, 4} == {line["world_size"] for line in history.lines}
-    if kind == "ddp":
-        assert summary_of(running.directory)["lost_steps"] == 0
-    ours, theirs = weights_of(running.directory), weights_of(undisturbed.directory)
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-10
+    return running.directory
+
+
+def train(command, *words):
+    """The run directory of an undisturbed run of one worker, unless `words` say otherwise."""
+    finished = command.run("scaling.num_workers=1", *words)
+    assert finished.code == 0, finished.output
+    return command.directory
+
+
+def differences(one, other):
+    ours, theirs = weights_of(one), weights_of(other)
+    return [ours[name] - theirs[name] for name in ours]
+
+
+def distance(one, other):
+    """Euclidean, of all weights."""
+    return sum(float(each.double().square().sum()) for each in differences(one, other)) ** 0.5
 
 
 def kill_newest():

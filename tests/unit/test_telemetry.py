@@ -130,8 +130,8 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
             "rank 1 stuck in forward after step 60 for 3.2 s; stacks in runs/x/stacks",
         ),
         (
-            {"event": "straggler", "member": "a", "rank": 2, "phase": "data", "lost_s": 0.2, "share": 0.31},
-            "rank 2 is slow in data: others wait 31% of every step",
+            {"event": "straggler", "member": "a", "rank": 2, "phase": "loader", "lost_s": 0.2, "share": 0.31},
+            "rank 2 is slow in loader: others wait 31% of every step",
         ),
         ({"event": "scale", "before": [1, 2], "after": (2, 4)}, "scaling.num_workers [1, 2] -> [2, 4]"),
         ({"event": "waiting", "workers": 1, "needed": 2}, "waiting for workers: 1 of at least 2 are there"),

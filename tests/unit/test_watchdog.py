@@ -16,7 +16,7 @@ FORWARD, BACKWARD, DATA, UPDATE = 1, 2, 3, 4
 
 
 def at(turn: int, left: int, phase: int, inside: int, seconds: float, limit_s: float | None = 3.0) -> Snapshot:
-    name = {FORWARD: "forward", BACKWARD: "backward", DATA: "data", UPDATE: "update"}.get(phase, "word")
+    name = {FORWARD: "forward", BACKWARD: "backward", DATA: "loader", UPDATE: "update"}.get(phase, "collective")
     return Snapshot(7, 0, [turn, -left, phase, inside], 41, name, seconds, limit_s, {})
 
 
@@ -38,12 +38,12 @@ def looked_at_twice(*snapshots: Snapshot) -> tuple[tuple[int, ...], str] | None:
     [
         # the one in forward makes two wait in backward, with the longer times
         ([at(5, 0, BACKWARD, 1, 3.9), at(5, 0, FORWARD, 0, 4.0), at(5, 0, BACKWARD, 1, 9.0)], ((1,), "forward")),
-        ([at(5, 0, BACKWARD, 1, 9.0), at(5, 0, BACKWARD, 1, 9.0), at(5, 1, DATA, 0, 4.0)], ((2,), "data")),
+        ([at(5, 0, BACKWARD, 1, 9.0), at(5, 0, BACKWARD, 1, 9.0), at(5, 1, DATA, 0, 4.0)], ((2,), "loader")),
         # a share of three microbatches, of which one is left, is behind a share of one
         ([at(5, 0, BACKWARD, 1, 9.0), at(5, 1, BACKWARD, 0, 4.0)], ((1,), "backward")),
         # the next step's data are ahead of this one's word
         ([at(5, 1 << 30, DATA, 0, 4.0), at(4, 0, UPDATE, 0, 4.0)], ((1,), "update")),
-        ([at(5, 1 << 30, 0, 1, 4.0), at(5, 1 << 30, DATA, 0, 4.0)], ((0,), "word")),
+        ([at(5, 1 << 30, 0, 1, 4.0), at(5, 1 << 30, DATA, 0, 4.0)], ((0,), "collective")),
         # both in forward, one of them in the other's all-gather
         ([at(5, 0, FORWARD, WAITING, 9.0), at(5, 0, FORWARD, WORKING, 4.0)], ((1,), "forward")),
         # nobody can be told from the others
@@ -57,7 +57,7 @@ def looked_at_twice(*snapshots: Snapshot) -> tuple[tuple[int, ...], str] | None:
         # one has not entered the attempt yet
         ([at(1, 1 << 30, 0, 1, 60.0), replace(at(80, 0, 0, 0, 90.0, None), attempt=6)], None),
         # one has finished the attempt, another not
-        ([at(80, 1 << 30, 0, 0, 60.0, None), at(79, 1 << 30, 0, 0, 60.0)], ((1,), "word")),
+        ([at(80, 1 << 30, 0, 0, 60.0, None), at(79, 1 << 30, 0, 0, 60.0)], ((1,), "collective")),
         ([at(5, 0, BACKWARD, 1, -1.0), at(5, 0, FORWARD, 0, -0.5)], None),
     ],
 )
@@ -118,7 +118,7 @@ def run_phase(found: Progress, clock: Clock, phase: str, *durations: float) -> N
         ("forward", [0.1], 3.0),
         ("forward", [60.0, 0.1], 300.0),  # compiled; another shape may have to be compiled too
         ("forward", [60.0, *[0.1] * 200], 3.0),
-        ("word", [0.7, 0.9], 4.5),
+        ("collective", [0.7, 0.9], 4.5),
         ("checkpoint", [0.1], 10.0),
         ("checkpoint", [4.0], 20.0),
         ("forward", [60.0, 60.0, 60.0, 60.0, 60.0, 60.0, *[0.1] * 512], 3.0),  # long ago
@@ -145,12 +145,12 @@ def test_a_phase_that_an_attempt_broke_off_was_not_completed() -> None:
 
 def test_what_earlier_attempts_took_is_remembered_and_what_they_did_is_not() -> None:
     found, clock = progress()
-    run_phase(found, clock, "data", 2.0)
-    found.enter("word", step=3)
+    run_phase(found, clock, "loader", 2.0)
+    found.enter("collective", step=3)
     found.leave()
     found.begin(attempt=8, rank=1)
     assert (found.snapshot().step, found.snapshot().spent_s) == (0, {})
-    found.mark("data")
+    found.mark("loader")
     assert found.snapshot().limit_s == 10.0
 
 
@@ -193,7 +193,7 @@ def test_a_step_goes_forward_only() -> None:
                 positions.append(found.snapshot().position)
             found.mark("update")
             positions.append(found.snapshot().position)
-            found.enter("word", step)
+            found.enter("collective", step)
             positions.append(found.snapshot().position)
             words.append(found.snapshot().position)
         assert positions == sorted(positions)
@@ -205,9 +205,9 @@ def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
     found, _ = progress()
 
     def batches() -> Iterator[str]:
-        assert found.snapshot().phase == "data"
+        assert found.snapshot().phase == "loader"
         yield "one"
-        assert found.snapshot().phase == "data"
+        assert found.snapshot().phase == "loader"
 
     seen = []
     for batch in found.fetching(batches()):
@@ -218,13 +218,13 @@ def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
 
 def test_a_snapshot_travels_as_json() -> None:
     found, clock = progress()
-    run_phase(found, clock, "data", 0.25)
-    found.enter("word", step=41)
+    run_phase(found, clock, "loader", 0.25)
+    found.enter("collective", step=41)
     said = found.snapshot()
     line = json.dumps(asdict(said))
     assert Snapshot(**json.loads(line)) == said
     assert len(line) < 400
-    assert (said.attempt, said.rank, said.step, said.phase, said.spent_s["data"]) == (7, 2, 41, "word", 0.25)
+    assert (said.attempt, said.rank, said.step, said.phase, said.spent_s["loader"]) == (7, 2, 41, "collective", 0.25)
 
 
 def test_the_training_thread_comes_first_among_the_stacks() -> None:
@@ -248,8 +248,8 @@ def test_the_training_thread_comes_first_among_the_stacks() -> None:
 
 
 def worked(rank: int, step: int, data_s: float, forward_s: float, rest_s: float) -> Snapshot:
-    spent = {"data": data_s, "forward": forward_s, "backward": rest_s}
-    return Snapshot(7, rank, [0, 0, 0, 0], step, "word", 0.0, 3.0, spent)
+    spent = {"loader": data_s, "forward": forward_s, "backward": rest_s}
+    return Snapshot(7, rank, [0, 0, 0, 0], step, "collective", 0.0, 3.0, spent)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def worked(rank: int, step: int, data_s: float, forward_s: float, rest_s: float)
         ([1.0, 1.0, 1.0], [20.0, 20.0, 20.0], None),
         ([1.0, 1.0, 1.0], [20.0, 21.0, 20.0], None),  # 2 % of a step
         ([1.0, 1.0, 1.0], [20.0, 20.0, 40.0], Straggler("c", 2, "forward", 0.2, 0.4)),
-        ([1.0, 11.0, 1.0], [20.0, 20.0, 20.0], Straggler("b", 1, "data", 0.1, 0.2)),
+        ([1.0, 11.0, 1.0], [20.0, 20.0, 20.0], Straggler("b", 1, "loader", 0.1, 0.2)),
     ],
 )
 def test_who_makes_the_others_wait(data_s: list[float], forward_s: list[float], expected: Straggler | None) -> None:
