@@ -51,9 +51,8 @@ def train(
         progress=world.progress,
     )
     state = app_state(parallel.plain(model), optimizer)
-    store = faults.store(
-        CheckpointStore(directory, world, world.groups.control, kept.fingerprint, config.checkpoint.keep_last)
-    )
+    keep, control_group = config.checkpoint.keep_last, world.groups.control
+    store = faults.store(CheckpointStore(directory, world, control_group, kept.fingerprint, keep, parallel.replicated))
     phases.mark("built")
 
     world.progress.enter("restore")

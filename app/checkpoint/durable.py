@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ class Committed:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, as one attempt sees them. `save` and `load` are collectives of `group`."""
+    """The checkpoints of one run, as one attempt sees them. `load` is a collective of `group`, `save` one too unless
+    the state is replicated: then the leader, who has all of it, writes it alone, and nobody waits for anybody's word.
+    """
 
     def __init__(
         self,
@@ -56,9 +59,10 @@ class CheckpointStore:
         group: dist.ProcessGroup,
         fingerprint: str,
         keep_last: int,
+        replicated: bool,
     ) -> None:
         self._directory, self._world, self._group = directory, world, group
-        self._fingerprint, self._keep_last = fingerprint, keep_last
+        self._fingerprint, self._keep_last, self._replicated = fingerprint, keep_last, replicated
 
     def newest(self) -> int:
         """The step of the newest whole checkpoint, 0 if there is none. Read from storage: nothing else is trusted."""
@@ -92,23 +96,27 @@ class CheckpointStore:
             RunConflict: a later attempt owns the run by now; nothing was committed.
         """
         began, path = time.monotonic(), self._path(step)
+        if self._replicated and not self._world.leader:
+            return None
         if self._agreed_to_skip(path):
             return None
         import torch.distributed.checkpoint as dcp
 
         writer = dcp.FileSystemWriter(path, sync_files=True)
-        dcp.save(state, storage_writer=writer, process_group=self._group)
+        with warnings.catch_warnings(action="ignore"):  # that it saves in a single process, which is meant
+            dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._replicated)
         return self._commit(step, path, began) if self._world.leader else None
 
     def _agreed_to_skip(self, path: Path) -> bool:
-        """The leader looks, and clears what an attempt that died here left; all ranks must go the same way."""
+        """The leader looks, and clears what an attempt that died here left; all who write must go the same way."""
         answer = [False]
         if self._world.leader:
             answer = [self._is_ours(read_manifest(path))]
             if not answer[0]:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
-        dist.broadcast_object_list(answer, src=0, group=self._group)
+        if not self._replicated:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
         return answer[0]
 
     def _commit(self, step: int, path: Path, began: float) -> Committed:

@@ -58,7 +58,10 @@ def measure(rounds: int, folder: Path) -> dict[str, list[Row]]:
     command = ("-m", "torch.distributed.run", *elastic, "-m", loop, str(job("torchrun")))
     everyone = [
         contenders.ours(["--config", _CONFIG, *TRAINING], folder, node, str(pace)),
-        Contender(TORCHRUN, folder / "torchrun", command, loop, node),
+        # Workers that share the agent's store may wait for each other for ever (pytorch issue 135712).
+        Contender(
+            TORCHRUN, folder / "torchrun", command, loop, node, environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        ),
         contenders.ray_train(job("ray-train"), node),
     ]
     try:

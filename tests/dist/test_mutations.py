@@ -41,7 +41,7 @@ EVERYTHING = {check_ledger, *RESULT}
         (mutations.key_dropout_by_rank, "ddp", RESULT),
         (mutations.take_means_before_the_sum, "ddp", RESULT),
         (mutations.broadcast_from_rank_0, "ddp", RESULT),
-        (mutations.broadcast_no_optimizer, "ddp", {*RESULT, check_checkpoint}),
+        (mutations.broadcast_no_optimizer, "ddp", RESULT),
         (mutations.load_no_optimizer, "fsdp", RESULT),
     ],
 )

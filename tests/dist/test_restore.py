@@ -37,7 +37,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
 
 
 def _store(world: World, path: str) -> CheckpointStore:
-    return CheckpointStore(RunDirectory.of(small(path)), world, world.groups.control, "", 1)  # type: ignore[arg-type]
+    return CheckpointStore(RunDirectory.of(small(path)), world, world.groups.control, "", 1, True)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
