@@ -3,8 +3,8 @@
 python -m tests.benchmarks.storm --kills 50 --storms 5
 
 Each storm is one run of three workers on one node, ended by Ctrl-C after the last kill. Printed are the kills, the
-worlds they made, the stall between each two of them, what was done twice, and the largest difference of any weight to
-an undisturbed run of as many steps (fp64). At least one worker that holds the state is always left alone.
+worlds they made, the stall between each two of them, what was done twice, how often somebody was taken for hung, and
+the largest difference of any weight to an undisturbed run of as many steps (fp64). At least one worker that holds the state is always left alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random) -> list[
     assert stopped.code == 3, stopped.output
     summary = summary_of(running.directory)
     history = check_ledger(running.directory, summary["step"])
-    return row(number, done, summary, history.lines, difference(folder, number, running.directory, summary["step"]))
+    alarms = sum(event["event"] == "hang" for event in running.events)
+    largest = difference(folder, number, running.directory, summary["step"])
+    return row(number, done, summary, history.lines, alarms, largest)
 
 
 def kill_one(running: Running, chance: random.Random) -> bool:
@@ -81,7 +83,9 @@ def difference(folder: Path, number: int, ours: Path, steps: int) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def row(number: int, kills: int, summary: dict[str, Any], lines: list[dict[str, Any]], largest: float) -> list[str]:
+def row(
+    number: int, kills: int, summary: dict[str, Any], lines: list[dict[str, Any]], alarms: int, largest: float
+) -> list[str]:
     gaps = between_worlds(lines)
     unconfirmed = sum(line.get("confirmed") is False for line in lines)
     return [
@@ -93,6 +97,7 @@ def row(number: int, kills: int, summary: dict[str, Any], lines: list[dict[str, 
         str(unconfirmed),
         f"{median(gaps):.3f}",
         f"{max(gaps):.3f}",
+        str(alarms),
         f"{largest:.1e}",
     ]
 
@@ -103,7 +108,8 @@ def main() -> None:
     parser.add_argument("--storms", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    head = ["storm", "kills", "worlds", "steps", "done twice", "unconfirmed", "stall median s", "max s", "difference"]
+    head = ["storm", "kills", "worlds", "steps", "done twice", "unconfirmed", "stall median s", "max s"]
+    head += ["false alarms", "difference"]
     rows = [head]
     for number in range(1, options.storms + 1):
         with tempfile.TemporaryDirectory(prefix="storm-") as folder:
