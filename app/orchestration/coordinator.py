@@ -80,7 +80,7 @@ class Coordinator:
             member: a worker with a lifeline.
             group_size: the size that the world must have, where Ray decides it; None where any within bounds is right.
         """
-        if self._over or self._orders.stop:
+        if self._over or (self._orders.stop and member.name not in self._membership.world):
             return Dismissal.DONE
         if group_size is not None:
             self._membership.rescale(group_size, group_size)
@@ -101,11 +101,14 @@ class Coordinator:
             self._review()
 
     async def slots(self) -> SlotOrders:
-        nobody_trains = self._orders.stop and not self._running
-        return SlotOrders(self._membership.largest, self._over or nobody_trains)
+        return SlotOrders(self._membership.largest, self._over or self._nothing_to_save())
+
+    def _nothing_to_save(self) -> bool:
+        """The run has been asked to stop, and nobody is left who holds more than storage does."""
+        return self._orders.stop and not self._membership.world
 
     def _review(self) -> None:
-        if self._over or self._orders.stop:
+        if self._over or self._nothing_to_save():
             return
         decision = self._membership.decide(_now())
         if not isinstance(decision, Short):
@@ -195,7 +198,7 @@ class Coordinator:
 
     def _mind_scale(self) -> None:
         wish = self._directory.take_scale()
-        if wish is not None:
+        if wish is not None and not self._orders.stop:
             before = [self._membership.smallest, self._membership.largest]
             self._dismiss(self._membership.rescale(*wish), Dismissal.LEFT)
             self._record({"event": "scale", "before": before, "after": wish})
@@ -295,7 +298,8 @@ class Coordinator:
 
     async def request_stop(self) -> None:
         self._order(replace(self._orders, stop=True))
-        self._dismiss(list(self._seats), Dismissal.DONE)
+        self._dismiss(self._membership.close(), Dismissal.DONE)
+        self._review()
 
     def _end_attempt(self, cause: str, step: int | None = None) -> None:
         """Told once: every survivor reports the same end."""

@@ -98,6 +98,12 @@ class Membership:
         staying = [member for member in (*self.world, *self._newcomers()) if member not in self._leaving]
         return self.send_away(staying[largest:])
 
+    def close(self) -> list[str]:
+        """Nobody new any more: those in the world, and those who survived it, are to write down what they hold, however
+        few they are. Returns as `send_away` does."""
+        self.smallest, self.largest = 1, max(1, len(self.world))
+        return self.send_away(self._newcomers())
+
     def decide(self, now_s: float) -> Decision:
         """What to do now; `Form` takes effect at once."""
         if any(member not in self._waiting for member in self.world):

@@ -94,6 +94,21 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(command)
     )
 
 
+def test_ctrl_c_between_two_worlds_writes_what_the_survivor_holds(command):
+    running = command().start(FOR_EVER, "scaling.num_workers=2")  # so that one alone waits
+    running.wait_for_step(30)
+    os.kill(running.worker_pids("SlotWorker")[-1], signal.SIGKILL)
+    running.wait_for_event("failure")
+    known = running.history.last_step
+    running.interrupt()
+    stopped = running.wait()
+    assert stopped.code == 3, stopped.output
+    summary = summary_of(running.directory)
+    assert (summary["status"], summary["lost_steps"]) == ("stopped", 0)
+    assert check_ledger(running.directory, summary["step"]).last_step == summary["step"] >= known
+    assert summary["last_checkpoint"].endswith(f"{summary['step']:08d}")
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("phase", ["loader", "forward", "collective", "checkpoint"])
 def test_a_worker_that_hangs_is_named_and_replaced_and_the_others_go_on(command, phase):

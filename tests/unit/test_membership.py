@@ -146,3 +146,22 @@ def test_a_larger_smallest_leaves_the_world_under_way_alone_until_it_ends() -> N
     world.lose("b")
     world.join("a", 2.0)
     assert world.decide(2.0) == Short(missing=2)
+
+
+def test_survivors_form_a_last_world_without_newcomers_however_few_they_are() -> None:
+    world = formed("a", "b", "c")
+    world.rescale(2, 3)
+    world.lose("b")
+    world.lose("c")
+    world.join("d", 1.0)
+    assert world.close() == ["d"]
+    assert world.decide(1.0) == Keep()
+    world.join("a", 2.0)
+    assert world.decide(2.0) == Form(("a",))
+
+
+def test_nobody_who_was_never_in_a_world_forms_a_last_one() -> None:
+    world = membership(expected=1)
+    world.join("a", 0.0)
+    assert world.close() == ["a"]
+    assert world.world == ()
