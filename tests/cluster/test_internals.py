@@ -4,7 +4,7 @@ import inspect
 
 import ray._private.state
 from ray._private import worker
-from ray._raylet import GcsClient
+from ray._raylet import InnerGcsClient
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
@@ -29,5 +29,5 @@ def test_what_slots_override_and_call_is_where_it_was():
 
 def test_the_list_of_nodes_that_go_can_be_read_and_added_to():
     assert not inspect.signature(ray._private.state.state.get_draining_nodes).parameters
-    assert callable(GcsClient.drain_node)
+    assert callable(InnerGcsClient.drain_node)  # which GcsClient hands on to
     assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
