@@ -5,7 +5,8 @@ python -m tests.benchmarks.storm --kills 50 --storms 5
 Each storm is one run of three workers on one node, ended by Ctrl-C after the last kill. Printed are the kills, the
 worlds they made, the stall between each two of them, what was done twice, how often somebody was taken for hung, and
 the largest difference of any weight to an undisturbed run of as many steps (fp64), which takes as long again: a soak
-(--kills 500 --alone) leaves it out. At least one worker that holds the state is always left alone.
+(--kills 500 --alone --pace 20) leaves it out, and lets each microbatch take 20 ms longer, as on an accelerator, so that
+the two cores are there for those who start. At least one worker that holds the state is always left alone.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ _WORDS = [
 ]
 
 
-def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: bool) -> list[str]:
+def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: bool, pace_ms: int) -> list[str]:
     """One row of the table."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NUM_WORKERS, "include_dashboard": False})
     try:
-        running = Command(folder, f"storm-{number}").start(*_WORDS, f"cluster.address={cluster.address}")
+        running = Command(folder, f"storm-{number}").start(
+            *_WORDS, *pace(pace_ms), f"cluster.address={cluster.address}"
+        )
         running.wait_for_event("attempt_started", world_size=NUM_WORKERS)
         done = 0
         while done < kills:
@@ -60,6 +63,11 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: b
     alarms = sum(event["event"] == "hang" for event in running.events)
     largest = "-" if alone else f"{difference(folder, number, running.directory, summary['step']):.1e}"
     return row(number, done, summary, history.lines, alarms, largest)
+
+
+def pace(added_ms: int) -> list[str]:
+    ranks = list(range(NUM_WORKERS))
+    return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {added_ms}}}]"] if added_ms else []
 
 
 def kill_one(running: Running, chance: random.Random) -> bool:
@@ -109,6 +117,7 @@ def main() -> None:
     parser.add_argument("--storms", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run beside it")
+    parser.add_argument("--pace", type=int, default=0, help="milliseconds that a microbatch takes longer")
     options = parser.parse_args()
     head = ["storm", "kills", "worlds", "steps", "done twice", "unconfirmed", "stall median s", "max s"]
     head += ["false alarms", "difference"]
@@ -116,7 +125,7 @@ def main() -> None:
     for number in range(1, options.storms + 1):
         with tempfile.TemporaryDirectory(prefix="storm-") as folder:
             chance = random.Random(options.seed + number)
-            rows.append(storm(Path(folder), number, options.kills, chance, options.alone))
+            rows.append(storm(Path(folder), number, options.kills, chance, options.alone, options.pace))
             print(rows[-1], flush=True)
     print(table(rows))
 
