@@ -49,10 +49,11 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: b
             *_WORDS, *pace(pace_ms), f"cluster.address={cluster.address}"
         )
         running.wait_for_event("attempt_started", world_size=NUM_WORKERS)
-        done = 0
+        done, killed_s = 0, time.time()
         while done < kills:
             time.sleep(chance.uniform(*_PAUSE_S))
-            done += kill_one(running, chance)
+            if kill_one(running, chance, killed_s):
+                done, killed_s = done + 1, time.time()
         running.interrupt()
         stopped = running.wait()
     finally:
@@ -70,18 +71,15 @@ def pace(added_ms: int) -> list[str]:
     return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {added_ms}}}]"] if added_ms else []
 
 
-def kill_one(running: Running, chance: random.Random) -> bool:
-    """Any worker process but one of those at work. False where none can be spared."""
-    world = last_world(running)
+def kill_one(running: Running, chance: random.Random, killed_s: float) -> bool:
+    """Any worker process but one of those at work. False where none can be spared: a world that has done no step since
+    the last kill, at Unix time `killed_s`, may be smaller than it says."""
+    last = running.history.lines[-1]
     workers = [pid for pid, title in descendants(os.getpid()) if "SlotWorker" in title]
-    if world < 2 or len(workers) < 2:
+    if last["time_s"] < killed_s or last["world_size"] < 2 or len(workers) < 2:
         return False
     os.kill(chance.choice(workers), signal.SIGKILL)
     return True
-
-
-def last_world(running: Running) -> int:
-    return int(running.history.lines[-1]["world_size"])
 
 
 def difference(folder: Path, number: int, ours: Path, steps: int) -> float:
