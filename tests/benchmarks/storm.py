@@ -2,11 +2,14 @@
 
 python -m tests.benchmarks.storm --kills 50 --storms 5
 
-Each storm is one run of three workers on one node, ended by Ctrl-C after the last kill. Printed are the kills, the
-worlds they made, the stall between each two of them, what was done twice, how often somebody was taken for hung, and
-the largest difference of any weight to an undisturbed run of as many steps (fp64), which takes as long again: a soak
-(--kills 500 --alone --pace 20) leaves it out, and lets each microbatch take 20 ms longer, as on an accelerator, so that
-the two cores are there for those who start. At least one worker that holds the state is always left alone.
+Each storm is one run on one node, ended by Ctrl-C after the last kill. Printed are the kills, the worlds they made, the
+stall between each two of them, what was done twice, how often somebody was taken for hung, and the largest difference
+of any weight to an undisturbed run of as many steps (fp64). That takes as long again: a soak leaves it out, and lets
+each microbatch take 20 ms longer, as on an accelerator, so that the two cores are there for those who start:
+
+python -m tests.benchmarks.storm --kills 500 --workers 5 --alone --pace 20
+
+At least one worker that holds the state is always left alone.
 """
 
 from __future__ import annotations
@@ -28,29 +31,28 @@ from tests.benchmarks.statistics import table
 from tests.checks import check_ledger, summary_of, weights_of
 from tests.command import Command, Running, descendants
 
-NUM_WORKERS = 3
 _PAUSE_S = (0.2, 2.5)  # between two kills
 _WORDS = [
     "run.steps=10000000",
     "schedule.kind=constant",
     "schedule.warmup_steps=0",
     "precision.kind=fp64",
-    f"scaling.num_workers=[1,{NUM_WORKERS}]",
     "trackers=[]",
     "recovery.max_failures=1000",
 ]
 
 
-def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: bool, pace_ms: int) -> list[str]:
+def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
     """One row of the table."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NUM_WORKERS, "include_dashboard": False})
+    chance, workers = random.Random(options.seed + number), options.workers
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": workers, "include_dashboard": False})
     try:
         running = Command(folder, f"storm-{number}").start(
-            *_WORDS, *pace(pace_ms), f"cluster.address={cluster.address}"
+            *_WORDS, *pace(options), f"scaling.num_workers=[1,{workers}]", f"cluster.address={cluster.address}"
         )
-        running.wait_for_event("attempt_started", world_size=NUM_WORKERS)
+        running.wait_for_event("attempt_started", world_size=workers)
         done, killed_s = 0, time.time()
-        while done < kills:
+        while done < options.kills:
             time.sleep(chance.uniform(*_PAUSE_S))
             if kill_one(running, chance, killed_s):
                 done, killed_s = done + 1, time.time()
@@ -62,13 +64,13 @@ def storm(folder: Path, number: int, kills: int, chance: random.Random, alone: b
     summary = summary_of(running.directory)
     history = check_ledger(running.directory, summary["step"])
     alarms = sum(event["event"] == "hang" for event in running.events)
-    largest = "-" if alone else f"{difference(folder, number, running.directory, summary['step']):.1e}"
+    largest = "-" if options.alone else f"{difference(folder, number, running.directory, summary['step']):.1e}"
     return row(number, done, summary, history.lines, alarms, largest)
 
 
-def pace(added_ms: int) -> list[str]:
-    ranks = list(range(NUM_WORKERS))
-    return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {added_ms}}}]"] if added_ms else []
+def pace(options: argparse.Namespace) -> list[str]:
+    ranks = list(range(options.workers))
+    return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {options.pace}}}]"] if options.pace else []
 
 
 def kill_one(running: Running, chance: random.Random, killed_s: float) -> bool:
@@ -113,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--storms", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run beside it")
     parser.add_argument("--pace", type=int, default=0, help="milliseconds that a microbatch takes longer")
@@ -122,8 +125,7 @@ def main() -> None:
     rows = [head]
     for number in range(1, options.storms + 1):
         with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-            chance = random.Random(options.seed + number)
-            rows.append(storm(Path(folder), number, options.kills, chance, options.alone, options.pace))
+            rows.append(storm(Path(folder), number, options))
             print(rows[-1], flush=True)
     print(table(rows))
 
