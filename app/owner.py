@@ -9,12 +9,14 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from app.errors import RunConflict
 from app.files import read_json, write_json
 
 _RENEW_S = 5.0
 _STALE_S = 20.0  # several renewals may fail before another command takes over
+_writing = threading.RLock()  # the thread that renews is not alone
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,15 @@ class Ownership:
         return self._owner.attempt
 
     def renew(self) -> None:
-        self._write(replace(self._owner, renewed=time.time()))
+        self._write(renewed=time.time())
 
     def next_attempt(self) -> int:
-        self._write(replace(self._owner, attempt=self._owner.attempt + 1, renewed=time.time()))
-        return self._owner.attempt
+        with _writing:
+            self._write(attempt=self._owner.attempt + 1, renewed=time.time())
+            return self._owner.attempt
 
     def release(self) -> None:
-        self._write(replace(self._owner, renewed=0.0))
+        self._write(renewed=0.0)
 
     def keep(self) -> None:
         """Renews from a daemon thread for as long as this process lives."""
@@ -83,8 +86,9 @@ class Ownership:
         def renew_for_ever() -> None:
             while self._owner.renewed:
                 time.sleep(_RENEW_S)
-                if self._owner.renewed and self.holds():
-                    self.renew()
+                with _writing:  # or it would renew what has been released in this moment
+                    if self._owner.renewed and self.holds():
+                        self.renew()
 
         threading.Thread(target=renew_for_ever, daemon=True, name="owner").start()
 
@@ -93,9 +97,10 @@ class Ownership:
         owner = read_owner(self._path)
         return owner is not None and owner.token == self._owner.token
 
-    def _write(self, owner: Owner) -> None:
-        self._owner = owner
-        write_json(self._path, asdict(owner))
+    def _write(self, **changes: Any) -> None:
+        with _writing:
+            self._owner = replace(self._owner, **changes)
+            write_json(self._path, asdict(self._owner))
 
 
 def read_owner(path: Path) -> Owner | None:

@@ -1,0 +1,43 @@
+"""Who runs a run, also where a process has several threads that say so."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from app.errors import RunConflict
+from app.owner import Ownership, read_owner
+
+COUNT = 300
+
+
+def test_renewals_and_new_attempts_of_two_threads_do_not_undo_each_other(tmp_path: Path) -> None:
+    ownership = Ownership.claim(tmp_path / "owner.json")
+    failures: list[BaseException] = []
+
+    def repeat(verb: str) -> None:
+        try:
+            for _ in range(COUNT):
+                getattr(ownership, verb)()
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(verb,)) for verb in ("renew", "next_attempt")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    written = read_owner(tmp_path / "owner.json")
+    assert written is not None
+    assert written.attempt == ownership.attempt == COUNT
+
+
+def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None:
+    first = Ownership.claim(tmp_path / "owner.json")
+    with pytest.raises(RunConflict, match="is already running: attempt 0 on"):
+        Ownership.claim(tmp_path / "owner.json")
+    first.release()
+    second = Ownership.claim(tmp_path / "owner.json")
+    assert not first.holds()
+    assert second.holds()
