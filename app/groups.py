@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
 
 from app.timeouts import Timeouts
 
@@ -48,6 +48,9 @@ class Groups:
         before = _open_sockets()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
+        # By it torch names groups in the store, and it counts on where forming has failed: whoever was there would look
+        # for newcomers under another name than theirs, for ever.
+        _world.group_count = 0
         try:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.form)
             control = dist.new_group(backend="gloo", timeout=timeouts.form)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.groups import Groups, is_peer_loss
+from app.groups import Groups, PeerLost, is_peer_loss
 from app.timeouts import Timeouts
 from tests.dist.gang import Gang, Member
 
@@ -37,3 +37,21 @@ def test_aborted_groups_are_formed_again_in_the_same_process() -> None:
         first = gang.run(abort_and_form_again, 3)
     assert [answer[:-1] for answer in first] == [[3] * GENERATIONS] * 3
     assert len({answer[-1] for answer in first}) == 3
+
+
+def fail_to_form_and_form(member: Member) -> int:
+    """One of two waits for the other in vain; then both come."""
+    cpu = torch.device("cpu")
+    if member.number == 0:
+        with pytest.raises(PeerLost):
+            Groups.form(member.store, 0, 2, 1, cpu, Timeouts(silence_s=0.2))
+    groups = Groups.form(member.store, member.number, 2, 2, cpu, Timeouts())
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=groups.control)
+    groups.destroy()
+    return int(ones)
+
+
+def test_one_who_has_failed_to_form_a_world_forms_the_next_one_with_somebody_who_has_not() -> None:
+    with Gang(2) as gang:
+        assert gang.run(fail_to_form_and_form) == [2, 2]
