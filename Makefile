@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test check
+.PHONY: install train test e2e check
 
 .venv/.train: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -11,6 +11,10 @@ BIN := .venv/bin
 
 .venv/.dev: pyproject.toml .venv/.train
 	$(BIN)/pip install --quiet -e ".[dev]"
+	@touch $@
+
+.venv/.e2e: pyproject.toml .venv/.dev
+	$(BIN)/pip install --quiet -e ".[e2e]"
 	@touch $@
 
 install: .venv/.train
@@ -23,6 +27,10 @@ test: .venv/.dev
 	$(BIN)/python -m pytest tests/unit
 	$(BIN)/python -m pytest tests/dist
 	$(BIN)/python -m pytest tests/cluster
+
+# Needs root and, on Debian, apt-get install openssh-server rsync iproute2.
+e2e: .venv/.e2e
+	$(BIN)/python -m pytest tests/e2e
 
 check: .venv/.dev
 	$(BIN)/ruff check app cluster main.py tests

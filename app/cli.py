@@ -32,15 +32,21 @@ prove:
   chaos             do every fault to this application, stock Ray Train and torchrun on this machine, and compare;
                     --minutes N: no fault begins later (4.1); 9 is enough for all
 
+elsewhere:
+  --cluster FILE    on the head of the cluster that `ray up FILE` started; may be left, and given again, at any time
+  --job             as a Ray job of this machine's cluster, which outlives this terminal
+
 FILE is taken as given, else from configs/. key=value overrides it, with dots for sections: batch.global_size=96.
 
 exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopped on request (resumable)"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="main.py", usage=HELP, add_help=False)
+    parser = argparse.ArgumentParser(prog="main.py", usage=HELP, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument("-c", "--config", metavar="FILE", help="what to train")
+    parser.add_argument("--cluster", metavar="FILE", help="where to run it, from anywhere")
+    parser.add_argument("--job", action="store_true", help="so that it outlives this terminal")
     parser.add_argument("--workers", metavar="MIN:MAX", help=argparse.SUPPRESS)
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
     parser.add_argument("--minutes", type=float, default=4.1, help=argparse.SUPPRESS)
@@ -73,20 +79,39 @@ def _run(arguments: list[str], started_s: float) -> int:
         parser.print_help()
         return 0
     verbs = [word for word in options.words if "=" not in word]
-    if verbs[:1] == ["scale"]:
-        return _scale(verbs[1:], options.workers)
-    if verbs not in ([], ["train"], ["chaos"]):
-        known = "train, scale, chaos"
-        raise UsageError(f"unknown verb {' '.join(verbs)}; there are: {known}. Overrides are written key=value")
-    if options.config is None:
-        raise UsageError("--config FILE is missing, for example --config ddp.yaml")
     overrides = [word for word in options.words if "=" in word]
+    trains, config = verbs in ([], ["train"]), None
+    if verbs[:1] != ["scale"]:
+        if not trains and verbs != ["chaos"]:
+            known = "train, scale, chaos"
+            raise UsageError(f"unknown verb {' '.join(verbs)}; there are: {known}. Overrides are written key=value")
+        if options.config is None:
+            raise UsageError("--config FILE is missing, for example --config ddp.yaml")
+        config = load_config(options.config, overrides)
+    if options.cluster:
+        from app.remote import run_on_head
+
+        there = _without(arguments, "--cluster", options.cluster)
+        return run_on_head(options.cluster, [*there, "--job"] if trains else there, options.verbose)
+    if config is None:
+        return _scale(verbs[1:], options.workers)
     if verbs == ["chaos"]:
         from app.chaos.command import chaos
 
         return chaos(options.config, overrides, options.minutes)
-    config = load_config(options.config, overrides)
+    if options.job:
+        from app.orchestration.job import run_as_job
+
+        return run_as_job(config, _without(arguments, "--job"))
     return train(config, started_s, options.verbose)
+
+
+def _without(arguments: list[str], option: str, value: str | None = None) -> list[str]:
+    """The command line less one option."""
+    left = [each for each in arguments if each not in (option, f"{option}={value}")]
+    if value is not None and option in arguments:
+        del left[arguments.index(option)]
+    return left
 
 
 def _scale(runs: list[str], workers: str | None) -> int:

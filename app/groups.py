@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
 
 from app.timeouts import Timeouts
+
+_SIOCGIFADDR = 0x8915
 
 
 class PeerLost(Exception):
@@ -103,6 +107,17 @@ def is_peer_loss(error: BaseException) -> bool:
     if isinstance(error, PeerLost | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _PEER_LOST_MARKS)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface with an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it is down, or has no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def _open_sockets() -> dict[int, int]:

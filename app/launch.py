@@ -68,8 +68,9 @@ def _run(
 
     try:
         console.line(describe_cluster(address))
-        gpus = gpus_per_worker(config)
-        expected = await_room(config, gpus, ownership, interrupts, embedded=address == EMBEDDED)
+        embedded = address == EMBEDDED
+        gpus = gpus_per_worker(config, embedded)
+        expected = await_room(config, gpus, ownership, interrupts, embedded)
         slots, why_not = uses_slots(config)
         if why_not:
             console.line(why_not)

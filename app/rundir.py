@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.config import Change, Config, diff, dump_config, parse_config
-from app.errors import RunConflict, UsageError
+from app.errors import RunConflict, StorageError, UsageError
 from app.files import append_line, last_line, read_json, read_lines, write_json, write_text
+
+_SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
+
+
+def base() -> Path:
+    """What a relative path of a run is relative to."""
+    return _SHARED if _SHARED.is_dir() else Path.cwd()
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`{run.storage}/{run.name}`. Pickles, and means the same on every node that sees the storage."""
+    """`{run.storage}/{run.name}`, relative to the nodes' shared folder where there is one. Pickles, and means the same
+    on every node that sees the storage."""
 
     path: Path
 
@@ -23,7 +32,7 @@ class RunDirectory:
     def of(cls, config: Config) -> RunDirectory:
         if "://" in config.run.storage:
             raise UsageError(f"run.storage: {config.run.storage}: only paths are supported so far")
-        return cls(Path(config.run.storage).absolute() / config.run.name)
+        return cls(base() / config.run.storage / config.run.name)
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -54,6 +63,17 @@ class RunDirectory:
             raise UsageError(
                 f"run.storage: {self.path} cannot be written: {error.strerror}. Choose another run.storage"
             ) from error
+
+    def check_shared(self) -> None:
+        """
+        Raises:
+            StorageError: this machine does not see what the command has put there.
+        """
+        if not self.owner.exists():
+            raise StorageError(
+                f"{socket.gethostname()} does not see {self.path}, where the command keeps the run. Mount one folder "
+                f"on all nodes, at {_SHARED} for example, or give run.storage a path that all of them share"
+            )
 
     def record(self, event: dict[str, Any]) -> dict[str, Any]:
         """Appends to events.jsonl and returns the event as written."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.errors import RunConflict, UsageError
 from app.owner import read_owner
-from app.rundir import RunDirectory
+from app.rundir import RunDirectory, base
 
 _ANSWER_S = 20.0
 _POLL_S = 0.1
@@ -21,7 +21,7 @@ def scale(run: str, workers: str) -> str:
     """Waits for the running command to take the wish up. Returns the line to print.
 
     Args:
-        run: a run directory, or the name of one below runs/.
+        run: a run directory, or the name of one below runs/ where runs are kept.
         workers: "2:8", or "4" for exactly four.
 
     Raises:
@@ -51,7 +51,8 @@ def scale(run: str, workers: str) -> str:
 
 
 def _find(run: str) -> RunDirectory:
-    found = next((path for path in (Path(run), Path("runs") / run) if (path / "owner.json").exists()), None)
+    places = [Path.cwd() / run, base() / run, base() / "runs" / run]
+    found = next((path for path in places if (path / "owner.json").exists()), None)
     if found is None:
-        raise UsageError(f"no run at {run} or runs/{run}")
-    return RunDirectory(found.absolute())
+        raise UsageError(f"no run at {places[0]} or {places[-1]}")
+    return RunDirectory(found)

@@ -67,5 +67,17 @@ def weights_of(directory: Path) -> dict[str, Tensor]:
     config = parse_config((directory / "config.yaml").read_text())
     kept = Kept(config, torch.device("cpu"))
     state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
-    dcp.load(state, checkpoint_id=summary_of(directory)["last_checkpoint"], no_dist=True)
+    last = Path(summary_of(directory)["last_checkpoint"]).name  # its path may be that of another host
+    dcp.load(state, checkpoint_id=directory / "checkpoints" / last, no_dist=True)
     return flatten(state["model"])
+
+
+def differences(one: Path, other: Path) -> list[Tensor]:
+    """Of the weights of two runs, tensor by tensor."""
+    ours, theirs = weights_of(one), weights_of(other)
+    return [ours[name] - theirs[name] for name in ours]
+
+
+def distance(one: Path, other: Path) -> float:
+    """Euclidean, of all weights."""
+    return sum(float(each.double().square().sum()) for each in differences(one, other)) ** 0.5

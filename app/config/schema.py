@@ -16,7 +16,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "run"
     """names the run's directory; by default the stem of the configuration's file"""
     storage: Text = "runs"
-    """where run directories live: a path or a URI (s3://..., gs://...)"""
+    """where run directories live: a path, below /mnt/shared if there is one, or a URI (s3://..., gs://...)"""
     resume: Literal["auto", "must", "never"] = "auto"
     """go on from an earlier run of this name: if there is one, always, or refuse to"""
     epochs: PositiveInt | None = None
@@ -48,7 +48,7 @@ class ScalingConfig(Section):
     cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
-    """how long to wait for the smallest number of workers before giving up"""
+    """how long to wait for room for the smallest number of workers, where no autoscaler may make it"""
     placement: Literal["pack", "spread"] = "pack"
     """workers on few nodes, or on many"""
     label_selector: dict[str, str] = Field(default_factory=dict)
@@ -229,7 +229,7 @@ class RecoveryConfig(Section):
     stall_s: PositiveFloat = 3.0
     """a part of a step may take five times what it mostly takes, and never less than this, before it counts as hung"""
     wait_s: PositiveFloat = 600.0
-    """how long a run that has lost too many workers waits for new ones"""
+    """how long a run that has too few workers waits for more, and for the nodes that are to have them"""
     max_skipped_steps: NonNegativeInt = 5
     """steps in any 1000 that are left out for a loss or gradient that is not finite, or spikes; then the run ends,
     or lets a spike pass"""

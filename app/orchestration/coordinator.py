@@ -238,8 +238,7 @@ class Coordinator:
         if waited_s > _PATIENCE_S and not self._told_of_wait:
             self._told_of_wait = True
             self._record({"event": "waiting", "workers": present, "needed": needed})
-        begun = last_line(self._directory.ledger) is not None
-        limit_s = self._config.recovery.wait_s if begun else self._config.scaling.start_timeout_s
+        limit_s = self._config.recovery.wait_s
         if waited_s > limit_s:
             free = ray.available_resources()
             self._give_up(

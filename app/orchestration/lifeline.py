@@ -107,6 +107,11 @@ class Lifeline:
         self._beat, self._heard = beat, heard
         threading.Thread(target=self._listen, daemon=True, name="lifeline").start()
 
+    @property
+    def own_address(self) -> str:
+        """Of the interface that leads to the coordinator."""
+        return str(self._socket.getsockname()[0])
+
     def say(self, message: Message) -> None:
         """Between two heartbeats. On the thread that `heard` is called on."""
         self._socket.sendall(_line(message))

@@ -7,6 +7,7 @@ import threading
 import traceback
 import uuid
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,7 +20,7 @@ from app.config import Config
 from app.errors import SteadfastError
 from app.faults.numerics import BadStep
 from app.faults.watchdog import Limits, Progress
-from app.groups import PeerLost, is_peer_loss
+from app.groups import PeerLost, interface_of, is_peer_loss
 from app.orchestration.internals.slots import report
 from app.orchestration.lifeline import Lifeline, Message, Orders
 from app.orchestration.messages import Dismissal, Failure, Member, Seat
@@ -41,6 +42,7 @@ class Job:
     directory: RunDirectory
     coordinator: Any  # handle of the Coordinator actor
     coordinator_host: str
+    folder: Path  # the command's working directory
     slots: bool
 
 
@@ -71,6 +73,9 @@ class RayRuntime:
         self._registrar: Registrar | None = None
         address = (job.coordinator_host, ray.get(self._coordinator.lifeline_port.remote()))
         self._lifeline = Lifeline(address, self._member.name, self._timeouts, self._beat, self._heard)
+        # What a host's own name leads to is often its loopback, and that is where gloo would listen.
+        if interface := interface_of(self._lifeline.own_address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def next_world(self) -> World | None:
         self._world = None
@@ -203,6 +208,8 @@ def train_loop(job: Job) -> str:
     """`train_loop_per_worker` of the TorchTrainer."""
     from app.worker import work
 
+    if job.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
+        os.chdir(job.folder)
     runtime = RayRuntime(job)
     work(job.config, runtime, job.directory)
     runtime.close()

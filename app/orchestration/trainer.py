@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -59,7 +60,7 @@ def start_coordinator(config: Config, directory: RunDirectory, ownership: Owners
 def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int, slots: bool) -> TorchTrainer:
     low, high = config.scaling.num_workers
     head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
-    job = Job(config, directory, coordinator, head["NodeManagerAddress"], slots)
+    job = Job(config, directory, coordinator, head["NodeManagerAddress"], Path.cwd(), slots)
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     return (SlotTrainer if slots else LeanTrainer)(

@@ -5,10 +5,12 @@ import inspect
 import ray._private.state
 from ray._private import worker
 from ray._raylet import InnerGcsClient
+from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
 from app.orchestration.internals import without_idle_actors
+from app.orchestration.internals.own_machines import remember_head
 from app.orchestration.internals.slots import moved
 
 
@@ -31,3 +33,11 @@ def test_the_list_of_nodes_that_go_can_be_read_and_added_to():
     assert not inspect.signature(ray._private.state.state.get_draining_nodes).parameters
     assert callable(InnerGcsClient.drain_node)  # which GcsClient hands on to
     assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+
+
+def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray keeps what it knows of such clusters
+    provider = {"type": "local", "head_ip": "192.0.2.10", "worker_ips": ["192.0.2.11"]}
+    remember_head({"cluster_name": "ours", "provider": provider})
+    found = LocalNodeProvider(provider, "ours").non_terminated_nodes({"ray-node-type": "head"})
+    assert found == ["192.0.2.10"]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from app.chaos.bed import Bed
-from tests.checks import check_ledger, summary_of, weights_of
+from tests.checks import check_ledger, differences, distance, summary_of
 from tests.command import descendants
 
 STEPS = 60
@@ -61,16 +61,6 @@ def train(command, *words):
     finished = command.run("scaling.num_workers=1", *words)
     assert finished.code == 0, finished.output
     return command.directory
-
-
-def differences(one, other):
-    ours, theirs = weights_of(one), weights_of(other)
-    return [ours[name] - theirs[name] for name in ours]
-
-
-def distance(one, other):
-    """Euclidean, of all weights."""
-    return sum(float(each.double().square().sum()) for each in differences(one, other)) ** 0.5
 
 
 def kill_newest():

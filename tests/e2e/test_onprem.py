@@ -1,0 +1,118 @@
+"""`ray up cluster/onprem.yaml` and the plain command, over real ssh, on hosts that go and come back."""
+
+import pytest
+
+from tests.checks import check_ledger, distance, summary_of
+from tests.command import Command
+from tests.e2e.user import SLOW, WORDS, User
+
+HEAD, WORKERS = "head", ("w1", "w2", "w3")
+CLUSTER = "cluster/onprem.yaml"
+STEPS = 500
+# A worker a host: Ray finds this machine's two cores on each of them.
+PLACED = ["scaling.cpus_per_worker=2", "scaling.gpus_per_worker=0"]
+
+
+@pytest.fixture
+def user(lab):
+    """At a laptop, after `ray up`; at the end `ray down` has left nothing."""
+    lab.add(HEAD, 10)
+    for number, host in enumerate(WORKERS, 11):
+        lab.add(host, number)
+    lab.give_key("laptop")
+    user = User(lab)
+    user.clone()
+    addresses = [lab.addresses[host] for host in WORKERS]
+    user.change(CLUSTER, head_ip=lab.addresses[HEAD], worker_ips=f"[{', '.join(addresses)}]")
+    user.change(CLUSTER, ssh_user="root", ssh_private_key="~/.ssh/id_lab")
+    user.types(f"ray up -y {CLUSTER}", timeout_s=240)
+    yield user
+    user.types(f"ray down -y {CLUSTER}", timeout_s=120)
+    lab.await_end_of("[r]aylet|[g]cs_server|[r]ay::|[m]ain.py", (HEAD, *WORKERS))
+
+
+@pytest.mark.timeout(600)
+def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_path):
+    lab = user.lab
+    words = [*WORDS, f"run.steps={STEPS}", "precision.kind=fp32"]
+    running = User(lab, HEAD).trains(*words, *PLACED, "scaling.num_workers=[1,3]", SLOW)
+    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    lab.power_off("w3")
+    running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two")
+    lab.power_on("w3")
+    running.wait_until(lambda: last(running)["world_size"] == 3, "a world of three again", timeout_s=180)
+    finished = running.wait(240)
+    assert finished.code == 0, finished.output
+    check_ledger(running.directory, STEPS)
+
+    one, two = Command(tmp_path, "one"), Command(tmp_path, "two")
+    words += ["cluster.address=local"]
+    assert one.run(*words, "scaling.num_workers=1", small=False).code == 0
+    assert two.run(*words, "scaling.num_workers=2", small=False).code == 0
+    losses = [summary_of(directory)["metrics"]["loss"] for directory in (running.directory, one.directory)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.002)
+    assert distance(running.directory, one.directory) <= 3 * distance(one.directory, two.directory)
+
+
+@pytest.mark.timeout(600)
+def test_one_host_is_cut_off_for_good_and_another_for_a_while(user):
+    lab = user.lab
+    words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
+    running = User(lab, HEAD).trains(*words)
+    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    lab.cut("w3")
+    running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two")
+    lab.cut("w2")
+    running.wait_until(lambda: last(running)["world_size"] == 1, "a world of one")
+    lab.heal("w2")
+    running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two again", timeout_s=180)
+    finished = running.wait(240)
+    assert finished.code == 0, finished.output
+    check_ledger(running.directory, STEPS)
+    lab.heal("w3")  # so that `ray down` reaches it
+
+
+@pytest.mark.timeout(600)
+def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user):
+    lab = user.lab
+    words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
+    (user.project / "mine.py").write_text(
+        "from app.tasks import LanguageModeling\n\n\nclass Task(LanguageModeling): ...\n"
+    )
+    given = [*words, "task={target: 'mine:Task'}", "--cluster", CLUSTER]
+    running = user.trains(*given)
+    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    running.wait_until(lambda: "step" in running.output_path.read_text(), "what the run says, on the laptop")
+    lab.power_off("laptop")
+    step = running.history.last_step
+
+    lab.add("laptop2", 5, storage=False)
+    lab.give_key("laptop2")
+    other = User(lab, "laptop2")
+    other.clone()
+    for file in (CLUSTER, "mine.py"):
+        (other.project / file).write_text((user.project / file).read_text())
+    attached = other.trains(*given).wait(240)
+    assert attached.code == 0, attached.output
+    started = [event for event in running.events if event["event"] == "run_started"]
+    assert (len(started), summary_of(running.directory)["lost_steps"]) == (1, 0)  # shown again, not started again
+    assert check_ledger(running.directory, STEPS).last_step == STEPS > step
+    again = other.trains(*given).wait(60)
+    assert (again.code, "finished" in again.output) == (0, True), again.output
+    lab.power_on("laptop")  # whose `ray down` ends the cluster
+
+
+@pytest.mark.timeout(300)
+def test_nobody_from_outside_gets_in_without_the_token(user):
+    lab = user.lab
+    address = lab.addresses[HEAD]
+    refused = lab.run("stranger", f"timeout 20 ray status --address {address}:6379")
+    assert refused.returncode != 0
+    assert "token" in refused.stdout.lower(), refused.stdout
+    submitted = lab.run("stranger", f"timeout 20 ray job submit --address http://{address}:8265 -- true")
+    assert submitted.returncode != 0
+    assert 8265 not in lab.open_ports(HEAD, seen_from="stranger")
+
+
+def last(running):
+    return running.history.lines[-1]

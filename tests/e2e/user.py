@@ -1,0 +1,64 @@
+"""What a user types, and where."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.command import SMALL, Running
+from tests.e2e.lab.hosts import ROOT, Lab
+
+# What `ddp.yaml` is changed to for machines that share two cores: small, and slow enough to act between two steps.
+WORDS = [word for word in SMALL if not word.startswith(("cluster.", "scaling."))]
+SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 60}]"
+
+
+@dataclass
+class User:
+    """Sits at a host, in a copy of the project at ~/steadfast.
+
+    settings: what is in the environment besides.
+    """
+
+    lab: Lab
+    host: str = "laptop"
+    settings: dict[str, str] | None = None
+
+    def clone(self) -> None:
+        """The project's files, as `git clone` gives them, and what is not committed yet."""
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
+        copying = ["rsync", "-a", "--ignore-missing-args", "--from0", "--files-from=-", f"{ROOT}/", str(self.project)]
+        subprocess.run(copying, input=listed, check=True)
+
+    @property
+    def project(self) -> Path:
+        return self.lab.home(self.host) / "steadfast"
+
+    def change(self, file: str, **values: str) -> None:
+        """Other values for keys of a YAML file, wherever they stand in it."""
+        path = self.project / file
+        text = path.read_text()
+        for key, value in values.items():
+            one = rf"(\b{key}: )(\[[^]]*\]|[^,}}#\n]+?)(?=\s*(?:[,}}#]|$))"
+            text, count = re.subn(one, rf"\g<1>{value}", text, flags=re.MULTILINE)
+            assert count, f"{file} has no {key}"
+        path.write_text(text)
+
+    def types(self, command: str, timeout_s: float = 120) -> str:
+        """What the command said, which must succeed."""
+        done = self.lab.run(self.host, f"cd ~/steadfast && {command}", timeout_s, **(self.settings or {}))
+        assert done.returncode == 0, done.stdout
+        return str(done.stdout)
+
+    def trains(self, *words: str, name: str = "run") -> Running:
+        """`python main.py --config ddp.yaml ...`, while it runs."""
+        typed = shlex.join(["python", "main.py", "--config", "ddp.yaml", f"run.name={name}", *words])
+        output = self.lab.home(self.host) / f"{name}.txt"
+        process = self.lab.start(
+            self.host, f"cd ~/steadfast && exec {typed} > ~/{output.name} 2>&1", **(self.settings or {})
+        )
+        return Running(process, self.lab.storage / "runs" / name, output)

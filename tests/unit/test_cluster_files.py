@@ -1,0 +1,132 @@
+"""The files in cluster/: what can be known of them without a cluster."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray
+import yaml
+
+CLUSTER = Path(__file__).parents[2] / "cluster"
+CLOUDS = ["aws.yaml", "gcp.yaml", "azure.yaml"]
+FILES = [*CLOUDS, "onprem.yaml"]
+SCHEMA = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+
+
+def strict(required=(), **properties):
+    """An object with no other fields."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer", "minimum": 0}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+POD = {"type": "object", "required": ["spec"]}
+GROUP = {"rayStartParams": TEXTS, "template": POD, "resources": TEXTS, "labels": TEXTS}
+# Of KubeRay 1.6's reference of its custom resources, the fields that a run may need; the real ones are 900 kB.
+RAY_JOB = strict(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata={"type": "object", "required": ["name"]},
+    spec=strict(
+        ("entrypoint", "rayClusterSpec"),
+        entrypoint=TEXT,
+        shutdownAfterJobFinishes={"type": "boolean"},
+        ttlSecondsAfterFinished=NUMBER,
+        backoffLimit=NUMBER,
+        rayClusterSpec=strict(
+            ("headGroupSpec", "workerGroupSpecs"),
+            rayVersion=TEXT,
+            enableInTreeAutoscaling={"type": "boolean"},
+            authOptions=strict(mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+            autoscalerOptions=strict(
+                version={"enum": ["v1", "v2"]},
+                upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+                idleTimeoutSeconds=NUMBER,
+            ),
+            headGroupSpec=strict(("template",), **GROUP),
+            workerGroupSpecs={
+                "type": "array",
+                "items": strict(
+                    ("groupName", "template"),
+                    groupName=TEXT,
+                    replicas=NUMBER,
+                    minReplicas=NUMBER,
+                    maxReplicas=NUMBER,
+                    idleTimeoutSeconds=NUMBER,
+                    **GROUP,
+                ),
+            },
+        ),
+    ),
+)
+
+
+def parsed(name):
+    return yaml.safe_load((CLUSTER / name).read_text())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rays_schema_accepts_it(name):
+    jsonschema.validate(parsed(name), SCHEMA)
+
+
+def test_kuberays_fields_accept_the_job():
+    jsonschema.validate(parsed("kuberay.yaml"), RAY_JOB)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_node_gets_the_project_its_dependencies_and_the_token(name):
+    cluster = parsed(name)
+    assert cluster["file_mounts"] == {"~/steadfast": "."}
+    assert {".venv", "runs", ".git"} <= set(cluster["rsync_exclude"])
+    assert cluster["setup_commands"] == ["bash ~/steadfast/cluster/setup.sh"]
+    assert "ray get-auth-token --generate > /dev/null" in cluster["head_setup_commands"]
+    assert cluster["cluster_synced_files"] == ["~/.ray/auth_token"]
+
+
+def test_the_image_is_built_by_the_same_list():
+    lines = (CLUSTER / "Dockerfile").read_text().splitlines()
+    assert "RUN bash cluster/setup.sh" in lines
+    assert not any(re.search(r"\b(uv )?pip install\b", line) for line in lines)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_dead_node_is_known_within_ten_seconds_and_only_this_machine_sees_the_dashboard(name):
+    start = parsed(name)["head_start_ray_commands"][-1]
+    settings = dict(re.findall(r"RAY_health_check_(\w+)=(\d+)", start))
+    period, timeout, threshold = (int(settings[key]) for key in ("period_ms", "timeout_ms", "failure_threshold"))
+    assert threshold * (period + timeout) < 10_000
+    assert "--dashboard-host=127.0.0.1" in start
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_the_head_trains_nothing_and_workers_are_of_two_strengths_on_demand_and_spot(name):
+    cluster = parsed(name)
+    types = dict(cluster["available_node_types"])
+    assert types.pop(cluster["head_node_type"])["resources"] == {"CPU": 0}
+    assert all(each["resources"]["GPU"] >= 1 and each["max_workers"] for each in types.values())
+    assert len({each["labels"]["gpu"] for each in types.values()}) >= 2
+    assert {each["labels"]["market"] for each in types.values()} == {"spot", "on_demand"}
+
+
+@pytest.mark.parametrize("name", sorted(each.name for each in CLUSTER.iterdir() if each.suffix != ".py"))
+def test_what_was_not_run_says_so_at_the_top(name):
+    head = "".join((CLUSTER / name).read_text().splitlines(keepends=True)[:4])
+    if name in ("gcp.yaml", "azure.yaml", "kuberay.yaml", "Dockerfile"):
+        assert re.search(r"not run\b|Not run\b|Not built", head)
+
+
+def test_scripts_are_valid_bash():
+    for script in (*CLUSTER.glob("*.sh"), CLUSTER / "slurm.sbatch"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    for name in FILES:
+        cluster = parsed(name)
+        for key in (key for key in cluster if key.endswith("_commands")):
+            for command in cluster[key]:
+                assert shlex.split(command)
+                subprocess.run(["bash", "-n", "-c", command], check=True)

@@ -1,0 +1,47 @@
+"""Commands that run elsewhere, and what a machine knows of where it is."""
+
+import pytest
+
+from app.cli import main
+from app.groups import interface_of
+from app.orchestration.cluster import startable
+
+
+def test_addresses_lead_to_interfaces():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.1") is None
+
+
+def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "head_node_type: head\n"
+        "available_node_types:\n"
+        "  head: {resources: {CPU: 0}, max_workers: 1}\n"
+        "  big: {resources: {CPU: 8, GPU: 1}, max_workers: 2}\n"
+        "  none: {resources: {CPU: 1}}\n"
+    )
+    assert startable(config) == [{"CPU": 8, "GPU": 1}] * 2
+    assert startable(tmp_path / "there is none") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "ddp.yaml", "--cluster", "nowhere.yaml"], "--cluster nowhere.yaml: there is no such file"),
+        (["--config", "ddp.yaml", "optimizer.lr=x", "--cluster", "nowhere.yaml"], "optimizer.lr"),
+    ],
+)
+def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(arguments, said, capsys):
+    assert main(0.0, arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch):
+    given = []
+    monkeypatch.setattr("app.remote.run_on_head", lambda cluster, arguments, verbose: given.append(arguments) or 0)
+    for words in (["--cluster", "c.yaml"], ["--cluster=c.yaml"]):
+        assert main(0.0, ["--config", "ddp.yaml", *words, "run.name=c.yaml"]) == 0
+        assert main(0.0, ["scale", "ddp", "--workers", "2:4", *words]) == 0
+    train, scale = ["--config", "ddp.yaml", "run.name=c.yaml", "--job"], ["scale", "ddp", "--workers", "2:4"]
+    assert given == [train, scale] * 2
