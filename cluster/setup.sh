@@ -17,7 +17,7 @@ profile="$HOME/.bashrc" # which Ray reads before every command; the first lines,
 grep -q '# steadfast$' "$profile" 2> /dev/null || {
   before=$(cat "$profile" 2> /dev/null || true)
   printf '%s\n' \
-    "export PATH=$(dirname "$(command -v python)"):\$PATH # steadfast" \
+    "export PATH=$(dirname "$(command -v python)"):\$HOME/.local/bin:\$PATH # steadfast" \
     'export RAY_AUTH_MODE=token # steadfast' \
     "$before" > "$profile"
 }
