@@ -15,7 +15,6 @@ from app.train import train
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
     """Trains in world after world until the run ends, or this worker is not needed any more (None)."""
     try:
-        directory.check_shared()
         kept = Kept(config, runtime.device)  # before joining, so that nobody waits for a newcomer's data and model
     except Exception as error:
         runtime.failed(0, error)

@@ -211,6 +211,10 @@ def train_loop(job: Job) -> str:
     if job.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
         os.chdir(job.folder)
     runtime = RayRuntime(job)
+    try:
+        job.directory.check_shared()
+    except SteadfastError as error:
+        runtime.failed(0, error)  # which ends the run
     work(job.config, runtime, job.directory)
     runtime.close()
     return runtime.dismissal.value  # by it a slot knows whether to ask for another worker
