@@ -23,9 +23,11 @@ class Replica:
 def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path: str) -> tuple[int, float, str]:
     """(held, weight, source or what was raised) after a restore by members that hold these steps; one may leave."""
     world = form_world(member.store, member.number, len(held), attempt, CPU)
+    member.store.set(_formed(attempt, member.number), "")
     replica = Replica(held[member.number])
     try:
         if member.number == leaves:
+            member.store.wait([_formed(attempt, number) for number in range(len(held))])
             world.groups.abort()
             return replica.held, float(replica.weights[0]), "left"
         restored = restore({"model": {"w": replica.weights}}, replica, _store(world, path), world.groups.control, True)
@@ -34,6 +36,10 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         return replica.held, float(replica.weights[0]), "lost"
     finally:
         world.groups.destroy()
+
+
+def _formed(attempt: int, number: int) -> str:
+    return f"formed/{attempt}/{number}"
 
 
 def _store(world: World, path: str) -> CheckpointStore:
