@@ -23,6 +23,12 @@ class Timeouts:
         return min(1.0, self.silence_s / 5)
 
     @property
+    def lease_s(self) -> float:
+        """A worker that has not heard of the coordinator for so long is cut off, and has been taken for dead by then:
+        it does no step more."""
+        return 2 * self.silence_s
+
+    @property
     def form(self) -> timedelta:
         """For a world to form. All members are there when it begins; one that falls silent then is declared dead long
         before the others give up."""

@@ -52,6 +52,7 @@ class Coordinator:
         self._lifelines = Lifelines(config.recovery.silence_s, self._heard, self._lost)
         self._started: asyncio.Future[int] | None = None
         self._members: dict[str, Member] = {}
+        self._dead: set[str] = set()  # or taken for it: from behind a partition they may be heard of again
         self._seats: dict[str, asyncio.Future[Seat | Dismissal]] = {}
         self._orders = Orders()
         self._over = False
@@ -80,6 +81,8 @@ class Coordinator:
             member: a worker with a lifeline.
             group_size: the size that the world must have, where Ray decides it; None where any within bounds is right.
         """
+        if member.name in self._dead:
+            return Dismissal.LEFT
         if self._over or (self._orders.stop and member.name not in self._membership.world):
             return Dismissal.DONE
         if group_size is not None:
@@ -142,6 +145,7 @@ class Coordinator:
 
     def _lost(self, name: str, cause: str, kind: str = "worker") -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
+        self._dead.add(name)
         member = self._members.get(name)
         if member is None:
             return
@@ -257,8 +261,10 @@ class Coordinator:
         self._dismiss(list(self._seats), Dismissal.DONE)
 
     async def publish(self, event: Event) -> None:
-        """Writes an event down, unless it is a mere figure, and shows it to the driver."""
-        self._record(event)
+        """Writes an event down, unless it is a mere figure, and shows it to the driver. Not so from an attempt that
+        others have succeeded: who was its leader has been cut off from them."""
+        if event.get("attempt", self._ownership.attempt) == self._ownership.attempt:
+            self._record(event)
 
     def _record(self, event: Event) -> None:
         if event["event"] == "rollback":
@@ -272,6 +278,8 @@ class Coordinator:
 
     async def failed(self, member: str, failure: Failure) -> bool:
         """Records a failure; True if the run is over. An exception that comes back at its step would do so for ever."""
+        if member in self._dead:
+            return self._over
         kind = failure.kind
         if kind == "exception" and self._slots:
             await asyncio.sleep(_SECOND_THOUGHT_S)

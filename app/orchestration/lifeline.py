@@ -2,7 +2,8 @@
 
 A process that dies closes it, which the other end knows within milliseconds; one that falls silent (a machine without
 power, a stopped process) is missed by its heartbeats. Downwards go the orders, so that a worker asks nobody for them;
-upwards each heartbeat says how far the worker is. Every message is one line of JSON.
+upwards each heartbeat says how far the worker is. Every message is one line of JSON. The answer to a heartbeat is an
+empty line: a worker that misses it is cut off from the others, and must not go on by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from app.timeouts import Timeouts
 
 Message = dict[str, Any]
 _LONGEST_LINE_BYTES = 2**20  # the stacks of a process, at most
+_ANSWER = b"\n"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Lifelines:
         try:
             while line := await asyncio.wait_for(reader.readline(), self._silence_s):
                 self._heard(member, json.loads(line))
+                writer.write(_ANSWER)
         except TimeoutError:
             cause = f"not heard of for {self._silence_s:g} s"
         except OSError as error:
@@ -90,6 +94,8 @@ class Lifeline:
     Args:
         beat: what each heartbeat says.
         heard: is called with each order, on that thread; with None when the coordinator is gone.
+
+    `ended`: the coordinator is gone, or took this worker for dead.
     """
 
     def __init__(
@@ -104,7 +110,8 @@ class Lifeline:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(f"{member}\n".encode())
         self._socket.settimeout(timeouts.beat_s)
-        self._beat, self._heard = beat, heard
+        self._beat, self._heard, self._lease_s = beat, heard, timeouts.lease_s
+        self.ended = False
         threading.Thread(target=self._listen, daemon=True, name="lifeline").start()
 
     @property
@@ -120,9 +127,9 @@ class Lifeline:
         self._socket.close()
 
     def _listen(self) -> None:
-        unread = b""
+        unread, heard_s = b"", time.monotonic()
         try:
-            while True:
+            while time.monotonic() - heard_s < self._lease_s:
                 try:
                     received = self._socket.recv(4096)
                 except TimeoutError:
@@ -130,11 +137,14 @@ class Lifeline:
                     continue
                 if not received:
                     break
+                heard_s = time.monotonic()
                 *lines, unread = (unread + received).split(b"\n")
-                for line in lines:
+                for line in filter(None, lines):
                     self._heard(Orders(**json.loads(line)))
         except OSError:
             pass
+        self.ended = True
+        self._socket.close()
         self._heard(None)
 
 

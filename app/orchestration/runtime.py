@@ -84,6 +84,9 @@ class RayRuntime:
             if isinstance(seat, Dismissal):
                 self.dismissal = seat
                 break
+            if self._lifeline.ended:  # the coordinator may not know yet
+                self.dismissal = Dismissal.LEFT
+                break
             self._attempt = seat.attempt
             try:
                 self._world = self._form(seat)

@@ -1,0 +1,62 @@
+"""The coordinator without Ray: who was cut off and comes back finds that the others have gone on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import parse_config
+from app.orchestration import coordinator
+from app.orchestration.coordinator import Coordinator
+from app.orchestration.messages import Dismissal, Failure, Member
+from app.owner import Ownership
+from app.rundir import RunDirectory
+
+CONFIG = "{scaling: {num_workers: [1, 2]}}"
+
+
+def failure(kind: str) -> Failure:
+    return Failure(kind, attempt=1, step=7, message="another attempt has taken over", traceback="")
+
+
+async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
+    """Two workers make a world; one is cut off, and the other goes on alone. Then `come_back(coordinator, member)`."""
+    directory = RunDirectory(folder)
+    directory.create()
+    subject = Coordinator(parse_config(CONFIG), directory, Ownership.claim(directory.owner), expected=2, slots=True)
+    here, cut_off = (Member(name, actor=None, node=name) for name in ("here", "cut_off"))
+    seats = await asyncio.gather(subject.join(here, None), subject.join(cut_off, None))
+    assert [seat.attempt for seat in seats] == [1, 1]
+    subject._lost("cut_off", "not heard of for 5 s")
+    await subject.failed("here", failure("peer"))
+    assert (await subject.join(here, None)).attempt == 2
+    return subject, await come_back(subject, cut_off)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator.ray, "kill", lambda actor: None)
+
+
+@pytest.mark.parametrize("kind", ["peer", "ours", "numeric", "exception"])
+def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: str) -> None:
+    subject, over = asyncio.run(partition(tmp_path, lambda it, member: it.failed(member.name, failure(kind))))
+    assert not over
+    ended = [event["attempt"] for event in subject._directory.read_events() if event["event"] == "attempt_ended"]
+    assert ended == [1]
+
+
+def test_what_it_finished_without_the_others_does_not_count(tmp_path: Path) -> None:
+    subject, _ = asyncio.run(
+        partition(tmp_path, lambda it, _: it.publish({"event": "finished", "attempt": 1, "step": 9}))
+    )
+    assert "finished" not in {event["event"] for event in subject._directory.read_events()}
+    assert not subject._over
+
+
+def test_it_gets_no_seat_without_a_lifeline(tmp_path: Path) -> None:
+    _, answer = asyncio.run(partition(tmp_path, lambda it, member: it.join(member, None)))
+    assert answer is Dismissal.LEFT
