@@ -13,9 +13,13 @@ STEPS = 500
 PLACED = ["scaling.cpus_per_worker=2", "scaling.gpus_per_worker=0"]
 
 
+# Of a node whose head is gone: 15 s until its raylet ends, another 60 until Ray's agents have given up telling of it.
+LAST_S = 150
+
+
 @pytest.fixture
 def user(lab):
-    """At a laptop, after `ray up`; at the end `ray down` has left nothing."""
+    """At a laptop, after `ray up`."""
     lab.add(HEAD, 10)
     for number, host in enumerate(WORKERS, 11):
         lab.add(host, number)
@@ -26,9 +30,7 @@ def user(lab):
     user.change(CLUSTER, head_ip=lab.addresses[HEAD], worker_ips=f"[{', '.join(addresses)}]")
     user.change(CLUSTER, ssh_user="root", ssh_private_key="~/.ssh/id_lab")
     user.types(f"ray up -y {CLUSTER}", timeout_s=240)
-    yield user
-    user.types(f"ray down -y {CLUSTER}", timeout_s=120)
-    lab.await_end_of("[r]aylet|[g]cs_server|[r]ay::|[m]ain.py", (HEAD, *WORKERS))
+    return user
 
 
 @pytest.mark.timeout(600)
@@ -44,6 +46,8 @@ def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_
     finished = running.wait(240)
     assert finished.code == 0, finished.output
     check_ledger(running.directory, STEPS)
+    user.types(f"ray down -y {CLUSTER}", timeout_s=120)
+    lab.await_end_of("[r]aylet|[g]cs_server|[r]ay::|[m]ain.py", (HEAD, *WORKERS), LAST_S)
 
     one, two = Command(tmp_path, "one"), Command(tmp_path, "two")
     words += ["cluster.address=local"]
@@ -69,7 +73,6 @@ def test_one_host_is_cut_off_for_good_and_another_for_a_while(user):
     finished = running.wait(240)
     assert finished.code == 0, finished.output
     check_ledger(running.directory, STEPS)
-    lab.heal("w3")  # so that `ray down` reaches it
 
 
 @pytest.mark.timeout(600)
@@ -99,7 +102,6 @@ def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user):
     assert check_ledger(running.directory, STEPS).last_step == STEPS > step
     again = other.trains(*given).wait(60)
     assert (again.code, "finished" in again.output) == (0, True), again.output
-    lab.power_on("laptop")  # whose `ray down` ends the cluster
 
 
 @pytest.mark.timeout(300)

@@ -44,4 +44,4 @@ def test_one_allocation_is_one_cluster_and_one_run(lab):
     finished = running.wait(120)
     assert finished.code == 0, finished.output
     check_ledger(running.directory, STEPS)
-    lab.await_end_of("[r]aylet|[g]cs_server|[m]ain.py", nodes)
+    lab.await_end_of("[r]aylet|[g]cs_server|[m]ain.py", nodes, 60)

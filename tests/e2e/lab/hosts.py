@@ -166,7 +166,7 @@ class Lab:
         )
         return [int(port) for port in self.run(seen_from, f"{probe}; true").stdout.split()]
 
-    def await_end_of(self, pattern: str, hosts: Iterable[str], timeout_s: float = 60) -> None:
+    def await_end_of(self, pattern: str, hosts: Iterable[str], timeout_s: float) -> None:
         """Until no process whose command line matches is left on any of them."""
         until = time.monotonic() + timeout_s
         for host in hosts:
