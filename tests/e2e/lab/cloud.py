@@ -17,6 +17,13 @@ _POLL_S = 0.3
 _GONE = ("shutting-down", "terminated", "stopping", "stopped")
 _KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": _REGION}
 
+# moto draws public addresses from all over the internet; here they are the lab's.
+_SERVER = f"""
+import itertools, moto.ec2.utils, moto.server
+numbers = itertools.count(1)
+moto.ec2.utils.random_public_ip = lambda: f"198.19.0.{{next(numbers)}}"
+moto.server.main(["-H", "0.0.0.0", "-p", "{_PORT}"])
+"""
 _CLIENT = """
 import boto3, json, sys
 ec2 = boto3.client("ec2")
@@ -30,6 +37,7 @@ for line in sys.stdin:
 class Instance:
     id: str
     address: str
+    public_address: str
     state: str
     type: str
     is_spot: bool
@@ -51,8 +59,8 @@ class Cloud:
         self._lab = lab
         lab.add(_API, 3, storage=False)
         self.settings = {"AWS_ENDPOINT_URL": f"http://{lab.addresses[_API]}:{_PORT}", **_KEYS}
-        server = f"MOTO_IAM_LOAD_MANAGED_POLICIES=true moto_server -H 0.0.0.0 -p {_PORT} > ~/moto.log 2>&1"
-        self._server = lab.start(_API, server)
+        server = f"python -c {shlex.quote(_SERVER)} > ~/moto.log 2>&1"
+        self._server = lab.start(_API, server, MOTO_IAM_LOAD_MANAGED_POLICIES="true")
         lab.run(_API, f"until (exec 3<>/dev/tcp/127.0.0.1/{_PORT}) 2>&-; do sleep 0.1; done", timeout_s=60)
         self._client = lab.start(_API, f"python -c {shlex.quote(_CLIENT)}", keyboard=subprocess.PIPE, **self.settings)
         self._lock = threading.Lock()
@@ -81,6 +89,7 @@ class Cloud:
             Instance(
                 id=each["InstanceId"],
                 address=each.get("PrivateIpAddress", ""),
+                public_address=each.get("PublicIpAddress", ""),
                 state=each["State"]["Name"],
                 type=each["InstanceType"],
                 is_spot=each.get("InstanceLifecycle") == "spot",
@@ -119,5 +128,6 @@ class Cloud:
                 if each.state == "running" and each.host not in self._hosts:
                     self._hosts.add(each.host)
                     self._lab.add(each.host, int(each.address.rpartition(".")[2]), keys=(each.key,))
+                    self._lab.give_address(each.host, each.public_address)
                 elif each.state in _GONE and each.host in self._hosts:
                     self._lab.power_off(each.host)

@@ -1,7 +1,7 @@
 """Hosts in namespaces: each has its own address, name, processes, /root, /tmp, /run, /dev/shm, /mnt and sshd.
 
-Their switch is a namespace too, so no route leads out of the lab. Needs root, and Debian's openssh-server, rsync and
-iproute2. 198.18.0.0/15 is the range for benchmarks (RFC 2544): neither private nor public.
+Their switch is a namespace too: whatever address is asked for, nothing leaves the lab. Needs root, and Debian's
+openssh-server, rsync and iproute2. 198.18.0.0/15 is the range for benchmarks (RFC 2544): neither private nor public.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ class Lab:
         _run("ip", "-n", _SWITCH, "link", "set", port, "master", "br0")
         _run("ip", "-n", _SWITCH, "link", "set", port, "up")
         _run("ip", "-n", space, "link", "set", "lo", "up")
-        _run("ip", "-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+        self.give_address(name, self.addresses[name])
         _run("ip", "-n", space, "link", "set", "eth0", "up")
+        # By it programs learn which address is theirs, and it leads to the other hosts only.
+        _run("ip", "-n", space, "route", "add", "default", "dev", "eth0")
         own = ("--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
         script = shutil.copy(Path(__file__).with_name("host.sh"), STATE)  # from where the host still sees it
         init = ("bash", script, name, str(STATE), str(ROOT), str(_BIN.parent), sys.base_prefix)
@@ -114,6 +116,10 @@ class Lab:
             )
         (STATE / name / "pid").write_text(str(self._powered[name].pid))
         self._await_sshd(name)
+
+    def give_address(self, name: str, address: str) -> None:
+        """One more, for as long as the host has power."""
+        _run("ip", "-n", f"{_PREFIX}{name}", "addr", "add", f"{address}/15", "dev", "eth0")
 
     def power_off(self, name: str) -> None:
         """Every process of the host ends at once; its disk stays."""
