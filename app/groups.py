@@ -59,6 +59,7 @@ class Groups:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.form)
             control = dist.new_group(backend="gloo", timeout=timeouts.form)
         except (RuntimeError, dist.DistError) as error:
+            cls.destroy()  # one of the two may have formed
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
@@ -83,7 +84,8 @@ class Groups:
                         if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             duplicate.shutdown(socket.SHUT_RDWR)
 
-    def destroy(self) -> None:
+    @staticmethod
+    def destroy() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 

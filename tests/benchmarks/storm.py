@@ -54,6 +54,7 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
         done, killed_s = 0, time.time()
         while done < options.kills:
             time.sleep(chance.uniform(*_PAUSE_S))
+            assert running.process.poll() is None, f"after {done} kills:\n{running.output_path.read_text()}"
             if kill_one(running, chance, killed_s):
                 done, killed_s = done + 1, time.time()
         running.interrupt()

@@ -39,9 +39,12 @@ def test_aborted_groups_are_formed_again_in_the_same_process() -> None:
     assert len({answer[-1] for answer in first}) == 3
 
 
-def fail_to_form_and_form(member: Member) -> int:
-    """One of two waits for the other in vain; then both come."""
+def fail_to_form_and_form(member: Member, half_way: bool) -> int:
+    """One of two waits for the other in vain, which may have come to the first of the groups; then both come."""
     cpu = torch.device("cpu")
+    if member.number == 1 and half_way:
+        dist.init_process_group("gloo", store=dist.PrefixStore("attempt-1", member.store), rank=1, world_size=2)
+        dist.destroy_process_group()
     if member.number == 0:
         with pytest.raises(PeerLost):
             Groups.form(member.store, 0, 2, 1, cpu, Timeouts(silence_s=0.2))
@@ -52,6 +55,7 @@ def fail_to_form_and_form(member: Member) -> int:
     return int(ones)
 
 
-def test_one_who_has_failed_to_form_a_world_forms_the_next_one_with_somebody_who_has_not() -> None:
+@pytest.mark.parametrize("half_way", [False, True])
+def test_one_who_has_failed_to_form_a_world_forms_the_next_one_with_somebody_who_has_not(half_way: bool) -> None:
     with Gang(2) as gang:
-        assert gang.run(fail_to_form_and_form) == [2, 2]
+        assert gang.run(fail_to_form_and_form, half_way) == [2, 2]
