@@ -7,7 +7,10 @@ import fcntl
 import os
 import socket
 import struct
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,6 +20,9 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 from app.timeouts import Timeouts
 
 _SIOCGIFADDR = 0x8915
+_POLL_S = 0.0005
+_FREED_S = 1.0  # in which an abort frees whoever waits, if it can
+_left_behind: list[tuple[dist.ProcessGroup, ...]] = []  # groups whose end would wait for a thread that is not freed
 
 
 class PeerLost(Exception):
@@ -34,11 +40,13 @@ class Groups:
     control: a gloo group of the whole world for host data.
     sockets: descriptor -> inode of what forming opened.
     communicators: what `abort()` ends on the device: NCCL's, none on CPU.
+    aborted: set once `abort()` has been called.
     """
 
     control: dist.ProcessGroup
     sockets: dict[int, int]
     communicators: tuple[Communicator, ...] = ()
+    aborted: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def form(
@@ -83,11 +91,36 @@ class Groups:
                         # A listener that is shut ends the process: gloo's thread throws where nobody catches.
                         if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             duplicate.shutdown(socket.SHUT_RDWR)
+        self.aborted.set()
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """For collectives that are under way, and in which a rank may only send, or only receive.
+
+        When a connection ends, gloo tells those who wait for a message to begin, but nobody whose message is half-way:
+        they would wait for `timeouts.collective`. They are left behind, with their thread and their group.
+
+        Raises:
+            RuntimeError: a collective has failed.
+            PeerLost: the groups have been aborted, and one is still under way.
+        """
+        for work in works:
+            while not work.is_completed():
+                if self.aborted.wait(_POLL_S) and not _completes(work, _FREED_S):
+                    _left_behind.append((_get_default_group(), self.control))
+                    raise PeerLost("the world was aborted while a message was half-way")
+            work.wait()
 
     @staticmethod
     def destroy() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _completes(work: dist.Work, within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while not (completed := work.is_completed()) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return bool(completed)
 
 
 _PEER_LOST_MARKS = (

@@ -56,7 +56,7 @@ def train(
     phases.mark("built")
 
     world.progress.enter("restore")
-    restored = restore(state, kept, store, world.groups.control, parallel.replicated)
+    restored = restore(state, kept, store, world.groups, parallel.replicated)
     step = restored.step
     if parallel.replicated:  # shards have no buckets to lay out
         stepper.rehearse(kept.example())

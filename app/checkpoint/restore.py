@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from app.checkpoint.durable import CheckpointStore
 from app.checkpoint.state import Tensors, flatten
+from app.groups import Groups
 
 NO_STATE = -1
 
@@ -27,7 +28,7 @@ class Restored:
 
 
 def restore(
-    state: dict[str, Tensors], holder: Holder, store: CheckpointStore, group: dist.ProcessGroup, replicated: bool
+    state: dict[str, Tensors], holder: Holder, store: CheckpointStore, groups: Groups, replicated: bool
 ) -> Restored:
     """Makes every rank hold the newest complete state, in place. A collective.
 
@@ -36,21 +37,20 @@ def restore(
     until that has ended: whoever is lost on the way, the others keep what they had.
 
     Args:
-        group: a gloo group of the world.
         replicated: one worker's state is all of the state; otherwise the dead took their shards with them.
     """
-    world_size = dist.get_world_size(group)
+    world_size = dist.get_world_size()
     steps = [torch.empty(2, dtype=torch.int64) for _ in range(world_size)]
-    stored = store.newest() if dist.get_rank(group) == 0 else 0  # one rank looks: a commit may land meanwhile
+    stored = store.newest() if dist.get_rank() == 0 else 0  # one rank looks: a commit may land meanwhile
     mine = torch.tensor([holder.held if replicated else NO_STATE, stored])
-    dist.all_gather(steps, mine, group=group)
+    dist.all_gather(steps, mine, group=groups.control)
     living = [int(each[0]) for each in steps]
     newest, stored = max(living), int(steps[0][1])
     if newest >= stored:
         source = living.index(newest)
         if min(living) != newest:
             holder.held = newest if holder.held == newest else NO_STATE
-            broadcast(state, source)
+            broadcast(state, source, groups)
         restored = Restored(newest, f"rank {source}" if newest else "start")
     elif stored:
         holder.held = NO_STATE
@@ -62,8 +62,6 @@ def restore(
     return restored
 
 
-def broadcast(state: dict[str, Tensors], source: int) -> None:
+def broadcast(state: dict[str, Tensors], source: int, groups: Groups) -> None:
     """Overwrites every rank's tensors with those of `source`, all of them under way at once."""
-    works = [dist.broadcast(tensor, source, async_op=True) for tensor in flatten(state).values()]
-    for work in works:
-        work.wait()
+    groups.wait([dist.broadcast(tensor, source, async_op=True) for tensor in flatten(state).values()])

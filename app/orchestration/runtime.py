@@ -93,7 +93,7 @@ class RayRuntime:
             except PeerLost as error:
                 self.failed(0, error)
                 continue
-            if self._orders.aborted == seat.attempt:  # it was told while there was nothing to abort
+            if self._orders.aborted == seat.attempt or self._lifeline.ended:  # told while there was nothing to abort
                 self._world.groups.abort()
             return self._world
         return None
@@ -146,16 +146,13 @@ class RayRuntime:
 
     def _heard(self, orders: Orders | None) -> None:
         """On the lifeline's thread."""
-        world = self._world
-        if orders is None:  # the coordinator is gone, or took this worker for dead: nobody waits for what it does
-            if world is not None:
-                world.groups.abort()
-            return
-        if orders.dump == self._attempt != self._orders.dump:
-            self._lifeline.say({"stacks": self._progress.stacks()})
-        self._orders = orders
-        if world is not None and orders.aborted == world.attempt:
-            world.groups.abort()
+        if orders is not None:
+            if orders.dump == self._attempt != self._orders.dump:
+                self._lifeline.say({"stacks": self._progress.stacks()})
+            self._orders = orders
+        world = self._world  # looked at last: either it is there, or whoever makes it sees the orders
+        if world is not None and (orders is None or orders.aborted == world.attempt):
+            world.groups.abort()  # None: the coordinator is gone, or took this worker for dead
 
 
 def _kind(error: BaseException) -> str:

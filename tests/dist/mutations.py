@@ -92,12 +92,12 @@ def take_means_before_the_sum() -> None:
 
 
 def broadcast_from_rank_0() -> None:
-    _replace(app.checkpoint.restore, "broadcast", lambda honest: lambda state, source: honest(state, 0))
+    _replace(app.checkpoint.restore, "broadcast", lambda honest: lambda state, source, groups: honest(state, 0, groups))
 
 
 def broadcast_no_optimizer() -> None:
     def broken(honest: Any) -> Any:
-        return lambda state, source: honest({"model": state["model"]}, source)
+        return lambda state, source, groups: honest({"model": state["model"]}, source, groups)
 
     _replace(app.checkpoint.restore, "broadcast", broken)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,47 @@ def test_aborted_groups_are_formed_again_in_the_same_process() -> None:
         first = gang.run(abort_and_form_again, 3)
     assert [answer[:-1] for answer in first] == [[3] * GENERATIONS] * 3
     assert len({answer[-1] for answer in first}) == 3
+
+
+def stop_half_way(member: Member) -> tuple[bool, int]:
+    """Rank 0 sends to a process that stops when the message has begun to arrive; then both abort.
+
+    Returns:
+        Whether it was told of the loss, and a sum over the ranks of the next world.
+    """
+    cpu = torch.device("cpu")
+    groups = Groups.form(member.store, member.number, 2, 1, cpu, Timeouts())
+    message = torch.full((2**26,), 1.0 - member.number)
+    work = dist.broadcast(message, 0, async_op=True)
+    if member.number == 1:
+        member.store.set("pid", str(os.getpid()))
+        while not message[0]:
+            pass
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        pid = int(member.store.get("pid"))
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+    groups.abort()
+    try:
+        groups.wait([work])
+        lost = False
+    except (PeerLost, RuntimeError):
+        lost = True
+    if member.number == 0:
+        os.kill(pid, signal.SIGCONT)
+    groups.destroy()
+    groups = Groups.form(member.store, member.number, 2, 2, cpu, Timeouts())
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=groups.control)
+    groups.destroy()
+    return lost, int(ones)
+
+
+@pytest.mark.timeout(60)
+def test_an_abort_frees_who_has_sent_half_a_message() -> None:
+    with Gang(2) as gang:
+        assert gang.run(stop_half_way) == [(True, 2), (True, 2)]
 
 
 def fail_to_form_and_form(member: Member, half_way: bool) -> int:

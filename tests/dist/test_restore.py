@@ -30,7 +30,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
             member.store.wait([_formed(attempt, number) for number in range(len(held))])
             world.groups.abort()
             return replica.held, float(replica.weights[0]), "left"
-        restored = restore({"model": {"w": replica.weights}}, replica, _store(world, path), world.groups.control, True)
+        restored = restore({"model": {"w": replica.weights}}, replica, _store(world, path), world.groups, True)
         return replica.held, float(replica.weights[0]), restored.source
     except RuntimeError:
         return replica.held, float(replica.weights[0]), "lost"

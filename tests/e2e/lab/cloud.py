@@ -19,9 +19,10 @@ _KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFA
 
 # moto draws public addresses from all over the internet; here they are the lab's.
 _SERVER = f"""
-import itertools, moto.ec2.utils, moto.server
+import itertools, moto.server
+from moto.ec2.models import elastic_network_interfaces
 numbers = itertools.count(1)
-moto.ec2.utils.random_public_ip = lambda: f"198.19.0.{{next(numbers)}}"
+elastic_network_interfaces.random_public_ip = lambda: f"198.19.0.{{next(numbers)}}"
 moto.server.main(["-H", "0.0.0.0", "-p", "{_PORT}"])
 """
 _CLIENT = """
