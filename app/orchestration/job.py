@@ -13,6 +13,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from app.config import Config
 from app.errors import UsageError
+from app.interrupts import EXIT_STOPPED
 from app.rundir import RunDirectory
 
 _RUN = "run"  # what a job's metadata say it is of
@@ -59,6 +60,11 @@ async def _follow(client: JobSubmissionClient, job: str) -> int:
         print(text, end="", flush=True)
     while not (info := client.get_job_info(job)).status.is_terminal():  # its last words come before its end
         await asyncio.sleep(_POLL_S)
+    return exit_code(info)
+
+
+def exit_code(info: JobDetails) -> int:
+    """Of the command that a job was; Ray does not keep that of one it was asked to stop."""
     if info.driver_exit_code is not None:
         return int(info.driver_exit_code)
-    return 0 if info.status == JobStatus.SUCCEEDED else 1
+    return {JobStatus.SUCCEEDED: 0, JobStatus.STOPPED: EXIT_STOPPED}.get(info.status, 1)

@@ -1,10 +1,12 @@
 """Commands that run elsewhere, and what a machine knows of where it is."""
 
 import pytest
+from ray.job_submission import JobDetails
 
 from app.cli import main
 from app.groups import interface_of
 from app.orchestration.cluster import startable
+from app.orchestration.job import exit_code
 
 
 def test_addresses_lead_to_interfaces():
@@ -23,6 +25,15 @@ def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path):
     )
     assert startable(config) == [{"CPU": 8, "GPU": 1}] * 2
     assert startable(tmp_path / "there is none") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "driver_exit_code", "expected"),
+    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("STOPPED", None, 3), ("FAILED", None, 1)],
+)
+def test_a_job_ends_with_the_exit_code_of_its_command(status, driver_exit_code, expected):
+    info = JobDetails(type="SUBMISSION", status=status, entrypoint="", driver_exit_code=driver_exit_code)
+    assert exit_code(info) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ chmod 600 "$state/hostkey"
 # As Debian writes it: the own name leads to a loopback address.
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" > "$state/hosts"
 mount --bind "$state/hosts" /etc/hosts
+: > "$state/resolv.conf" # no name server: one that does not answer would be waited for
+mount --bind "$state/resolv.conf" /etc/resolv.conf
 mount -t tmpfs -o size=2g,mode=1777 shm /dev/shm
 mount -t tmpfs -o size=16m,mode=755 run /run
 mkdir /run/sshd
