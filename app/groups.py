@@ -40,7 +40,7 @@ class Groups:
     control: a gloo group of the whole world for host data.
     sockets: descriptor -> inode of what forming opened.
     communicators: what `abort()` ends on the device: NCCL's, none on CPU.
-    aborted: set once `abort()` has been called.
+    aborted: set when `abort()` is called.
     """
 
     control: dist.ProcessGroup
@@ -81,6 +81,7 @@ class Groups:
         NCCL's kernels spin on the device until their communicator is aborted, so that comes first. Gloo's own abort and
         shutdown free nothing, and its sockets stay open for as long as anything, a traceback say, refers to the group.
         """
+        self.aborted.set()
         for communicator in self.communicators:
             with contextlib.suppress(RuntimeError):  # it has failed already
                 communicator.abort()
@@ -91,7 +92,6 @@ class Groups:
                         # A listener that is shut ends the process: gloo's thread throws where nobody catches.
                         if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             duplicate.shutdown(socket.SHUT_RDWR)
-        self.aborted.set()
 
     def wait(self, works: Iterable[dist.Work]) -> None:
         """For collectives that are under way, and in which a rank may only send, or only receive.
@@ -101,14 +101,20 @@ class Groups:
 
         Raises:
             RuntimeError: a collective has failed.
-            PeerLost: the groups have been aborted, and one is still under way.
+            PeerLost: the groups have been aborted; what was to be received may be garbage.
         """
-        for work in works:
-            while not work.is_completed():
-                if self.aborted.wait(_POLL_S) and not _completes(work, _FREED_S):
-                    _left_behind.append((_get_default_group(), self.control))
-                    raise PeerLost("the world was aborted while a message was half-way")
-            work.wait()
+        works = list(works)
+        try:
+            for work in works:
+                while not work.is_completed() and not self.aborted.is_set():
+                    time.sleep(_POLL_S)
+                if self.aborted.is_set():
+                    raise PeerLost("the world was aborted")
+                work.wait()
+        except (RuntimeError, PeerLost):
+            if not _all_complete(works, _FREED_S):
+                _left_behind.append((_get_default_group(), self.control))
+            raise
 
     @staticmethod
     def destroy() -> None:
@@ -116,11 +122,11 @@ class Groups:
             dist.destroy_process_group()
 
 
-def _completes(work: dist.Work, within_s: float) -> bool:
+def _all_complete(works: list[dist.Work], within_s: float) -> bool:
     until = time.monotonic() + within_s
-    while not (completed := work.is_completed()) and time.monotonic() < until:
+    while not (completed := all(work.is_completed() for work in works)) and time.monotonic() < until:
         time.sleep(_POLL_S)
-    return bool(completed)
+    return completed
 
 
 _PEER_LOST_MARKS = (

@@ -23,16 +23,16 @@ class Timeouts:
         return min(1.0, self.silence_s / 5)
 
     @property
-    def lease_s(self) -> float:
-        """A worker that has not heard of the coordinator for so long is cut off, and has been taken for dead by then:
-        it does no step more."""
-        return 2 * self.silence_s
-
-    @property
     def form(self) -> timedelta:
         """For a world to form. All members are there when it begins; one that falls silent then is declared dead long
         before the others give up."""
         return timedelta(seconds=4 * self.silence_s)
+
+    @property
+    def lease_s(self) -> float:
+        """A worker that has not heard of the coordinator for so long is cut off, and does no step more: it has been
+        taken for dead long since. A coordinator that waits for its storage is no reason to end all of them."""
+        return 8 * self.silence_s
 
     @property
     def collective(self) -> timedelta:

@@ -34,7 +34,8 @@ def restore(
 
     Candidates are the living workers' own states, the newest whole checkpoint, and step 0. The highest step wins; a
     tie goes to the cheapest, which is the one that need not be read. Only a state that is being overwritten is nobody's
-    until that has ended: whoever is lost on the way, the others keep what they had.
+    until that has ended: whoever is lost on the way, the others keep what they had. The same over the same does no
+    harm, except that an aborted NCCL may leave anything.
 
     Args:
         replicated: one worker's state is all of the state; otherwise the dead took their shards with them.
@@ -49,7 +50,8 @@ def restore(
     if newest >= stored:
         source = living.index(newest)
         if min(living) != newest:
-            holder.held = newest if holder.held == newest else NO_STATE
+            overwritten = dist.get_rank() != source and (holder.held != newest or _is_on_device(state))
+            holder.held = NO_STATE if overwritten else newest
             broadcast(state, source, groups)
         restored = Restored(newest, f"rank {source}" if newest else "start")
     elif stored:
@@ -60,6 +62,10 @@ def restore(
         restored = Restored(0, "start")
     holder.held = restored.step
     return restored
+
+
+def _is_on_device(state: dict[str, Tensors]) -> bool:
+    return any(tensor.is_cuda for tensor in flatten(state).values())
 
 
 def broadcast(state: dict[str, Tensors], source: int, groups: Groups) -> None:

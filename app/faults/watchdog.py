@@ -21,6 +21,8 @@ from typing import TypeVar
 
 import torch
 
+from app import groups
+
 T = TypeVar("T")
 
 # What a rank does between two phases that all ranks enter alike, in the order of one microbatch.
@@ -163,7 +165,7 @@ class Progress:
         """Of two who have come equally far, one that is in a collective waits for one that is in anything else. Asked
         of those alone who have been where they are for a while."""
         frame = sys._current_frames().get(self._thread) if self._seconds > _A_WHILE_S else None
-        return int(frame is not None and frame.f_code.co_filename.startswith(_TORCH))
+        return int(frame is not None and frame.f_code.co_filename.startswith((_TORCH, groups.__file__)))
 
 
 def _heading(thread: int) -> str:

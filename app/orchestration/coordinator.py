@@ -52,7 +52,8 @@ class Coordinator:
         self._lifelines = Lifelines(config.recovery.silence_s, self._heard, self._lost)
         self._started: asyncio.Future[int] | None = None
         self._members: dict[str, Member] = {}
-        self._dead: set[str] = set()  # or taken for it: from behind a partition they may be heard of again
+        # Or taken for it: from behind a partition they may be heard of again. Why, until an event has told of it.
+        self._dead: dict[str, str] = {}
         self._seats: dict[str, asyncio.Future[Seat | Dismissal]] = {}
         self._orders = Orders()
         self._over = False
@@ -81,7 +82,10 @@ class Coordinator:
             member: a worker with a lifeline.
             group_size: the size that the world must have, where Ray decides it; None where any within bounds is right.
         """
-        if member.name in self._dead:
+        if self._slots and member.name in self._dead:
+            if cause := self._dead[member.name]:  # before it came here for the first time
+                self._dead[member.name] = ""
+                self._mourn(member, "worker", cause)
             return Dismissal.LEFT
         if self._over or (self._orders.stop and member.name not in self._membership.world):
             return Dismissal.DONE
@@ -145,8 +149,8 @@ class Coordinator:
 
     def _lost(self, name: str, cause: str, kind: str = "worker") -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
-        self._dead.add(name)
         member = self._members.get(name)
+        self._dead[name] = "" if member else cause
         if member is None:
             return
         was_in = self._forget(name)
@@ -154,10 +158,13 @@ class Coordinator:
         if was_in:
             kind = "preemption" if member.node in self._draining else kind
             self._abort()
-            self._record({"event": "failure", "kind": kind, "member": name, "node": member.node, "error": cause})
-            if self._slots and (why := self._budgets.spend(kind, self._last_step())):
-                self._give_up(why)
+            self._mourn(member, kind, cause)
         self._review()
+
+    def _mourn(self, member: Member, kind: str, cause: str) -> None:
+        self._record({"event": "failure", "kind": kind, "member": member.name, "node": member.node, "error": cause})
+        if self._slots and (why := self._budgets.spend(kind, self._last_step())):
+            self._give_up(why)
 
     def _abort(self) -> None:
         """The world under way is no more: its members hear it at once, also those who still form it, whose store ends
@@ -278,15 +285,15 @@ class Coordinator:
 
     async def failed(self, member: str, failure: Failure) -> bool:
         """Records a failure; True if the run is over. An exception that comes back at its step would do so for ever."""
-        if member in self._dead:
-            return self._over
         kind = failure.kind
         if kind == "exception" and self._slots:
             await asyncio.sleep(_SECOND_THOUGHT_S)
             kind = "peer" if failure.attempt and self._orders.aborted == failure.attempt else kind
+        if member in self._dead:
+            return self._over
         self._skip |= set(failure.skip)
         if kind in ("peer", "numeric"):
-            self._end_attempt("worker lost" if kind == "peer" else failure.message, failure.step)
+            self._end_attempt("worker lost" if kind == "peer" else failure.message, failure)
             return self._over
         seen = (failure.step, failure.message)
         why = self._budgets.spend(kind, failure.step)
@@ -294,7 +301,7 @@ class Coordinator:
         self._seen_failures.add(seen)
         shown = {"kind": kind, "error": failure.message, "traceback": failure.traceback, "budget": why}
         self._record({"event": "failure", "member": member, "step": failure.step, "fatal": self._over, **shown})
-        self._end_attempt("exception", failure.step)
+        self._end_attempt("exception", failure)
         return self._over
 
     async def events(self, first: int) -> list[Event]:
@@ -308,9 +315,10 @@ class Coordinator:
         self._dismiss(self._membership.close(), Dismissal.DONE)
         self._review()
 
-    def _end_attempt(self, cause: str, step: int | None = None) -> None:
-        """Told once: every survivor reports the same end."""
-        if self._running:
+    def _end_attempt(self, cause: str, failure: Failure | None = None) -> None:
+        """Told once: every survivor reports the same end. A newcomer that fails before it has a seat ends nothing."""
+        if self._running and (failure is None or failure.attempt == self._running):
+            step = failure.step if failure else None
             self._record({"event": "attempt_ended", "attempt": self._running, "cause": cause, "step": step})
 
 

@@ -84,7 +84,7 @@ class RayRuntime:
             if isinstance(seat, Dismissal):
                 self.dismissal = seat
                 break
-            if self._lifeline.ended:  # the coordinator may not know yet
+            if self._job.slots and self._lifeline.ended:  # the coordinator may not know yet
                 self.dismissal = Dismissal.LEFT
                 break
             self._attempt = seat.attempt

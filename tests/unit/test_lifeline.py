@@ -16,8 +16,8 @@ import pytest
 from app.orchestration.lifeline import Lifeline, Lifelines, Orders
 from app.timeouts import Timeouts
 
-TIMEOUTS = Timeouts(silence_s=0.5)
-SOON_S = 5.0
+TIMEOUTS = Timeouts(silence_s=0.4)
+SOON_S = 10.0
 
 
 class Cable:
@@ -80,7 +80,7 @@ async def _others_end() -> None:
 
 
 def test_an_idle_lifeline_lives_on_and_hears_orders(ends: Ends) -> None:
-    time.sleep(2 * TIMEOUTS.lease_s)
+    time.sleep(1.2 * TIMEOUTS.lease_s)
     ends.loop.call_soon_threadsafe(ends.lifelines.order, Orders(leave=3))
     assert ends.heard.get(timeout=SOON_S) == Orders(leave=3)
     assert ends.lost.empty()
@@ -88,7 +88,7 @@ def test_an_idle_lifeline_lives_on_and_hears_orders(ends: Ends) -> None:
 
 def test_behind_a_partition_the_worker_is_taken_for_dead_and_then_counts_itself_out(ends: Ends) -> None:
     ends.cable.cut.set()
-    assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.5 s")
+    assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.4 s")
     assert ends.heard.empty()  # first the others go on without it
     assert ends.heard.get(timeout=SOON_S) is None
     assert ends.lifeline.ended

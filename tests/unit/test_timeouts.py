@@ -13,8 +13,8 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
     limits = [
         timeouts.beat_s,
         timeouts.silence_s,
-        timeouts.lease_s,
         timeouts.form.total_seconds(),
+        timeouts.lease_s,
         timeouts.collective.total_seconds(),
     ]
     assert limits == sorted(set(limits))
