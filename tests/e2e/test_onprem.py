@@ -108,15 +108,17 @@ def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user):
 def test_nobody_from_outside_gets_in_without_the_token(user):
     lab = user.lab
     address = lab.addresses[HEAD]
-    joins = f"timeout 30 ray start --address {address}:6379 --node-ip-address {lab.addresses['stranger']}"
-    connects = f"timeout 30 python -c \"import ray; ray.init('ray://{address}:10001')\""
-    for entry in (f"timeout 30 ray status --address {address}:6379", joins, connects):
-        refused = lab.run("stranger", f"RAY_AUTH_MODE=disabled {entry}")
+    joins = f"ray start --address {address}:6379 --node-ip-address {lab.addresses['stranger']}"
+    for entry in (f"ray status --address {address}:6379", joins):
+        refused = lab.run("stranger", f"timeout 30 {entry}")
         assert refused.returncode != 0, refused.stdout
         assert "token" in refused.stdout.lower(), refused.stdout
     submitted = lab.run("stranger", f"timeout 20 ray job submit --address http://{address}:8265 -- true")
     assert submitted.returncode != 0
     assert 8265 not in lab.open_ports(HEAD, seen_from="stranger")
+    connects = f"python -c \"import ray; ray.init('ray://{address}:10001')\""
+    assert "timeout" in lab.run("stranger", connects).stdout  # it is not told why
+    assert "Authentication required" in lab.run(HEAD, "cat /tmp/ray/session_latest/logs/ray_client_server.err").stdout
 
 
 def last(running):
