@@ -64,8 +64,10 @@ class Groups:
         # for newcomers under another name than theirs, for ever.
         _world.group_count = 0
         try:
-            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.form)
-            control = dist.new_group(backend="gloo", timeout=timeouts.form)
+            prefixed.set(f"here/{rank}", "")
+            prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
+            control = dist.new_group(backend="gloo", timeout=timeouts.connect)
         except (RuntimeError, dist.DistError) as error:
             cls.destroy()  # one of the two may have formed
             raise PeerLost(f"forming a world of {size} failed: {error}") from error

@@ -24,9 +24,14 @@ class Timeouts:
 
     @property
     def form(self) -> timedelta:
-        """For a world to form. All members are there when it begins; one that falls silent then is declared dead before
-        the others give up. Gloo takes five times as long to wait for a connection, and nothing can free it from that:
-        who dies at that moment costs the others so much."""
+        """For a world to meet. All members are there when it begins; one that falls silent then is declared dead long
+        before the others give up."""
+        return timedelta(seconds=4 * self.silence_s)
+
+    @property
+    def connect(self) -> timedelta:
+        """For those who have met to connect. Gloo takes five times as long to wait for a connection, and nothing frees
+        it from that: so much at most is what a death at that moment costs the others."""
         return timedelta(seconds=1.5 * self.silence_s)
 
     @property

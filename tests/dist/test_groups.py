@@ -86,6 +86,7 @@ def fail_to_form_and_form(member: Member, half_way: bool) -> int:
     """One of two waits for the other in vain, which may have come to the first of the groups; then both come."""
     cpu = torch.device("cpu")
     if member.number == 1 and half_way:
+        member.store.set("attempt-1/here/1", "")
         dist.init_process_group("gloo", store=dist.PrefixStore("attempt-1", member.store), rank=1, world_size=2)
         dist.destroy_process_group()
     if member.number == 0:

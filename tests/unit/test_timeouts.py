@@ -13,6 +13,7 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
     limits = [
         timeouts.beat_s,
         timeouts.silence_s,
+        timeouts.connect.total_seconds(),
         timeouts.form.total_seconds(),
         timeouts.lease_s,
         timeouts.collective.total_seconds(),
