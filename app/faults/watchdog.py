@@ -139,7 +139,7 @@ class Progress:
         return Snapshot(
             attempt=self._attempt,
             rank=self._rank,
-            position=[turn, -left, _OWN.get(phase, 0), self._is_inside_torch()],
+            position=[turn, -left, _OWN.get(phase, 0), self._is_in_collective()],
             step=self._step,
             phase=phase,
             seconds=round(self._seconds, 3),
@@ -161,7 +161,7 @@ class Progress:
             text = text.replace(_heading(thread.ident or 0), thread.name)
         return text
 
-    def _is_inside_torch(self) -> int:
+    def _is_in_collective(self) -> int:
         """Of two who have come equally far, one that is in a collective waits for one that is in anything else. Asked
         of those alone who have been where they are for a while."""
         frame = sys._current_frames().get(self._thread) if self._seconds > _A_WHILE_S else None

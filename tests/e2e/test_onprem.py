@@ -11,8 +11,6 @@ CLUSTER = "cluster/onprem.yaml"
 STEPS = 500
 # A worker a host: Ray finds this machine's two cores on each of them.
 PLACED = ["scaling.cpus_per_worker=2", "scaling.gpus_per_worker=0"]
-
-
 # Of a node whose head is gone: 15 s until its raylet ends, another 60 until Ray's agents have given up telling of it.
 LAST_S = 150
 
@@ -37,8 +35,7 @@ def user(lab):
 def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_path):
     lab = user.lab
     words = [*WORDS, f"run.steps={STEPS}", "precision.kind=fp32"]
-    running = User(lab, HEAD).trains(*words, *PLACED, "scaling.num_workers=[1,3]", SLOW)
-    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    running = train_on_all(lab, *words)
     lab.power_off("w3")
     running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two")
     lab.power_on("w3")
@@ -61,9 +58,7 @@ def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_
 @pytest.mark.timeout(600)
 def test_one_host_is_cut_off_for_good_and_another_for_a_while(user):
     lab = user.lab
-    words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
-    running = User(lab, HEAD).trains(*words)
-    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    running = train_on_all(lab, *WORDS, f"run.steps={STEPS}")
     lab.cut("w3")
     running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two")
     lab.cut("w2")
@@ -119,6 +114,13 @@ def test_nobody_from_outside_gets_in_without_the_token(user):
     connects = f"python -c \"import ray; ray.init('ray://{address}:10001')\""
     assert "timeout" in lab.run("stranger", connects).stdout  # it is not told why
     assert "Authentication required" in lab.run(HEAD, "cat /tmp/ray/session_latest/logs/ray_client_server.err").stdout
+
+
+def train_on_all(lab, *words):
+    """The plain command on the head, once a worker trains on each of the three hosts."""
+    running = User(lab, HEAD).trains(*words, *PLACED, "scaling.num_workers=[1,3]", SLOW)
+    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    return running
 
 
 def last(running):
