@@ -117,11 +117,11 @@ def test_nobody_from_outside_gets_in_without_the_token(user):
 
 
 def train_on_all(lab, *words):
-    """The plain command on the head, once a worker trains on each of the three hosts."""
+    """The plain command on the head, once workers on all three hosts have done a step together."""
     running = User(lab, HEAD).trains(*words, *PLACED, "scaling.num_workers=[1,3]", SLOW)
-    running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    running.wait_until(lambda: last(running)["world_size"] == 3, "a step of a world of three", timeout_s=180)
     return running
 
 
 def last(running):
-    return running.history.lines[-1]
+    return next(reversed(running.history.lines), {"world_size": 0})
