@@ -38,12 +38,14 @@ class Groups:
     """One generation of process groups.
 
     control: a gloo group of the whole world for host data.
+    store: of this generation; it ends with the attempt.
     sockets: descriptor -> inode of what forming opened.
     communicators: what `abort()` ends on the device: NCCL's, none on CPU.
     aborted: set when `abort()` is called.
     """
 
     control: dist.ProcessGroup
+    store: dist.Store
     sockets: dict[int, int]
     communicators: tuple[Communicator, ...] = ()
     aborted: threading.Event = field(default_factory=threading.Event)
@@ -75,7 +77,7 @@ class Groups:
             _set_pg_timeout(timeouts.collective, group)
         opened = {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
         on_device = (_get_default_group()._get_backend(device),) if device.type == "cuda" else ()
-        return cls(control, opened, on_device)
+        return cls(control, prefixed, opened, on_device)
 
     def abort(self) -> None:
         """Makes every collective that is under way raise, here and at the peers. Safe from any thread.

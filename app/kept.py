@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from app.checkpoint.state import app_state
+from app.checkpoint.writer import Writer
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
@@ -26,7 +27,7 @@ class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
     held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
-    skip: the steps that are left out of the run.
+    skip: the steps that are left out of the run. writer: of checkpoints.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -40,6 +41,7 @@ class Kept:
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
         self.fingerprint = fingerprint(self.dataset)
         self.skip: frozenset[int] = frozenset()
+        self.writer = Writer()
         self.optimizer: torch.optim.Optimizer | None
         self.forget()
         self._warm_up()
@@ -53,7 +55,6 @@ class Kept:
             self.optimizer = optimizer
         else:
             import_module("app.parallel.fsdp")
-            import_module("torch.distributed.checkpoint")
 
     def forget(self) -> None:
         """Back to the initial weights, which the seed makes the same on every rank."""

@@ -12,6 +12,7 @@ from typing import Any
 from app.config import Change, Config, diff, dump_config, parse_config
 from app.errors import RunConflict, StorageError, UsageError
 from app.files import append_line, last_line, read_json, read_lines, write_json, write_text
+from app.storage import LocalStore, Store
 
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 
@@ -36,6 +37,10 @@ class RunDirectory:
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+    @property
+    def store(self) -> Store:
+        return LocalStore(self.path)
 
     @property
     def owner(self) -> Path:

@@ -6,7 +6,7 @@ from time import perf_counter
 
 from app.agree import ControlWord, Flags
 from app.balance import build_balance
-from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.state import app_state
 from app.config import Config
@@ -51,12 +51,13 @@ def train(
         progress=world.progress,
     )
     state = app_state(parallel.plain(model), optimizer)
-    keep, control_group = config.checkpoint.keep_last, world.groups.control
-    store = faults.store(CheckpointStore(directory, world, control_group, kept.fingerprint, keep, parallel.replicated))
+    checkpoints = faults.store(
+        Checkpoints(config.checkpoint, directory, world, kept.fingerprint, parallel.replicated, kept.writer)
+    )
     phases.mark("built")
 
     world.progress.enter("restore")
-    restored = restore(state, kept, store, world.groups, parallel.replicated)
+    restored = restore(state, kept, checkpoints, world.groups, parallel.replicated)
     step = restored.step
     if parallel.replicated:  # shards have no buckets to lay out
         stepper.rehearse(kept.example())
@@ -83,7 +84,7 @@ def train(
     def save() -> None:
         settle()  # the last word says whether this state is finite
         world.progress.enter("checkpoint")
-        recorder.checkpoint(store.save(step, state))
+        checkpoints.save(step, state, recorder.metrics)
         checkpoint_trigger.done()
         control.granted(checkpoint=True)
 
@@ -106,11 +107,15 @@ def train(
             run_validation()
         if step < num_steps and (checkpoint_trigger.due(step) or control.wished.checkpoint):
             save()
+        recorder.checkpoints(checkpoints.news())
 
     settle()
     leaving = step < num_steps and control.wished.leave and not control.wished.stop
     if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
+        checkpoints.finish(config.recovery.wait_s)
         save()
+        checkpoints.finish(config.recovery.wait_s)
+        recorder.checkpoints(checkpoints.news())
     if step == num_steps and held_out:
         run_validation()
     outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from app.checkpoint.state import app_state, flatten
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.export import read_whole
 from app.config import Config, parse_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
-from app.kept import Kept
 from app.ledger import History, read_ledger
-from app.optim import build_optimizer
+from app.storage import LocalStore
 from tests.command import Running
 
 
@@ -64,12 +62,7 @@ def check_identical(one: Path, other: Path) -> None:
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
     """Whole, from the run's last checkpoint."""
-    config = parse_config((directory / "config.yaml").read_text())
-    kept = Kept(config, torch.device("cpu"))
-    state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
-    last = Path(summary_of(directory)["last_checkpoint"]).name  # its path may be that of another host
-    dcp.load(state, checkpoint_id=directory / "checkpoints" / last, no_dist=True)
-    return flatten(state["model"])
+    return read_whole(Catalog(LocalStore(directory)), summary_of(directory)["step"])
 
 
 def differences(one: Path, other: Path) -> list[Tensor]:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from app.chaos import contenders, processes
@@ -25,12 +23,14 @@ from app.chaos.drills import Drills, Stream
 from app.chaos.loop import Job
 from app.chaos.matrix import CLAIMS, FAULTS, NUM_STEPS, PACE_S, SNAPSHOT_STEPS, TRAINING
 from app.chaos.report import Line, Row, broken, table
-from app.config import Config, GptConfig, load_config
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.export import read_whole
+from app.config import Config, load_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
 from app.errors import TrainingError
 from app.ledger import History
-from app.models.gpt import Gpt
+from app.storage import LocalStore
 
 _EQUAL = 1e-10  # largest difference between fp64 weights
 
@@ -132,12 +132,7 @@ class Matrix:
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         """Of the last checkpoint of one of our runs."""
-        assert isinstance(self.config.model, GptConfig)
-        weights = Gpt(self.config.model).double().state_dict()
-        path = self.folder / name / "checkpoints" / f"step-{NUM_STEPS:08d}"
-        with warnings.catch_warnings(action="ignore"):  # that there are no process groups, which is meant
-            dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
-        return weights
+        return read_whole(Catalog(LocalStore(self.folder / name)), NUM_STEPS)
 
 
 def _equal(one: Callable[[], dict[str, Tensor]], other: Callable[[], dict[str, Tensor]]) -> bool:

@@ -1,172 +1,231 @@
-"""Checkpoints on storage: a folder a step, sharded by DCP, and committed by a manifest that is written last."""
+"""Checkpoints on storage as one attempt sees them: found and read at its start, written while it trains."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
+import json
 import time
-import warnings
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import torch
 import torch.distributed as dist
 
+from app.checkpoint.catalog import Catalog, Damaged, left_out, path_of
+from app.checkpoint.manifest import FileDigest, Manifest
+from app.checkpoint.retention import Retention
+from app.checkpoint.shards import load_pieces, pieces_of
 from app.checkpoint.state import Tensors
-from app.errors import RunConflict, StorageError
-from app.files import read_json, write_json
+from app.checkpoint.writer import Committed, Dropped, Job, News, Trouble, Writer
+from app.config import CheckpointConfig
+from app.errors import StorageError
 from app.owner import read_owner
 from app.rundir import RunDirectory
 from app.runtime import World
+from app.storage import Bytes
 
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What makes a folder a checkpoint. `files` maps each name to its sha256 and size in bytes; `skipped` are the steps
-    up to this one that were left out."""
-
-    version: int
-    step: int
-    attempt: int
-    world_size: int
-    dataset: str  # fingerprint
-    files: dict[str, dict[str, Any]]
-    skipped: list[int] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(file["bytes"]) for file in self.files.values())
+_POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Committed:
-    path: Path
-    manifest: Manifest
-    seconds: float
+class Superseded(OSError):
+    """A later attempt owns the run."""
 
 
-class CheckpointStore:
-    """The checkpoints of one run, as one attempt sees them. `load` is a collective of `group`, `save` one too unless
-    the state is replicated: then the leader, who has all of it, writes it alone, and nobody waits for anybody's word.
+class Checkpoints:
+    """`find` is a collective; `save` and `finish` are where state is sharded. Replicated state is read and written by
+    the leader alone, who has all of it, and nobody waits for anybody's word.
+
+    Args:
+        fingerprint: of the dataset.
+        writer: the process's own. What it still has to write is dropped, unless this rank can commit it now as well.
     """
 
     def __init__(
         self,
+        config: CheckpointConfig,
         directory: RunDirectory,
         world: World,
-        group: dist.ProcessGroup,
         fingerprint: str,
-        keep_last: int,
         replicated: bool,
+        writer: Writer,
     ) -> None:
-        self._directory, self._world, self._group = directory, world, group
-        self._fingerprint, self._keep_last, self._replicated = fingerprint, keep_last, replicated
+        self._directory, self._world, self._fingerprint = directory, world, fingerprint
+        self._replicated, self._writer = replicated, writer
+        self._catalog, self._retention = Catalog(directory.store), Retention(config)
+        self._newest = 0  # on storage, or on its way there
+        if not (replicated and world.leader and world.skip == writer.skip):
+            writer.drop()
+        writer.attempt, writer.skip = world.attempt, world.skip
 
-    def newest(self) -> int:
-        """The step of the newest whole checkpoint, 0 if there is none. Read from storage: nothing else is trusted."""
-        for path in sorted(self._directory.checkpoints.glob("step-*"), reverse=True):
-            manifest = read_manifest(path)
-            if manifest and self._is_ours(manifest) and _is_whole(path, manifest):
-                return manifest.step
-        return 0
+    def find(self) -> tuple[int, dict[int, str]]:
+        """The step of the newest checkpoint whose files are what was written, 0 if there is none; and those that were
+        found damaged on the way, with the reason. They are quarantined.
+
+        Each rank reads a part of the files, none of which is trusted before.
+
+        Raises:
+            StorageError: the newest was written over another dataset.
+        """
+        damaged: dict[int, str] = {}
+        while True:
+            candidate = [self._candidate(damaged) if self._world.leader else None]
+            dist.broadcast_object_list(candidate, src=0, group=self._world.groups.control)
+            manifest = candidate[0]
+            if manifest is None:
+                return 0, damaged
+            whys: list[str] = [""] * self._world.size
+            dist.all_gather_object(whys, self._verify(manifest), group=self._world.groups.control)
+            if not any(whys):
+                self._newest = manifest.step
+                return manifest.step, damaged
+            damaged[manifest.step] = next(filter(None, whys))
+            if self._world.leader:
+                self._catalog.quarantine(manifest.step, damaged[manifest.step])
+
+    def _candidate(self, damaged: dict[int, str]) -> Manifest | None:
+        for step in self._catalog.steps():
+            try:
+                manifest = self._catalog.manifest(step)
+            except Damaged as error:
+                damaged[step] = str(error)
+                self._catalog.quarantine(step, str(error))
+                continue
+            if manifest is None or manifest.skipped != left_out(self._world.skip, step):
+                continue
+            if manifest.dataset != self._fingerprint:
+                raise StorageError(
+                    f"{self._directory.store.uri}/{path_of(step)} was written over another dataset than this one. "
+                    "Restore the data, or choose another run.name"
+                )
+            return manifest
+        return None
+
+    def _verify(self, manifest: Manifest) -> str:
+        try:
+            self._catalog.verify(manifest, sorted(manifest.files)[self._world.rank :: self._world.size])
+        except Damaged as error:
+            return str(error)
+        return ""
 
     def load(self, step: int, state: dict[str, Tensors]) -> None:
-        """Fills `state` in place, whatever world and strategy wrote it.
+        """Fills this rank's part of `state` in place, whatever world and strategy wrote it.
 
         Raises:
-            StorageError: the checkpoint does not fit this model, or its dataset was another.
+            StorageError: the checkpoint does not fit this model.
         """
         self._world.progress.enter("load")
-        path = self._path(step)
-        manifest = read_manifest(path)
-        if manifest is None or manifest.dataset != self._fingerprint:
-            raise StorageError(
-                f"{path} was written over another dataset than this one. Restore the data, or choose another run.name"
-            )
-        import torch.distributed.checkpoint as dcp  # takes longer to import than all else here; few attempts need it
+        manifest = self._catalog.manifest(step)
+        assert manifest, f"step {step} has been found"
+        files = [f"{path_of(step)}/{name}" for name in manifest.files]
+        load_pieces(self._directory.store, files, pieces_of(state))
 
-        dcp.load(state, checkpoint_id=path, process_group=self._group)
+    def save(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
+        """Returns once the state has been copied. A step that is on storage already, or that comes while sharded state
+        is still being written, is left out."""
+        if step == self._newest:
+            return
+        if self._replicated:
+            self._newest = step
+            if not self._world.leader:
+                return
+        elif self._agreed(self._writer.busy):
+            return
+        self._newest = step
+        pieces = [piece for piece in pieces_of(state) if piece.tensor.numel() and (self._world.leader or piece.sharded)]
 
-    def save(self, step: int, state: dict[str, Tensors]) -> Committed | None:
-        """Writes and commits. None on ranks other than the leader, and when `step` is already there.
+        def write(job: Job, check: Callable[[], None]) -> News | None:
+            return self._write(job, metrics, check)
+
+        self._writer.put(step, pieces, write)
+
+    def news(self) -> list[News]:
+        """What has come of earlier calls of `save`; see `Writer.news`."""
+        return self._writer.news()
+
+    def finish(self, limit_s: float) -> None:
+        """Waits until all that was saved is committed.
 
         Raises:
-            RunConflict: a later attempt owns the run by now; nothing was committed.
+            StorageError: it was not in `limit_s`.
         """
-        began, path = time.monotonic(), self._path(step)
-        if self._replicated and not self._world.leader:
-            return None
-        if self._agreed_to_skip(path):
-            return None
-        import torch.distributed.checkpoint as dcp
+        if not self._writer.wait(lambda: self._world.progress.mark("checkpoint"), limit_s):
+            raise StorageError(
+                f"the checkpoint of step {self._newest} could not be written to {self._directory.store.uri} in "
+                f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
+            )
 
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        with warnings.catch_warnings(action="ignore"):  # that it saves in a single process, which is meant
-            dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._replicated)
-        return self._commit(step, path, began) if self._world.leader else None
+    def _agreed(self, any_of: bool) -> bool:
+        """Whether it is so on any rank: all who write must go the same way."""
+        said = torch.tensor([any_of], dtype=torch.int64)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._world.groups.control)
+        return bool(said)
 
-    def _agreed_to_skip(self, path: Path) -> bool:
-        """The leader looks, and clears what an attempt that died here left; all who write must go the same way."""
-        answer = [False]
-        if self._world.leader:
-            answer = [self._is_ours(read_manifest(path))]
-            if not answer[0]:
-                shutil.rmtree(path, ignore_errors=True)
-                path.mkdir(parents=True)
+    def _write(self, job: Job, metrics: dict[str, float], check: Callable[[], None]) -> News | None:
+        """On the writer's thread."""
+        name = f"attempt-{self._world.attempt:04d}-rank-{self._world.rank:05d}.safetensors"
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(1) as hasher:
+
+            def chunks() -> Iterator[Bytes]:
+                for chunk in job.staged.chunks():
+                    check()
+                    hashing = hasher.submit(digest.update, chunk)
+                    yield chunk
+                    hashing.result()
+
+            self._catalog.write(job.step, name, chunks())
+        files = {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
         if not self._replicated:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
-
-    def _commit(self, step: int, path: Path, began: float) -> Committed:
-        files = {file.name: _digest(file) for file in sorted(path.iterdir())}
+            self._tell(job.step, files)
+            if not self._world.leader:
+                self._await([f"checkpoint/{job.step}/done"], check)
+                return None
+            files = self._files_of_all(job.step, check)
         manifest = Manifest(
-            version=VERSION,
-            step=step,
+            step=job.step,
             attempt=self._world.attempt,
             world_size=self._world.size,
+            time_s=round(time.time(), 3),
             dataset=self._fingerprint,
             files=files,
-            skipped=self._skipped(step),
+            skipped=left_out(self._world.skip, job.step),
+            metrics=metrics,
         )
+        check()
         owner = read_owner(self._directory.owner)
-        if owner and owner.attempt > self._world.attempt:
-            raise RunConflict(f"attempt {owner.attempt} on {owner.host} has taken over; step {step} is not committed")
-        write_json(path / "manifest.json", asdict(manifest))
-        self._retain()
-        return Committed(path, manifest, time.monotonic() - began)
+        if owner and owner.attempt > self._writer.attempt:  # either this worker gets there too, or it is cut off
+            raise Superseded(
+                f"attempt {owner.attempt} on {owner.host} has taken over; step {job.step} is not committed"
+            )
+        self._catalog.commit(manifest)
+        seconds = time.monotonic() - job.began_s
+        if not self._replicated:
+            self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
+        try:
+            self._catalog.retire(manifest, self._retention, self._world.skip)
+        except Damaged as error:
+            self._catalog.quarantine(job.step, str(error))
+            return Trouble(job.step, f"{error}, and was written a moment ago", 0)
+        return Committed(f"{self._directory.store.uri}/{path_of(job.step)}", manifest, seconds, job.blocked_s)
 
-    def _retain(self) -> None:
-        paths = sorted(self._directory.checkpoints.glob("step-*"))
-        ours = [path for path in paths if self._is_ours(read_manifest(path))]
-        for path in {*paths}.difference(ours[-self._keep_last :]):
-            (path / "manifest.json").unlink(missing_ok=True)  # first, so that no half-deleted one looks whole
-            shutil.rmtree(path, ignore_errors=True)
+    def _tell(self, step: int, files: dict[str, FileDigest]) -> None:
+        said = json.dumps({name: [digest.sha256, digest.bytes] for name, digest in files.items()})
+        try:
+            self._world.groups.store.set(f"checkpoint/{step}/{self._world.rank}", said)
+        except (RuntimeError, dist.DistError):
+            raise Dropped from None  # the store ends with the attempt
 
-    def _is_ours(self, manifest: Manifest | None) -> bool:
-        """Not so where a step went into it that has been found to be bad since."""
-        return manifest is not None and manifest.skipped == self._skipped(manifest.step)
+    def _files_of_all(self, step: int, check: Callable[[], None]) -> dict[str, FileDigest]:
+        keys = [f"checkpoint/{step}/{rank}" for rank in range(self._world.size)]
+        self._await(keys, check)
+        said = [json.loads(self._world.groups.store.get(key)) for key in keys]
+        return {name: FileDigest(*digest) for each in said for name, digest in each.items()}
 
-    def _skipped(self, step: int) -> list[int]:
-        return sorted(each for each in self._world.skip if each <= step)
-
-    def _path(self, step: int) -> Path:
-        return self._directory.checkpoints / f"step-{step:08d}"
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    found = read_json(path / "manifest.json")
-    return Manifest(**found) if found and found.get("version") == VERSION else None
-
-
-def _is_whole(path: Path, manifest: Manifest) -> bool:
-    return all(
-        (path / name).is_file() and (path / name).stat().st_size == file["bytes"]
-        for name, file in manifest.files.items()
-    )
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+    def _await(self, keys: list[str], check: Callable[[], None]) -> None:
+        """By asking: a wait would keep the store from all other threads."""
+        try:
+            while not self._world.groups.store.check(keys):
+                check()
+                time.sleep(_POLL_S)
+        except (RuntimeError, dist.DistError):
+            raise Dropped from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.durable import Checkpoints
 from app.checkpoint.state import Tensors, flatten
 from app.groups import Groups
 
@@ -23,49 +23,58 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
+    """damaged: the checkpoints, by step, that could not be used, and why."""
+
     step: int
     source: str  # "rank 2", "checkpoint", "start"
+    damaged: dict[int, str] = field(default_factory=dict)
 
 
 def restore(
-    state: dict[str, Tensors], holder: Holder, store: CheckpointStore, groups: Groups, replicated: bool
+    state: dict[str, Tensors], holder: Holder, checkpoints: Checkpoints, groups: Groups, replicated: bool
 ) -> Restored:
     """Makes every rank hold the newest complete state, in place. A collective.
 
-    Candidates are the living workers' own states, the newest whole checkpoint, and step 0. The highest step wins; a
-    tie goes to the cheapest, which is the one that need not be read. Only a state that is being overwritten is nobody's
-    until that has ended: whoever is lost on the way, the others keep what they had. The same over the same does no
-    harm, except that an aborted NCCL may leave anything.
+    Candidates are the living workers' own states, the newest whole checkpoint, and step 0. A living worker that has
+    done any step has done all that were ever committed, because no step ends without all: so storage is not asked where
+    there is one. Only a state that is being overwritten is nobody's until that has ended: whoever is lost on the way,
+    the others keep what they had. The same over the same does no harm, except that an aborted NCCL may leave anything.
 
     Args:
         replicated: one worker's state is all of the state; otherwise the dead took their shards with them.
     """
-    world_size = dist.get_world_size()
-    steps = [torch.empty(2, dtype=torch.int64) for _ in range(world_size)]
-    stored = store.newest() if dist.get_rank() == 0 else 0  # one rank looks: a commit may land meanwhile
-    mine = torch.tensor([holder.held if replicated else NO_STATE, stored])
-    dist.all_gather(steps, mine, group=groups.control)
-    living = [int(each[0]) for each in steps]
-    newest, stored = max(living), int(steps[0][1])
-    if newest >= stored:
+    living = _held_by_all(holder.held if replicated else NO_STATE, groups)
+    if (newest := max(living)) > 0:
         source = living.index(newest)
         if min(living) != newest:
-            overwritten = dist.get_rank() != source and (holder.held != newest or _is_on_device(state))
-            holder.held = NO_STATE if overwritten else newest
-            broadcast(state, source, groups)
-        restored = Restored(newest, f"rank {source}" if newest else "start")
+            _overwrite(state, holder, newest, source, groups)
+        holder.held = newest
+        return Restored(newest, f"rank {source}")
+    stored, damaged = checkpoints.find()
+    if stored and replicated:
+        if dist.get_rank() == 0:
+            holder.held = NO_STATE
+            checkpoints.load(stored, state)
+        _overwrite(state, holder, stored, 0, groups)
     elif stored:
-        holder.held = NO_STATE
-        store.load(stored, state)
-        restored = Restored(stored, "checkpoint")
-    else:
-        restored = Restored(0, "start")
-    holder.held = restored.step
-    return restored
+        checkpoints.load(stored, state)
+    elif replicated and min(living) != 0:
+        _overwrite(state, holder, 0, living.index(0), groups)
+    holder.held = stored
+    return Restored(stored, "checkpoint" if stored else "start", damaged)
 
 
-def _is_on_device(state: dict[str, Tensors]) -> bool:
-    return any(tensor.is_cuda for tensor in flatten(state).values())
+def _held_by_all(mine: int, groups: Groups) -> list[int]:
+    steps = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(steps, torch.tensor([mine]), group=groups.control)
+    return [int(each) for each in steps]
+
+
+def _overwrite(state: dict[str, Tensors], holder: Holder, step: int, source: int, groups: Groups) -> None:
+    on_device = any(tensor.is_cuda for tensor in flatten(state).values())
+    overwritten = dist.get_rank() != source and (holder.held != step or on_device)
+    holder.held = NO_STATE if overwritten else step
+    broadcast(state, source, groups)
 
 
 def broadcast(state: dict[str, Tensors], source: int, groups: Groups) -> None:

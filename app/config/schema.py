@@ -207,11 +207,22 @@ class ValidationConfig(Section):
     """how often to measure the loss on the held-out samples; null for at the end only"""
 
 
+class KeepBestConfig(Section):
+    metric: Text = "loss"
+    """one of what validation measures"""
+    mode: Literal["min", "max"] = "min"
+    """whether the least or the greatest is the best"""
+
+
 class CheckpointConfig(Section):
     every: Interval = Every(5, "minutes")
     """how often to write a checkpoint; the last step always does"""
     keep_last: PositiveInt = 3
     """how many checkpoints to keep"""
+    keep_every: PositiveInt | None = None
+    """beside them, the first checkpoint of every so many steps, for good"""
+    keep_best: KeepBestConfig | None = None
+    """beside them, the one whose last validation was the best"""
 
 
 class LoggingConfig(Section):

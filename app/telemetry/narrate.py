@@ -20,6 +20,11 @@ def narrate(event: Event, verbose: bool = False) -> str:
         case "checkpoint":
             cost = f"{size(event['bytes'])} in {event['seconds']:.1f} s"
             return _joined([f"checkpoint at step {event['step']}", cost, event["path"]])
+        case "checkpoint_failed":
+            needed = f" ({size(event['needed_bytes'])} are needed)" if event["needed_bytes"] else ""
+            return f"no checkpoint at step {event['step']} yet, training goes on: {event['error']}{needed}"
+        case "checkpoint_quarantined":
+            return f"checkpoint at step {event['step']} is damaged and will not be used: {event['error']}"
         case "attempt_started":
             return _attempt_started(event, verbose)
         case "attempt_ended":

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from app.agree import Agreed
-from app.checkpoint.durable import Committed
 from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
+from app.checkpoint.writer import Committed, News
 from app.config import Config
 from app.errors import TrainingError
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
@@ -43,7 +43,10 @@ class _Ran(NamedTuple):
 
 
 class Recorder:
-    """Every rank has one, so that the page needs no `if`; only the leader's writes."""
+    """Every rank has one, so that the page needs no `if`; only the leader's writes.
+
+    metrics: of the last validation in this attempt.
+    """
 
     def __init__(
         self,
@@ -61,12 +64,14 @@ class Recorder:
         self._ledger = Ledger(directory.ledger, world, plan)
         self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.ledger, restored.step))
         self._running: dict[int, _Ran] = {}
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._shown_s = -math.inf
         self._trackers = Trackers([])
         self._meters = _meters(kept, world)
         if world.leader:
             self._trackers = build_trackers(config.trackers, directory.path, restored.step + 1)
+            for step, why in restored.damaged.items():
+                self._publish("checkpoint_quarantined", step=step, error=why)
             if restored.source != "start":
                 written = (last_line(directory.ledger) or {}).get("step", 0)
                 lost = max(0, written - restored.step)
@@ -155,19 +160,22 @@ class Recorder:
         )
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._publish("validation", step=step, **metrics)
 
-    def checkpoint(self, committed: Committed | None) -> None:
-        if committed is not None:
-            manifest = committed.manifest
-            self._publish(
-                "checkpoint",
-                step=manifest.step,
-                path=str(committed.path),
-                seconds=round(committed.seconds, 3),
-                bytes=manifest.num_bytes,
-            )
+    def checkpoints(self, news: list[News]) -> None:
+        for each in news:
+            if isinstance(each, Committed):
+                self._publish(
+                    "checkpoint",
+                    step=each.manifest.step,
+                    path=each.path,
+                    seconds=round(each.seconds, 3),
+                    blocked_s=round(each.blocked_s, 4),
+                    bytes=each.manifest.num_bytes,
+                )
+            else:
+                self._publish("checkpoint_failed", step=each.step, error=each.error, needed_bytes=each.needed_bytes)
 
     def end(self, cause: str, step: int, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
         """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded.
@@ -193,7 +201,7 @@ class Recorder:
             "step": step,
             "samples": samples,
             "tokens": samples * units if units > 1 else None,
-            "metrics": self._metrics,
+            "metrics": self.metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": history.num_lost,

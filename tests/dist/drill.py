@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from app.checkpoint.state import app_state, flatten
+from app.checkpoint.catalog import Catalog, path_of
+from app.checkpoint.export import read_whole
 from app.config import Config
 from app.faults.numerics import BadStep
 from app.faults.watchdog import Progress
@@ -111,12 +111,11 @@ def _take_part(member: Member, config: Config, schedule: list[Attempt]) -> list[
 def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) -> Drilled:
     summary = directory.summary()
     assert summary is not None
-    kept = Kept(config, CPU)
-    state = app_state(kept.model, build_optimizer(config.optimizer, kept.model))
-    dcp.load(state, checkpoint_id=summary["last_checkpoint"], no_dist=True)
+    catalog, last = Catalog(directory.store), summary["step"]
+    assert summary["last_checkpoint"].endswith(path_of(last))
     return Drilled(
-        weights=flatten(state["model"]),
-        optimizer=flatten(state["optimizer"]),
+        weights=read_whole(catalog, last),
+        optimizer=read_whole(catalog, last, "optimizer"),
         history=read_ledger(directory.ledger),
         events=directory.read_events(),
         summary=summary,

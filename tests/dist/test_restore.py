@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from app.checkpoint.durable import CheckpointStore
+from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
 from app.rundir import RunDirectory
+from app.checkpoint.writer import Writer
+from app.config import CheckpointConfig
 from app.runtime import World, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -30,7 +34,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
             member.store.wait([_formed(attempt, number) for number in range(len(held))])
             world.groups.abort()
             return replica.held, float(replica.weights[0]), "left"
-        restored = restore({"model": {"w": replica.weights}}, replica, _store(world, path), world.groups, True)
+        restored = restore({"model": {"w": replica.weights}}, replica, _checkpoints(world, path), world.groups, True)
         return replica.held, float(replica.weights[0]), restored.source
     except RuntimeError:
         return replica.held, float(replica.weights[0]), "lost"
@@ -42,8 +46,8 @@ def _formed(attempt: int, number: int) -> str:
     return f"formed/{attempt}/{number}"
 
 
-def _store(world: World, path: str) -> CheckpointStore:
-    return CheckpointStore(RunDirectory.of(small(path)), world, world.groups.control, "", 1, True)  # type: ignore[arg-type]
+def _checkpoints(world: World, path: str) -> Checkpoints:
+    return Checkpoints(CheckpointConfig(), RunDirectory(Path(path)), world, "", True, Writer())
 
 
 @pytest.fixture(scope="module")

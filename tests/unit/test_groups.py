@@ -25,7 +25,7 @@ def test_an_abort_ends_device_communicators_first_and_the_hosts_connections_what
     with ours, theirs:
         communicators = FakeCommunicator(failed=True), FakeCommunicator()
         inode = os.fstat(ours.fileno()).st_ino
-        Groups(None, {ours.fileno(): inode}, communicators).abort()  # type: ignore[arg-type]
+        Groups(None, None, {ours.fileno(): inode}, communicators).abort()  # type: ignore[arg-type]
         assert [each.aborted for each in communicators] == [True, True]
         theirs.settimeout(5)
         assert theirs.recv(1) == b""

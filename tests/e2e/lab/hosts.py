@@ -216,8 +216,10 @@ def sweep() -> None:
             pid = int(file.read_text())
             if "host.sh" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGKILL)
-        _unplug(file.parent.name)
-    subprocess.run(["ip", "netns", "del", _SWITCH], capture_output=True, check=False)
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split()
+    for space in spaces:  # also of a host that was not there yet when its lab was ended
+        if space.startswith(_PREFIX):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
     shutil.rmtree(STATE, ignore_errors=True)
 
 

@@ -1,0 +1,171 @@
+"""Brings states to storage while training goes on: a thread of the worker process, which outlives attempts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from app.checkpoint.manifest import Manifest
+from app.checkpoint.shards import Piece, Staged
+
+_TELL_EVERY_S = 60.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0  # between two tries
+
+
+@dataclass(frozen=True)
+class Committed:
+    """path: where it lies. seconds: from the copy to the commit. blocked_s: those of them in which training waited."""
+
+    path: str
+    manifest: Manifest
+    seconds: float
+    blocked_s: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A checkpoint is not on storage; it is tried again, or the next one is."""
+
+    step: int
+    error: str
+    needed_bytes: int
+
+
+News = Committed | Trouble
+
+
+class Dropped(Exception):
+    """What was to be written is not wanted any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """
+    Args:
+        write: writes and commits what has been staged, and says what came of it. Now and then it calls what it is
+            given, which raises Dropped as soon as the job has been dropped.
+    """
+
+    step: int
+    staged: Staged
+    began_s: float
+    blocked_s: float
+    write: Callable[[Job, Callable[[], None]], News | None]
+
+
+class Writer:
+    """Writes one state at a time; of those that come meanwhile, the newest waits. What storage refuses is tried again,
+    and told at once and then once a minute.
+
+    attempt, skip: of the world that this process is in. refused: why storage last refused, if it does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.attempt, self.skip = 0, frozenset[int]()
+        self.refused = ""
+        self._clock = clock
+        self._buffers = (Staged(), Staged())
+        self._changed = threading.Condition()
+        self._waiting: Job | None = None
+        self._under_way: Job | None = None
+        self._news: deque[News] = deque()
+        self._error: BaseException | None = None
+        self._told_s = -_TELL_EVERY_S
+        self._signs_of_life = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting is not None or self._under_way is not None
+
+    def put(self, step: int, pieces: Iterable[Piece], write: Callable[[Job, Callable[[], None]], News | None]) -> None:
+        """Copies the pieces, which is what training waits for, and leaves the rest to the thread."""
+        began = self._clock()
+        with self._changed:
+            self._waiting = None
+            used = self._under_way.staged if self._under_way else None
+        staged = self._buffers[self._buffers[0] is used]
+        staged.fill(pieces)
+        with self._changed:
+            self._waiting = Job(step, staged, began, self._clock() - began, write)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="checkpoints")
+            self._thread.start()
+
+    def drop(self) -> None:
+        """Whatever is not committed yet: another attempt has begun, in which nobody would commit it."""
+        with self._changed:
+            self._waiting = self._under_way = None
+            self._changed.notify_all()
+
+    def news(self) -> list[News]:
+        """What has come of jobs since the last call. Raises what a job raised, unless storage did."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
+        """Until nothing is left to write; False if that is not so after `limit_s`.
+
+        Args:
+            alive: called as often as anything happens meanwhile, be it that storage refuses again.
+        """
+        until, seen = self._clock() + limit_s, -1
+        while self.busy and self._error is None and self._clock() < until:
+            if seen != self._signs_of_life:
+                seen = self._signs_of_life
+                alive()
+            with self._changed:
+                self._changed.wait(0.02)
+        return not self.busy
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None)
+                job, self._waiting = self._waiting, None
+                self._under_way = job
+            if job is not None:
+                self._bring(job)
+            with self._changed:
+                if self._under_way is job:
+                    self._under_way = None
+                self._changed.notify_all()
+
+    def _bring(self, job: Job) -> None:
+        def check() -> None:
+            self._signs_of_life += 1
+            if self._under_way is not job:
+                raise Dropped
+
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                news = job.write(job, check)
+                self.refused = ""
+                if news:
+                    self._news.append(news)
+                return
+            except Dropped:
+                return
+            except OSError as error:
+                self.refused = str(error)
+                self._tell(Trouble(job.step, str(error), job.staged.num_bytes))
+            except BaseException as error:
+                self._error = error
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._under_way is not job, delay_s)
+                if self._waiting is not None:  # newer, so this one is not worth another try
+                    return
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+    def _tell(self, trouble: Trouble) -> None:
+        if self._clock() - self._told_s >= _TELL_EVERY_S:
+            self._told_s = self._clock()
+            self._news.append(trouble)

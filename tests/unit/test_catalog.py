@@ -1,0 +1,161 @@
+"""What lies on storage: what counts as a checkpoint, what is found to be damaged, and what is deleted."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+
+from app.checkpoint.catalog import Catalog, Damaged, path_of
+from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
+from app.checkpoint.retention import Retention
+from app.config import CheckpointConfig
+from app.storage.memory import MemoryStore
+
+NOTHING = frozenset[int]()
+LAST_TWO = Retention(CheckpointConfig(keep_last=2))
+
+
+def commit(catalog: Catalog, step: int, skipped: tuple[int, ...] = (), **metrics: float) -> Manifest:
+    files = {}
+    for name in ("a", "b"):
+        data = f"{step}{name}".encode() * 100
+        catalog.write(step, name, [data[:50], data[50:]])
+        files[name] = FileDigest(hashlib.sha256(data).hexdigest(), len(data))
+    manifest = Manifest(step, 1, 2, 0.0, "data", files, list(skipped), metrics)
+    catalog.commit(manifest)
+    return manifest
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: MemoryStore) -> Catalog:
+    return Catalog(store)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(catalog: Catalog) -> None:
+    catalog.write(7, "a", [b"half of it"])
+    assert catalog.steps() == [7]
+    assert catalog.manifest(7) is None
+
+
+def test_a_manifest_reads_back_as_it_was_written(catalog: Catalog) -> None:
+    manifest = commit(catalog, 7, (3,), loss=0.5)
+    assert catalog.manifest(7) == manifest
+    catalog.verify(manifest)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: None, "step-00000007/b is missing"),
+        (lambda data: data[:-1], "b has 199 bytes where 200 were written"),
+        (lambda data: data + b"7", "b has 201 bytes where 200 were written"),
+        (lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:], "b has other contents than were written"),
+    ],
+)
+def test_damage_is_found_and_the_file_is_named(catalog: Catalog, store: MemoryStore, damage, said: str) -> None:
+    manifest = commit(catalog, 7)
+    name = f"{path_of(7)}/b"
+    damaged = damage(store.files.pop(name))
+    if damaged is not None:
+        store.files[name] = damaged
+    with pytest.raises(Damaged, match=said):
+        catalog.verify(manifest)
+    catalog.verify(manifest, ["a"])
+
+
+def test_each_bit_of_a_manifest_matters(catalog: Catalog, store: MemoryStore) -> None:
+    manifest = commit(catalog, 7)
+    data = manifest.dump()
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        try:
+            assert parse_manifest(flipped) == manifest, f"byte {at}"  # white space is not a part of it
+        except ValueError:
+            continue
+    store.files[f"{path_of(7)}/manifest.json"] = data[:-9]
+    with pytest.raises(Damaged, match=r"step-00000007: manifest.json is damaged"):
+        catalog.manifest(7)
+
+
+def test_a_manifest_of_another_version_says_so() -> None:
+    with pytest.raises(ValueError, match="is of version 1, this program reads 2"):
+        parse_manifest(b'{"version": 1, "step": 7}')
+
+
+def test_what_is_quarantined_is_not_found_again_until_it_has_been_written_anew(catalog: Catalog) -> None:
+    commit(catalog, 7)
+    commit(catalog, 9)
+    catalog.quarantine(9, "a is missing")
+    assert (catalog.steps(), catalog.quarantined()) == ([7], {9: "a is missing"})
+    commit(catalog, 9)
+    assert (catalog.steps(), catalog.quarantined()) == ([9, 7], {})
+
+
+def test_the_last_ones_stay_and_what_was_never_committed_goes(catalog: Catalog) -> None:
+    commit(catalog, 1)
+    catalog.quarantine(1, "old")
+    catalog.write(2, "a", [b"never committed"])
+    for step in (3, 5, 7):
+        newest = commit(catalog, step)
+    catalog.write(9, "a", [b"under way"])
+    catalog.retire(newest, LAST_TWO, NOTHING)
+    assert catalog.steps() == [9, 7, 5]
+    assert catalog.quarantined() == {}
+
+
+def test_nothing_is_deleted_before_its_successor_reads_back(catalog: Catalog, store: MemoryStore) -> None:
+    for step in (3, 5, 7):
+        newest = commit(catalog, step)
+    del store.files[f"{path_of(7)}/a"]
+    with pytest.raises(Damaged, match="a is missing"):
+        catalog.retire(newest, LAST_TWO, NOTHING)
+    assert catalog.steps() == [7, 5, 3]
+
+
+def test_a_checkpoint_that_a_bad_step_went_into_is_deleted(catalog: Catalog) -> None:
+    commit(catalog, 3)
+    commit(catalog, 9)
+    newest = commit(catalog, 7, (5,))
+    catalog.retire(newest, LAST_TWO, frozenset({5}))
+    assert catalog.steps() == [7, 3]
+
+
+def test_what_an_earlier_attempt_has_left_in_the_same_folder_goes(catalog: Catalog, store: MemoryStore) -> None:
+    catalog.write(7, "of an earlier attempt", [b"x"])
+    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING)
+    assert store.list(path_of(7)) == ["a", "b", "manifest.json"]
+
+
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (CheckpointConfig(), {40, 50, 60}),
+        (CheckpointConfig(keep_last=1), {60}),
+        (CheckpointConfig(keep_last=1, keep_every=25), {30, 50, 60}),
+        (CheckpointConfig(keep_last=1, keep_best={"metric": "loss"}), {20, 60}),
+        (CheckpointConfig(keep_last=1, keep_best={"metric": "loss", "mode": "max"}), {10, 60}),
+        (CheckpointConfig(keep_last=1, keep_best={"metric": "accuracy", "mode": "max"}), {60}),
+    ],
+)
+def test_which_are_kept(config: CheckpointConfig, kept: set[int]) -> None:
+    blank = Manifest(0, 1, 1, 0.0, "", {})
+    manifests = [replace(blank, step=step, metrics={"loss": loss}) for step, loss in LOSSES.items()]
+    assert Retention(config).kept(manifests) == kept
+
+
+def test_what_is_kept_for_good_stays_so_when_its_neighbours_have_gone() -> None:
+    blank, retention = Manifest(0, 1, 1, 0.0, "", {}), Retention(CheckpointConfig(keep_last=1, keep_every=100))
+    steps: set[int] = set()
+    for step in range(40, 1000, 40):
+        steps = retention.kept([replace(blank, step=each) for each in steps | {step}])
+    assert steps == {120, 200, 320, 400, 520, 600, 720, 800, 920, 960}

@@ -1,0 +1,134 @@
+"""One rank's tensors as a file: any cut of the state can be read from any other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from app.checkpoint.shards import Piece, Staged, load_pieces, pieces_of, whole_tensors
+from app.errors import StorageError
+from app.storage.memory import MemoryStore
+
+STATE = {
+    "model": {
+        "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
+        "half": torch.arange(9).bfloat16(),
+        "flag": torch.tensor([True, False, True]),
+    },
+    "optimizer": {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 5, dtype=torch.float64)}},
+}
+
+
+def staged(pieces: list[Piece]) -> bytes:
+    copy = Staged()
+    copy.fill(pieces)
+    data = b"".join(copy.chunks())
+    assert len(data) == copy.num_bytes
+    return data
+
+
+def cut(state: dict, num_ranks: int, rank: int) -> list[Piece]:
+    """As FSDP2 does: rows, of which the last ranks may have none."""
+    pieces = []
+    for piece in pieces_of(state):
+        if not piece.shape:
+            pieces += [piece] if rank == 0 else []
+            continue
+        rows = -(-piece.shape[0] // num_ranks)
+        first = min(rank * rows, piece.shape[0])
+        box = piece.tensor[first : first + rows]
+        pieces.append(Piece(piece.name, box, piece.shape, (first, *piece.offset[1:]), sharded=True))
+    return pieces
+
+
+def empty(state: dict) -> dict:
+    return {k: empty(v) if isinstance(v, dict) else torch.zeros_like(v) for k, v in state.items()}
+
+
+def written(num_ranks: int) -> tuple[MemoryStore, list[str]]:
+    store, names = MemoryStore(), []
+    for rank in range(num_ranks):
+        names.append(f"rank-{rank}")
+        store.files[names[-1]] = staged([piece for piece in cut(STATE, num_ranks, rank) if piece.tensor.numel()])
+    return store, names
+
+
+@pytest.mark.parametrize(("writers", "readers"), [*itertools.product([1, 2, 3, 9], repeat=2)])
+def test_any_number_of_ranks_reads_what_any_other_wrote(writers: int, readers: int) -> None:
+    store, names = written(writers)
+    found = empty(STATE)
+    for rank in range(readers):
+        pieces = cut(found, readers, rank)
+        if rank:  # a number is not cut: each rank has it
+            pieces += [piece for piece in pieces_of(found) if not piece.shape]
+        load_pieces(store, names, pieces)
+    for ours, theirs in zip(pieces_of(found), pieces_of(STATE), strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor), ours.name
+
+
+def test_boxes_that_are_cut_along_columns_too() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    store = MemoryStore()
+    for index, (row, column) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
+        box = whole[row : row + 2, column : (2 if column == 0 else 6)]
+        store.files[str(index)] = staged([Piece("m.w", box, (4, 6), (row, column))])
+    target = torch.zeros(3, 3)
+    load_pieces(store, list(store.files), [Piece("m.w", target, (4, 6), (1, 1))])
+    assert torch.equal(target, whole[1:4, 1:4])
+
+
+def test_a_file_is_plain_safetensors() -> None:
+    found = safetensors.torch.load(staged(pieces_of(STATE)))
+    assert torch.equal(found["model.weight"], STATE["model"]["weight"])
+    assert torch.equal(found["model.half"], STATE["model"]["half"])
+    assert found["optimizer.weight.step"] == 3.0
+
+
+def test_a_copy_is_a_copy_and_its_memory_is_used_again() -> None:
+    tensor = torch.ones(4)
+    copy = Staged()
+    copy.fill([Piece("w", tensor, (4,), (0,))])
+    tensor.zero_()
+    assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [1.0] * 4
+    copy.fill([Piece("w", tensor[:2], (2,), (0,))])
+    assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [0.0] * 2
+
+
+def test_one_part_is_read_whole_by_its_own_names() -> None:
+    store, names = written(3)
+    model = whole_tensors(store, names, "model")
+    assert {name: tensor.shape for name, tensor in model.items()} == {
+        name: tensor.shape for name, tensor in STATE["model"].items()
+    }
+    assert torch.equal(model["weight"], STATE["model"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (Piece("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
+        (Piece("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
+    ],
+)
+def test_another_model_is_told(target: Piece, said: str) -> None:
+    store = MemoryStore()
+    store.files["f"] = staged([Piece("w", torch.ones(2), (2,), (0,))])
+    with pytest.raises(StorageError, match=said):
+        load_pieces(store, ["f"], [target])
+
+
+def test_a_hole_is_told() -> None:
+    store = MemoryStore()
+    store.files["f"] = staged([Piece("w", torch.ones(2, 3), (4, 3), (0, 0))])
+    with pytest.raises(StorageError, match="holds 3 of the 6 numbers of w"):
+        load_pieces(store, ["f"], [Piece("w", torch.zeros(2, 3), (4, 3), (1, 0))])
+
+
+def test_the_header_says_where_a_piece_belongs() -> None:
+    store, names = written(3)
+    header = json.loads(store.files[names[1]][8 : 8 + int.from_bytes(store.files[names[1]][:8], "little")])
+    assert json.loads(header["__metadata__"]["boxes"])["model.weight"] == [[7, 5], [3, 0]]

@@ -1,0 +1,136 @@
+"""What happens to states that storage is slow with, or refuses. Threads meet at events; nothing sleeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from app.checkpoint.manifest import Manifest
+from app.checkpoint.shards import Piece
+from app.checkpoint.writer import Committed, Job, News, Trouble, Writer
+
+LONG_S = 10.0
+
+
+class Storage:
+    """Writes when it is told to: `begun` says what it is at."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.refuses, self.done = refuses, []
+
+    def write(self, job: Job, check: Callable[[], None]) -> News:
+        self.begun.release()
+        assert self.go.acquire(timeout=LONG_S)
+        check()
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError("No space left on device")
+        self.done.append(job.step)
+        return Committed("path", Manifest(job.step, 1, 1, 0.0, "", {}), 0.0, job.blocked_s)
+
+
+def pieces(value: float) -> list[Piece]:
+    return [Piece("w", torch.full((3,), value), (3,), (0,))]
+
+
+def put(writer: Writer, storage: Storage, *steps: int) -> None:
+    for step in steps:
+        writer.put(step, pieces(step), storage.write)
+
+
+def steps_of(news: list[News]) -> list[int]:
+    return [each.manifest.step for each in news if isinstance(each, Committed)]
+
+
+def nothing() -> None:
+    pass
+
+
+def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
+    writer, storage = Writer(), Storage()
+    put(writer, storage, 1)
+    assert storage.begun.acquire(timeout=LONG_S)
+    put(writer, storage, 2, 3, 4)
+    assert writer.busy
+    assert writer.news() == []
+    storage.go.release(2)
+    assert writer.wait(nothing, LONG_S)
+    assert storage.done == [1, 4]
+    assert steps_of(writer.news()) == [1, 4]
+
+
+def test_what_is_under_way_is_not_overwritten() -> None:
+    writer, seen = Writer(), []
+    at_it, go = threading.Event(), threading.Event()
+
+    def write(job: Job, check: Callable[[], None]) -> None:
+        at_it.set()
+        assert go.wait(LONG_S)
+        seen.append(torch.frombuffer(bytearray(b"".join(job.staged.chunks())[-12:]), dtype=torch.float32).tolist())
+
+    writer.put(1, pieces(1.0), write)
+    assert at_it.wait(LONG_S)
+    writer.put(2, pieces(2.0), write)
+    writer.put(3, pieces(3.0), write)
+    go.set()
+    assert writer.wait(nothing, LONG_S)
+    assert seen == [[1.0] * 3, [3.0] * 3]
+
+
+def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.checkpoint.writer._FIRST_DELAY_S", 0.01)
+    writer, storage = Writer(), Storage(refuses=3)
+    storage.go.release(4)
+    put(writer, storage, 1)
+    assert writer.wait(nothing, LONG_S)
+    told = writer.news()
+    assert [type(each) for each in told] == [Trouble, Committed]
+    assert (told[0].step, told[0].error) == (1, "No space left on device")
+    assert told[0].needed_bytes > 12
+    assert writer.refused == ""
+
+
+def test_a_newer_state_takes_the_place_of_one_that_storage_refuses() -> None:
+    writer, storage = Writer(), Storage(refuses=1)
+    put(writer, storage, 1)
+    assert storage.begun.acquire(timeout=LONG_S)
+    storage.go.release(2)
+    put(writer, storage, 2)
+    assert writer.wait(nothing, LONG_S)
+    assert storage.done == [2]
+
+
+def test_what_is_dropped_is_not_committed() -> None:
+    writer, storage = Writer(), Storage()
+    put(writer, storage, 1)
+    assert storage.begun.acquire(timeout=LONG_S)
+    put(writer, storage, 2)
+    writer.drop()
+    assert not writer.busy
+    put(writer, storage, 3)
+    storage.go.release(2)
+    assert writer.wait(nothing, LONG_S)
+    assert storage.done == [3]
+
+
+def test_storage_that_does_not_answer_ends_a_wait() -> None:
+    writer, storage = Writer(), Storage()
+    put(writer, storage, 1)
+    assert not writer.wait(nothing, 0.1)
+    storage.go.release()
+    assert writer.wait(nothing, LONG_S)
+
+
+def test_what_is_not_storage_s_is_raised() -> None:
+    def write(job: Job, check: Callable[[], None]) -> None:
+        raise ZeroDivisionError
+
+    writer = Writer()
+    writer.put(1, pieces(1.0), write)
+    writer.wait(nothing, LONG_S)
+    with pytest.raises(ZeroDivisionError):
+        writer.news()
