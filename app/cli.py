@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from app.config import Config, load_config
 from app.errors import SteadfastError, UsageError
@@ -27,6 +28,10 @@ HELP = """%(prog)s [verb] --config FILE [key=value ...]
 run:
   train (default)   train, or resume where the run stopped
   scale RUN --workers MIN:MAX   change the bounds of a run that is under way
+
+look:
+  doctor RUN        read every checkpoint of a run, and compare it with what was written
+  export RUN --out FILE [--step N]   the weights of a checkpoint, by default the newest, as .safetensors or .pt
 
 prove:
   chaos             do every fault to this application, stock Ray Train and torchrun on this machine, and compare;
@@ -48,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", metavar="FILE", help="where to run it, from anywhere")
     parser.add_argument("--job", action="store_true", help="so that it outlives this terminal")
     parser.add_argument("--workers", metavar="MIN:MAX", help=argparse.SUPPRESS)
+    parser.add_argument("--out", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
     parser.add_argument("--minutes", type=float, default=4.1, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -81,9 +88,9 @@ def _run(arguments: list[str], started_s: float) -> int:
     verbs = [word for word in options.words if "=" not in word]
     overrides = [word for word in options.words if "=" in word]
     trains, config = verbs in ([], ["train"]), None
-    if verbs[:1] != ["scale"]:
+    if verbs[:1] not in (["scale"], ["doctor"], ["export"]):
         if not trains and verbs != ["chaos"]:
-            known = "train, scale, chaos"
+            known = "train, scale, doctor, export, chaos"
             raise UsageError(f"unknown verb {' '.join(verbs)}; there are: {known}. Overrides are written key=value")
         if options.config is None:
             raise UsageError("--config FILE is missing, for example --config ddp.yaml")
@@ -94,7 +101,7 @@ def _run(arguments: list[str], started_s: float) -> int:
         there = _without(arguments, "--cluster", options.cluster)
         return run_on_head(options.cluster, [*there, "--job"] if trains else there, options.verbose)
     if config is None:
-        return _scale(verbs[1:], options.workers)
+        return _of_a_run(verbs[0], verbs[1:], options)
     if verbs == ["chaos"]:
         from app.chaos.command import chaos
 
@@ -114,13 +121,33 @@ def _without(arguments: list[str], option: str, value: str | None = None) -> lis
     return left
 
 
-def _scale(runs: list[str], workers: str | None) -> int:
-    if len(runs) != 1 or workers is None:
-        raise UsageError("scale takes one run and its new bounds, for example: scale ddp --workers 2:8")
-    from app.scale import scale
+def _of_a_run(verb: str, runs: list[str], options: argparse.Namespace) -> int:
+    """The verbs whose argument is a run that there is already."""
+    needed = {"scale": ("--workers", "2:8"), "export": ("--out", "model.safetensors")}.get(verb)
+    if len(runs) != 1 or (needed and getattr(options, needed[0].strip("-")) is None):
+        example = " ".join([verb, "ddp", *(needed or ())])
+        raise UsageError(f"{verb} takes one run{f' and {needed[0]}' if needed else ''}, for example: {example}")
+    if verb == "scale":
+        from app.scale import scale
 
-    print(scale(runs[0], workers))
-    return 0
+        print(scale(runs[0], options.workers))
+        return 0
+    from app.checkpoint.catalog import Catalog
+    from app.rundir import find_run
+
+    catalog = Catalog(find_run(runs[0]).store)
+    if verb == "export":
+        from app.checkpoint.export import export
+
+        print(export(catalog, options.step, Path(options.out)))
+        return 0
+    from app.checkpoint.doctor import examine
+
+    all_good = True
+    for line, good in examine(catalog):
+        print(line, flush=True)  # each takes a while
+        all_good &= good
+    return 0 if all_good else 1
 
 
 def train(config: Config, started_s: float, verbose: bool) -> int:

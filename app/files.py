@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -39,13 +40,12 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line; a last one that a kill cut short is left out."""
+    """Every whole line; what a kill or a full disk cut short is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+            yield from _parsed(line)
 
 
 def last_lines(path: Path, num_bytes: int = 2**17) -> list[dict[str, Any]]:
@@ -55,15 +55,23 @@ def last_lines(path: Path, num_bytes: int = 2**17) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - num_bytes))
         cut = file.tell() > 0
-        lines = file.read().split(b"\n")
-    return [json.loads(line) for line in lines[cut:-1]]
+        lines = file.read().splitlines(keepends=True)
+    return [value for line in lines[cut:] for value in _parsed(line)]
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
     """The last whole line of a stream, without reading what comes before it."""
-    if not path.exists():
-        return None
+    return next(reversed(last_lines(path, 16384)), None)
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether a stream may be added to as it is."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    return json.loads(whole) if whole else None
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read() in (b"", b"\n")
+
+
+def _parsed(line: bytes) -> Iterator[dict[str, Any]]:
+    if line.endswith(b"\n"):
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

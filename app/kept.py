@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from app.checkpoint.export import load_exported
 from app.checkpoint.state import app_state
 from app.checkpoint.writer import Writer
 from app.config import Config
@@ -20,14 +21,17 @@ from app.models import build_model
 from app.optim import build_optimizer
 from app.plan import Plan
 from app.precision import build_precision
+from app.rundir import base
 from app.tasks import build_task
+from app.trigger import Trigger
 
 
 class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
     held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
-    skip: the steps that are left out of the run. writer: of checkpoints.
+    skip: the steps that are left out of the run. writer: of checkpoints. Its triggers know how long ago something was
+    done last, whatever attempt did it.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -42,6 +46,9 @@ class Kept:
         self.fingerprint = fingerprint(self.dataset)
         self.skip: frozenset[int] = frozenset()
         self.writer = Writer()
+        steps_per_epoch = self.order.num_train / config.batch.global_size
+        self.validation_trigger = Trigger(config.validation.every, steps_per_epoch)
+        self.checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
         self.optimizer: torch.optim.Optimizer | None
         self.forget()
         self._warm_up()
@@ -57,9 +64,12 @@ class Kept:
             import_module("app.parallel.fsdp")
 
     def forget(self) -> None:
-        """Back to the initial weights, which the seed makes the same on every rank."""
+        """Back to the initial weights, which the seed, or a file, makes the same on every rank."""
         torch.manual_seed(self._config.run.seed)
-        self.model: nn.Module = self.precision.convert(build_model(self._config.model))
+        model = build_model(self._config.model)
+        if self._config.run.init_from:
+            load_exported(model, base() / self._config.run.init_from)
+        self.model: nn.Module = self.precision.convert(model)
         self.optimizer = None
         self.held = 0
 

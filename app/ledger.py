@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from app.agree import Agreed
 from app.files import last_lines, read_lines
 from app.plan import Plan
 from app.runtime import World
+from app.stream import Stream
 
 
 class Ledger:
@@ -24,8 +24,7 @@ class Ledger:
 
     def __init__(self, path: Path, world: World, plan: Plan) -> None:
         self._world, self._plan = world, plan
-        # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
-        self._file = path.open("ab", buffering=0) if world.leader else None
+        self._stream = Stream(path) if world.leader else None
 
     def commit(self, steps: Iterable[tuple[Agreed, float, float]]) -> None:
         """Writes steps down, each with the seconds it took and the time at which it ended on the leader."""
@@ -56,12 +55,12 @@ class Ledger:
         }
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        if self._file is not None and lines:
-            self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
+        if self._stream is not None:
+            self._stream.write(lines)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._stream is not None:
+            self._stream.close()
 
 
 @dataclass(frozen=True)

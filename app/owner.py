@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -86,7 +87,8 @@ class Ownership:
         def renew_for_ever() -> None:
             while self._owner.renewed:
                 time.sleep(_RENEW_S)
-                with _writing:  # or it would renew what has been released in this moment
+                # Locked, or it would renew what is released in this moment; and a full disk is no reason to give up.
+                with _writing, contextlib.suppress(OSError):
                     if self._owner.renewed and self.holds():
                         self.renew()
 

@@ -22,6 +22,10 @@ def base() -> Path:
     return _SHARED if _SHARED.is_dir() else Path.cwd()
 
 
+def stamped(event: dict[str, Any]) -> dict[str, Any]:
+    return {"time_s": round(time.time(), 4), **event}
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """`{run.storage}/{run.name}`, relative to the nodes' shared folder where there is one. Pickles, and means the same
@@ -82,9 +86,9 @@ class RunDirectory:
 
     def record(self, event: dict[str, Any]) -> dict[str, Any]:
         """Appends to events.jsonl and returns the event as written."""
-        stamped = {"time_s": round(time.time(), 4), **event}
-        append_line(self.events, stamped)
-        return stamped
+        event = stamped(event)
+        append_line(self.events, event)
+        return event
 
     def read_events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.events))
@@ -128,6 +132,19 @@ class RunDirectory:
             return parse_config((self / "config.yaml").read_text())
         except OSError:
             return None
+
+
+def find_run(name: str) -> RunDirectory:
+    """An existing one: by its path, or by its name below runs/ where runs are kept.
+
+    Raises:
+        UsageError: there is none.
+    """
+    places = [Path.cwd() / name, base() / name, base() / "runs" / name]
+    found = next((path for path in places if (path / "owner.json").exists()), None)
+    if found is None:
+        raise UsageError(f"no run at {places[0]} or {places[-1]}")
+    return RunDirectory(found)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 from app.errors import RunConflict, UsageError
 from app.owner import read_owner
-from app.rundir import RunDirectory, base
+from app.rundir import find_run
 
 _ANSWER_S = 20.0
 _POLL_S = 0.1
@@ -21,7 +20,7 @@ def scale(run: str, workers: str) -> str:
     """Waits for the running command to take the wish up. Returns the line to print.
 
     Args:
-        run: a run directory, or the name of one below runs/ where runs are kept.
+        run: see `find_run`.
         workers: "2:8", or "4" for exactly four.
 
     Raises:
@@ -32,7 +31,7 @@ def scale(run: str, workers: str) -> str:
     smallest, largest = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
     if not 1 <= smallest <= largest:
         raise UsageError(f"--workers {workers}: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8")
-    directory = _find(run)
+    directory = find_run(run)
     owner = read_owner(directory.owner)
     if owner is None or not owner.alive:
         raise RunConflict(f"{directory.path} is not running; give scaling.num_workers to the command that starts it")
@@ -48,11 +47,3 @@ def scale(run: str, workers: str) -> str:
         f"{directory.path} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
         "number of workers changes by a stop and another start"
     )
-
-
-def _find(run: str) -> RunDirectory:
-    places = [Path.cwd() / run, base() / run, base() / "runs" / run]
-    found = next((path for path in places if (path / "owner.json").exists()), None)
-    if found is None:
-        raise UsageError(f"no run at {places[0]} or {places[-1]}")
-    return RunDirectory(found)

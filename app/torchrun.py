@@ -16,8 +16,9 @@ from app.config import Config
 from app.errors import SteadfastError
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.owner import Ownership
-from app.rundir import Intent, RunDirectory, prepare
+from app.rundir import Intent, RunDirectory, prepare, stamped
 from app.runtime import Event, Signals, World, form_world, local_device
+from app.stream import Stream
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
@@ -29,7 +30,7 @@ class TorchrunRuntime:
 
     def __init__(self, form: Callable[[torch.device], World], directory: RunDirectory, console: Console) -> None:
         self.device = local_device()
-        self._form, self._directory, self._console = form, directory, console
+        self._form, self._events, self._console = form, Stream(directory.events), console
         self._stop = self._formed = False
 
     def next_world(self) -> World | None:
@@ -45,7 +46,10 @@ class TorchrunRuntime:
         return Signals(stop=self._stop)
 
     def publish(self, event: Event) -> None:
-        self._console.show(event if event["event"] == "log" else self._directory.record(event))
+        event = stamped(event)
+        if event["event"] != "log":
+            self._events.write([event])
+        self._console.show(event)
 
     def failed(self, step: int, error: BaseException) -> None:
         self.publish({"event": "failure", "step": step, "error": f"{type(error).__name__}: {error}"})

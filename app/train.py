@@ -20,7 +20,6 @@ from app.runtime import Outcome, Runtime, World
 from app.step import Stepper
 from app.telemetry.phases import Phases
 from app.telemetry.recorder import Recorder
-from app.trigger import Trigger
 from app.validate import validate
 
 
@@ -52,7 +51,7 @@ def train(
     )
     state = app_state(parallel.plain(model), optimizer)
     checkpoints = faults.store(
-        Checkpoints(config.checkpoint, directory, world, kept.fingerprint, parallel.replicated, kept.writer)
+        Checkpoints(config, directory, world, kept.fingerprint, parallel.replicated, kept.writer)
     )
     phases.mark("built")
 
@@ -63,9 +62,9 @@ def train(
         stepper.rehearse(kept.example())
     phases.mark("restored")
 
-    num_steps, steps_per_epoch = kept.num_steps, kept.order.num_train / config.batch.global_size
-    validation_trigger = Trigger(config.validation.every, steps_per_epoch)
-    checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)
+    num_steps = kept.num_steps
+    kept.validation_trigger.begin()
+    kept.checkpoint_trigger.begin(restored.age_s)
     control = ControlWord(faults.group(world.groups.control), int(kept.precision.device.type == "cuda"), balance)
     recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
     fetched = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
@@ -78,14 +77,15 @@ def train(
         assert held_out
         metrics = validate(parallel.plain(model), kept.task, kept.loader, held_out, world, kept.precision)
         recorder.validation(step, metrics)
-        validation_trigger.done()
+        kept.validation_trigger.done()
         control.granted(validate=True)
 
-    def save() -> None:
+    def save(last: bool = False) -> None:
         settle()  # the last word says whether this state is finite
         world.progress.enter("checkpoint")
-        checkpoints.save(step, state, recorder.metrics)
-        checkpoint_trigger.done()
+        checkpoints.save(step, state, recorder.metrics, last)
+        recorder.checkpoints(checkpoints.news())
+        kept.checkpoint_trigger.done()
         control.granted(checkpoint=True)
 
     while step < num_steps and not control.ending:
@@ -98,24 +98,21 @@ def train(
         wishes = Flags(
             stop=signals.stop,
             leave=signals.leave,
-            checkpoint=signals.checkpoint or (world.leader and checkpoint_trigger.wanted()),
-            validate=world.leader and validation_trigger.wanted(),
+            checkpoint=signals.checkpoint or (world.leader and kept.checkpoint_trigger.wanted()),
+            validate=world.leader and kept.validation_trigger.wanted(),
         )
         recorder.ran(step, perf_counter() - began, lr)
         recorder.commit(control.exchange(result, wishes))
-        if held_out and step < num_steps and (validation_trigger.due(step) or control.wished.validate):
+        if held_out and step < num_steps and (kept.validation_trigger.due(step) or control.wished.validate):
             run_validation()
-        if step < num_steps and (checkpoint_trigger.due(step) or control.wished.checkpoint):
+        if step < num_steps and (kept.checkpoint_trigger.due(step) or control.wished.checkpoint):
             save()
         recorder.checkpoints(checkpoints.news())
 
     settle()
     leaving = step < num_steps and control.wished.leave and not control.wished.stop
     if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
-        checkpoints.finish(config.recovery.wait_s)
-        save()
-        checkpoints.finish(config.recovery.wait_s)
-        recorder.checkpoints(checkpoints.news())
+        save(last=True)
     if step == num_steps and held_out:
         run_validation()
     outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)

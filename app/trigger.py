@@ -23,6 +23,11 @@ class Trigger:
         self._every, self._steps_per_epoch, self._clock = every, steps_per_epoch, clock
         self._since, self._raised = clock(), False
 
+    def begin(self, age_s: float = 0.0) -> None:
+        """Another attempt: what was raised in the last one may not have been heard. `age_s`: at least so long ago it
+        was done last, as far as others know."""
+        self._since, self._raised = min(self._since, self._clock() - age_s), False
+
     def due(self, step: int) -> bool:
         if self._every is None or self._every.unit not in ("steps", "epochs"):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+from app.checkpoint.rescue import rescue
 from app.config import Config
 from app.kept import Kept
 from app.rundir import RunDirectory
@@ -32,6 +33,10 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
         except Exception as error:
             try:
                 runtime.failed(max(0, kept.held), error)
+            except Exception:
+                world.groups.abort()  # the others need not wait for storage
+                rescue(config, runtime, world, kept, directory, error)
+                raise
             finally:
                 world.groups.abort()  # after the word is out why: this is how the others learn that something is wrong
                 traceback.clear_frames(error.__traceback__)  # they hold the model as it was wrapped for this world

@@ -17,7 +17,7 @@ from app.checkpoint.retention import Retention
 from app.checkpoint.shards import load_pieces, pieces_of
 from app.checkpoint.state import Tensors
 from app.checkpoint.writer import Committed, Dropped, Job, News, Trouble, Writer
-from app.config import CheckpointConfig
+from app.config import Config
 from app.errors import StorageError
 from app.owner import read_owner
 from app.rundir import RunDirectory
@@ -42,7 +42,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        config: Config,
         directory: RunDirectory,
         world: World,
         fingerprint: str,
@@ -51,15 +51,16 @@ class Checkpoints:
     ) -> None:
         self._directory, self._world, self._fingerprint = directory, world, fingerprint
         self._replicated, self._writer = replicated, writer
-        self._catalog, self._retention = Catalog(directory.store), Retention(config)
+        self._catalog, self._retention = Catalog(directory.store), Retention(config.checkpoint)
+        self._limit_s = config.recovery.wait_s
         self._newest = 0  # on storage, or on its way there
         if not (replicated and world.leader and world.skip == writer.skip):
             writer.drop()
         writer.attempt, writer.skip = world.attempt, world.skip
 
-    def find(self) -> tuple[int, dict[int, str]]:
-        """The step of the newest checkpoint whose files are what was written, 0 if there is none; and those that were
-        found damaged on the way, with the reason. They are quarantined.
+    def find(self) -> tuple[Manifest | None, dict[int, str]]:
+        """The newest checkpoint whose files are what was written; and the steps of those that were found damaged on the
+        way, with the reason. They are quarantined.
 
         Each rank reads a part of the files, none of which is trusted before.
 
@@ -72,12 +73,12 @@ class Checkpoints:
             dist.broadcast_object_list(candidate, src=0, group=self._world.groups.control)
             manifest = candidate[0]
             if manifest is None:
-                return 0, damaged
+                return None, damaged
             whys: list[str] = [""] * self._world.size
             dist.all_gather_object(whys, self._verify(manifest), group=self._world.groups.control)
             if not any(whys):
                 self._newest = manifest.step
-                return manifest.step, damaged
+                return manifest, damaged
             damaged[manifest.step] = next(filter(None, whys))
             if self._world.leader:
                 self._catalog.quarantine(manifest.step, damaged[manifest.step])
@@ -107,31 +108,39 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def load(self, step: int, state: dict[str, Tensors]) -> None:
+    def load(self, manifest: Manifest, state: dict[str, Tensors]) -> None:
         """Fills this rank's part of `state` in place, whatever world and strategy wrote it.
 
         Raises:
             StorageError: the checkpoint does not fit this model.
         """
         self._world.progress.enter("load")
-        manifest = self._catalog.manifest(step)
-        assert manifest, f"step {step} has been found"
-        files = [f"{path_of(step)}/{name}" for name in manifest.files]
+        files = [f"{path_of(manifest.step)}/{name}" for name in manifest.files]
         load_pieces(self._directory.store, files, pieces_of(state))
 
-    def save(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
+    def save(self, step: int, state: dict[str, Tensors], metrics: dict[str, float], last: bool = False) -> None:
         """Returns once the state has been copied. A step that is on storage already, or that comes while sharded state
-        is still being written, is left out."""
-        if step == self._newest:
-            return
-        if self._replicated:
+        is still being written, is left out.
+
+        Args:
+            last: nothing is left out, and it returns once the state is on storage.
+
+        Raises:
+            StorageError: it is to wait for storage, and that takes longer than recovery.wait_s.
+        """
+        if last:
+            self.finish(self._limit_s)
+        if step != self._newest and (self._replicated or not self._agreed(self._writer.busy)):
             self._newest = step
-            if not self._world.leader:
-                return
-        elif self._agreed(self._writer.busy):
-            return
-        self._newest = step
-        pieces = [piece for piece in pieces_of(state) if piece.tensor.numel() and (self._world.leader or piece.sharded)]
+            if self._world.leader or not self._replicated:
+                self.save_alone(step, state, metrics)
+        if last:
+            self.finish(self._limit_s)
+
+    def save_alone(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
+        """The same for a rank that asks nobody: one that has all of the state, or whom the others follow."""
+        alone = self._replicated or self._world.leader
+        pieces = [piece for piece in pieces_of(state) if piece.tensor.numel() and (alone or piece.sharded)]
 
         def write(job: Job, check: Callable[[], None]) -> News | None:
             return self._write(job, metrics, check)

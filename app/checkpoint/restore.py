@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +24,12 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """damaged: the checkpoints, by step, that could not be used, and why."""
+    """damaged: the checkpoints, by step, that could not be used, and why. age_s: of the checkpoint."""
 
     step: int
     source: str  # "rank 2", "checkpoint", "start"
     damaged: dict[int, str] = field(default_factory=dict)
+    age_s: float = 0.0
 
 
 def restore(
@@ -50,18 +52,19 @@ def restore(
             _overwrite(state, holder, newest, source, groups)
         holder.held = newest
         return Restored(newest, f"rank {source}")
-    stored, damaged = checkpoints.find()
-    if stored and replicated:
-        if dist.get_rank() == 0:
-            holder.held = NO_STATE
-            checkpoints.load(stored, state)
-        _overwrite(state, holder, stored, 0, groups)
-    elif stored:
-        checkpoints.load(stored, state)
-    elif replicated and min(living) != 0:
-        _overwrite(state, holder, 0, living.index(0), groups)
-    holder.held = stored
-    return Restored(stored, "checkpoint" if stored else "start", damaged)
+    found, damaged = checkpoints.find()
+    if found is None:
+        if replicated and min(living) != 0:
+            _overwrite(state, holder, 0, living.index(0), groups)
+        holder.held = 0
+        return Restored(0, "start", damaged)
+    if not replicated or dist.get_rank() == 0:
+        holder.held = NO_STATE
+        checkpoints.load(found, state)
+    if replicated:
+        _overwrite(state, holder, found.step, 0, groups)
+    holder.held = found.step
+    return Restored(found.step, "checkpoint", damaged, max(0.0, time.time() - found.time_s))
 
 
 def _held_by_all(mine: int, groups: Groups) -> list[int]:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from app.checkpoint.manifest import Manifest
 from app.checkpoint.shards import Piece, Staged
@@ -35,6 +36,19 @@ class Trouble:
 
 
 News = Committed | Trouble
+
+
+def as_event(news: News) -> dict[str, Any]:
+    if isinstance(news, Trouble):
+        return {"event": "checkpoint_failed", **asdict(news)}
+    return {
+        "event": "checkpoint",
+        "step": news.manifest.step,
+        "path": news.path,
+        "seconds": round(news.seconds, 3),
+        "blocked_s": round(news.blocked_s, 4),
+        "bytes": news.manifest.num_bytes,
+    }
 
 
 class Dropped(Exception):

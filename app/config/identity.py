@@ -7,7 +7,7 @@ from app.config.schema import Config, LoaderConfig
 # Where and how a run executes: any of it may differ from one attempt to the next, and nobody need be told.
 FREE = ("cluster.", "scaling.", "run.resume", *(f"data.{field}" for field in LoaderConfig.model_fields))
 # What the result follows from, together with the lists of steps and samples.
-IDENTITY = ("run.seed", "batch.global_size", "model.", "task.", "data.")
+IDENTITY = ("run.seed", "run.init_from", "batch.global_size", "model.", "task.", "data.")
 
 
 class Change(NamedTuple):

@@ -23,6 +23,8 @@ class RunConfig(Section):
     """length of the run in passes over the training samples, in place of steps"""
     steps: PositiveInt | None = None
     """length of the run in optimizer steps; 2000 unless epochs is given"""
+    init_from: Text | None = None
+    """weights to start from in place of random ones: a file that `export` wrote, or any state_dict of the model"""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
     """data order, initial weights and dropout follow from it"""
 

@@ -147,6 +147,10 @@ class Progress:
             spent_s={name: round(seconds, 4) for name, seconds in self._spent.copy().items()},
         )
 
+    @property
+    def phase(self) -> str:
+        return self._at[0]
+
     def stacks(self) -> str:
         """What every other thread of this process is doing, innermost call first, the training thread first of all.
 

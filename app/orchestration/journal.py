@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from app.rundir import RunDirectory
+from app.rundir import RunDirectory, stamped
 from app.runtime import Event
+from app.stream import Stream
 
 _POLL_S = 1.0  # how long a question may wait for its answer before it is asked again
 
@@ -31,7 +32,7 @@ class Journal:
     """Lives in one event loop."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
+        self._stream = Stream(directory.events)
         self._shown: list[Event] = []
         self._commits: list[Event] = []  # that nobody has registered yet
         self._registrations: list[Event] = []
@@ -47,7 +48,10 @@ class Journal:
         if event["event"] == "checkpoint":
             self._commits.append(event)
             self._committed.wake()
-        self._shown.append(event if event["event"] == "log" else self._directory.record(event))
+        if event["event"] != "log":
+            event = stamped(event)
+            self._stream.write([event])
+        self._shown.append(event)
         self._events.wake()
 
     async def events(self, first: int) -> list[Event]:

@@ -23,6 +23,8 @@ def narrate(event: Event, verbose: bool = False) -> str:
         case "checkpoint_failed":
             needed = f" ({size(event['needed_bytes'])} are needed)" if event["needed_bytes"] else ""
             return f"no checkpoint at step {event['step']} yet, training goes on: {event['error']}{needed}"
+        case "not_saved":
+            return f"step {event['step']} was not saved: {event['error']}"
         case "checkpoint_quarantined":
             return f"checkpoint at step {event['step']} is damaged and will not be used: {event['error']}"
         case "attempt_started":

@@ -14,7 +14,7 @@ from torch import nn
 from app.agree import Agreed
 from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
-from app.checkpoint.writer import Committed, News
+from app.checkpoint.writer import News, as_event
 from app.config import Config
 from app.errors import TrainingError
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
@@ -76,7 +76,7 @@ class Recorder:
                 written = (last_line(directory.ledger) or {}).get("step", 0)
                 lost = max(0, written - restored.step)
                 self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
-            if restored.source.startswith("rank"):  # survivors are ahead of what the leader lived to write
+                # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
                 for step in range(written + 1, restored.step + 1):
                     self._write_as_planned(step)
 
@@ -164,18 +164,9 @@ class Recorder:
         self._publish("validation", step=step, **metrics)
 
     def checkpoints(self, news: list[News]) -> None:
+        """Of this rank, be it the leader or not: it may be the only one whose disk is full."""
         for each in news:
-            if isinstance(each, Committed):
-                self._publish(
-                    "checkpoint",
-                    step=each.manifest.step,
-                    path=each.path,
-                    seconds=round(each.seconds, 3),
-                    blocked_s=round(each.blocked_s, 4),
-                    bytes=each.manifest.num_bytes,
-                )
-            else:
-                self._publish("checkpoint_failed", step=each.step, error=each.error, needed_bytes=each.needed_bytes)
+            self._runtime.publish({"attempt": self._world.attempt, **as_event(each)})
 
     def end(self, cause: str, step: int, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
         """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded.

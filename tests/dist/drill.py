@@ -18,12 +18,15 @@ from app.faults.watchdog import Progress
 from app.kept import Kept
 from app.ledger import History, read_ledger
 from app.optim import build_optimizer
-from app.rundir import RunDirectory
+from app.rundir import RunDirectory, stamped
 from app.runtime import Event, Signals, World, form_world
+from app.stream import Stream
+from app.timeouts import Timeouts
 from app.worker import work
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 
+PATIENT = Timeouts(silence_s=40.0)  # who is not in a world waits for the next one all the time that it takes
 Members = int | Sequence[int]  # of a world: the processes 0 to n - 1, or these, in the order of their ranks
 
 
@@ -129,7 +132,7 @@ class DrillRuntime:
     device = CPU
 
     def __init__(self, member: Member, schedule: list[Attempt], directory: RunDirectory) -> None:
-        self._member, self._directory = member, directory
+        self._member, self._directory, self._events = member, directory, Stream(directory.events)
         self.progress = Progress()
         self._coming = iter([attempt for attempt in schedule if member.number in attempt.members])
         self.seats: list[Seat] = []
@@ -139,7 +142,9 @@ class DrillRuntime:
         if attempt is None:
             return None
         rank, size = attempt.members.index(self._member.number), len(attempt.members)
-        world = form_world(self._member.store, rank, size, attempt.number, self.device, progress=self.progress)
+        world = form_world(
+            self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress
+        )
         world = replace(world, skip=self._directory.skipped_steps())  # once all are here who may have more to say
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
@@ -152,7 +157,7 @@ class DrillRuntime:
 
     def publish(self, event: Event) -> None:
         if event["event"] != "log":
-            self._directory.record(event)
+            self._events.write([stamped(event)])
 
     def failed(self, step: int, error: BaseException) -> None:
         """A bad step ends an attempt as a wish to leave does: the schedule goes on."""

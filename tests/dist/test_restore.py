@@ -11,7 +11,7 @@ from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
 from app.rundir import RunDirectory
 from app.checkpoint.writer import Writer
-from app.config import CheckpointConfig
+from app.config import Config
 from app.runtime import World, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -47,7 +47,7 @@ def _formed(attempt: int, number: int) -> str:
 
 
 def _checkpoints(world: World, path: str) -> Checkpoints:
-    return Checkpoints(CheckpointConfig(), RunDirectory(Path(path)), world, "", True, Writer())
+    return Checkpoints(Config(), RunDirectory(Path(path)), world, "", True, Writer())
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,18 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
             },
             "checkpoint at step 40 | 12.3 MiB in 0.4 s | runs/x/step-40",
         ),
+        (
+            {"event": "checkpoint_failed", "step": 40, "error": "No space left on device", "needed_bytes": 12_900_000},
+            "no checkpoint at step 40 yet, training goes on: No space left on device (12.3 MiB are needed)",
+        ),
+        (
+            {"event": "checkpoint_quarantined", "step": 40, "error": "step-00000040/a is missing"},
+            "checkpoint at step 40 is damaged and will not be used: step-00000040/a is missing",
+        ),
+        (
+            {"event": "not_saved", "step": 40, "error": "some of the weights are not finite"},
+            "step 40 was not saved: some of the weights are not finite",
+        ),
         (STARTED, "attempt 2: 2 workers, step 40 restored from checkpoint | ready in 3.1 s"),
         (
             {**STARTED, "attempt": 1, "world_size": 1, "step": 0, "source": "start"},

@@ -1,0 +1,118 @@
+"""A disk that is full, or that may only be read: training goes on, says so, and loses nothing. On real file systems."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.files import read_lines
+from app.stream import Stream
+from tests.dist.checks import check_run
+from tests.dist.drill import Drilled, drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+NUM_STEPS = 60
+# Slow enough for the disk to be mended while steps are left.
+WORDS = [f"run.steps={NUM_STEPS}", "checkpoint.every=5 steps", "faults.inject=[{kind: slow_at, step: 1, ranks: [0], ms: 20}]"]
+LONG_S = 60.0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a few megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root")
+    yield place
+    subprocess.run(["umount", "--recursive", "--lazy", place], check=True)
+
+
+def test_a_full_disk(disk: Path, tmp_path: Path) -> None:
+    """Neither a checkpoint nor a line of the ledger fits on it for a while."""
+    filler, refused = disk / "filler", tmp_path / "refused"
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def has_been_full() -> bool:
+        return refused.exists() and len(refused.read_text()) >= 20
+
+    run = trained_while(disk, fill, has_been_full, filler.unlink, partial(count_refusals, refused))
+    assert any("No space left on device" in error for error in run.told("checkpoint_failed", "error"))
+    assert all(needed > 1000 for needed in run.told("checkpoint_failed", "needed_bytes"))
+
+
+def count_refusals(path: Path) -> None:
+    """One character for each time that a stream kept lines back."""
+    honest = Stream.write
+
+    def write(self: Stream, lines: Iterable[dict[str, Any]]) -> None:
+        honest(self, lines)
+        if self._backlog:
+            with path.open("a") as file:
+                file.write("x")
+
+    Stream.write = write  # type: ignore[method-assign]
+
+
+def test_a_folder_that_may_only_be_read(disk: Path) -> None:
+    folder = disk / "small" / "checkpoints"
+
+    def forbid() -> None:
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+    def has_been_refused() -> bool:
+        return told(disk, "checkpoint_failed")
+
+    run = trained_while(disk, forbid, has_been_refused, lambda: subprocess.run(["umount", folder], check=True))
+    assert any("Read-only file system" in error for error in run.told("checkpoint_failed", "error"))
+
+
+def trained_while(
+    disk: Path,
+    breaks: Callable[[], object],
+    has_told: Callable[[], bool],
+    mends: Callable[[], object],
+    patch: Callable[[], None] | None = None,
+) -> Drilled:
+    """A run whose disk breaks after its first checkpoint, and is mended once that has told."""
+    failures: list[str] = []
+
+    def meddle() -> None:
+        for condition, act in ((lambda: told(disk, "checkpoint"), breaks), (has_told, mends)):
+            if not awaited(condition):
+                failures.append(act.__name__)
+            act()
+
+    meddler = threading.Thread(target=meddle)
+    meddler.start()
+    config = small(disk, *WORDS)
+    run = drill(config, worlds=[2], patch=patch)
+    meddler.join()
+    assert failures == []
+    check_run(run, reference(config))
+    assert run.told("checkpoint", "step")[-1] == NUM_STEPS
+    assert len(run.told("checkpoint_failed", "step")) == 1, "once a minute is enough"
+    return run
+
+
+def awaited(condition: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    return any(condition() or pause.wait(0.02) for _ in range(int(LONG_S / 0.02)))
+
+
+def told(disk: Path, name: str) -> bool:
+    return any(event["event"] == name for event in read_lines(disk / "small" / "events.jsonl"))

@@ -1,0 +1,68 @@
+"""An exception in the user's code ends the run: what had been done by then is on storage, if it is worth that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import app.step
+from app.checkpoint.catalog import Catalog
+from app.rundir import RunDirectory
+from tests.dist.checks import check_run
+from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+BUG = "faults.inject=[{kind: fail_at, step: 9, rank: 1}]"
+
+
+def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) -> None:
+    config = small(tmp_path, BUG)
+    with pytest.raises(MemberFailed, match="InjectedFault"):
+        drill(config, worlds=[2])
+    assert Catalog(RunDirectory.of(config).store).steps() == [8]
+    resumed = drill(config, worlds=[3])
+    assert resumed.told("restore", "step") == [8]
+    assert resumed.told("restore", "lost_steps") == [0]
+    check_run_but_for_losses(resumed, config)
+
+
+def check_run_but_for_losses(run: Any, config: Any) -> None:
+    """The word of the last steps died with the worker: the ledger has them as planned, without a loss."""
+    unconfirmed = [line["step"] for line in run.history.lines if not line.get("confirmed", True)]
+    assert set(unconfirmed) <= {7, 8}
+    expected = reference(config)
+    for line in run.history.lines:
+        if line["loss"] is None:
+            line["loss"] = expected.losses[line["step"] - 1]
+    check_run(run, expected)
+
+
+def break_updates() -> None:
+    honest = app.step.update
+
+    def update(optimizer: Any, lr: float) -> None:
+        if any(state["step"] >= 8 for state in optimizer.state.values()):
+            raise ZeroDivisionError
+        honest(optimizer, lr)
+
+    app.step.update = update
+
+
+@pytest.mark.parametrize(
+    ("overrides", "patch", "why"),
+    [
+        ([BUG, "parallel.kind=fsdp"], None, "the state is spread over workers that have stopped"),
+        ([], break_updates, "the exception came while the weights were being updated"),
+    ],
+)
+def test_what_is_not_whole_is_not_saved_and_the_run_says_so(tmp_path: Path, overrides: list[str], patch: Any, why: str) -> None:
+    config = small(tmp_path, *overrides)
+    with pytest.raises(MemberFailed):
+        drill(config, worlds=[2], patch=patch)
+    directory = RunDirectory.of(config)
+    assert Catalog(directory.store).steps() == []
+    assert why in {event["error"] for event in directory.read_events() if event["event"] == "not_saved"}

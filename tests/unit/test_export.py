@@ -1,0 +1,134 @@
+"""`export` and `doctor`: what is in a checkpoint, for people and for plain PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from app.checkpoint.catalog import Catalog, path_of
+from app.checkpoint.manifest import FileDigest, Manifest
+from app.checkpoint.shards import Staged, pieces_of
+from app.cli import main
+from app.config import Config, parse_config
+from app.files import write_json
+from app.kept import Kept
+from app.storage import LocalStore
+
+MLP = """
+model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
+task: {kind: classification}
+data: {target: 'tests.examples.digits:dataset'}
+"""
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: nn.Module) -> Path:
+    """With checkpoints of steps 5 and 9, of which the later one has other weights."""
+    write_json(tmp_path / "owner.json", {})
+    catalog = Catalog(LocalStore(tmp_path))
+    for step in (5, 9):
+        with torch.no_grad():
+            model[0].weight.fill_(step)
+        staged = Staged()
+        staged.fill(pieces_of({"model": model.state_dict(), "optimizer": {"0.weight": {"step": torch.tensor(3.0)}}}))
+        data = b"".join(staged.chunks())
+        catalog.write(step, "rank-0", [data])
+        files = {"rank-0": FileDigest(hashlib.sha256(data).hexdigest(), len(data))}
+        catalog.commit(Manifest(step, 1, 1, 0.0, "data", files, metrics={"loss": 0.25}))
+    return tmp_path
+
+
+def command(*words: object) -> int:
+    return main(0.0, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_plain_pytorch_loads_what_was_exported(run: Path, model: nn.Module, suffix: str, capsys) -> None:
+    out = run / f"weights.{suffix}"
+    assert command("export", run, "--out", out) == 0
+    assert "4 tensors of step 9" in capsys.readouterr().out
+    load = safetensors.torch.load_file if suffix == "safetensors" else torch.load
+    other = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    other.load_state_dict(load(out))
+    assert torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+def test_a_step_may_be_chosen(run: Path) -> None:
+    assert command("export", run, "--step", 5, "--out", run / "five.pt") == 0
+    assert float(torch.load(run / "five.pt")["0.weight"][0, 0]) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--out", "weights.bin"], 2, "must end in .safetensors or .pt"),
+        (["--out", "weights.pt", "--step", "6"], 2, "holds no checkpoint of step 6"),
+        ([], 2, "export takes one run and --out, for example: export ddp --out model.safetensors"),
+        (["--out", "no/such/folder/weights.pt"], 1, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(run: Path, capsys, words: list[str], code: int, said: str) -> None:
+    assert command("export", run, *words) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys) -> None:
+    damage(run)
+    assert command("export", run, "--out", run / "weights.pt") == 1
+    assert "step 9 is damaged: checkpoints/step-00000009/rank-0 has other contents" in capsys.readouterr().err
+    assert not [*run.glob("*weights*")]
+
+
+def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys) -> None:
+    assert command("doctor", run) == 0
+    assert capsys.readouterr().out.startswith("step 9: good | ")
+    damage(run)
+    Catalog(LocalStore(run)).write(11, "rank-0", [b"half"])
+    before = sorted(run.rglob("*"))
+    assert command("doctor", run) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 11: unfinished, never committed"
+    assert lines[1].startswith("step 9: damaged: checkpoints/step-00000009/rank-0 has other contents")
+    assert "loss 0.2500" in lines[2]
+    assert sorted(run.rglob("*")) == before
+
+
+def damage(run: Path) -> None:
+    path = run / path_of(9) / "rank-0"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def config(path: Path) -> Config:
+    return parse_config(f"{MLP}\nrun: {{init_from: {path}}}")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_run_may_start_from_exported_weights(tmp_path: Path, suffix: str) -> None:
+    first = Kept(parse_config(f"{MLP}\nrun: {{seed: 5}}"), torch.device("cpu"))
+    path = tmp_path / f"weights.{suffix}"
+    weights = first.model.state_dict()
+    torch.save(weights, path) if suffix == "pt" else safetensors.torch.save_file(weights, path)
+    started = Kept(config(path), torch.device("cpu"))
+    for name, tensor in started.model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+
+def test_weights_of_another_model_are_refused(run: Path) -> None:
+    torch.save({"other": torch.zeros(1)}, run / "weights.pt")
+    for path, said in ((run / "weights.pt", "Missing key"), (run / "none.pt", "No such file")):
+        with pytest.raises(Exception, match=said) as raised:
+            Kept(config(path), torch.device("cpu"))
+        assert "run.init_from" in str(raised.value)

@@ -1,0 +1,67 @@
+"""When something periodic is due, and what an attempt's end makes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.config import Every
+from app.trigger import Trigger
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        (Every(3, "steps"), [3, 6, 9]),
+        (Every(1, "epochs"), [3, 5, 8, 10]),
+        (Every(1, "minutes"), []),
+        (None, []),
+    ],
+)
+def test_steps_and_epochs_are_counted(every: Every | None, due: list[int]) -> None:
+    trigger = Trigger(every, steps_per_epoch=2.5)
+    assert [step for step in range(1, 11) if trigger.due(step)] == due
+
+
+def test_minutes_are_wanted_once_until_they_are_done() -> None:
+    trigger, clock = minutes(2)
+    assert not trigger.wanted()
+    clock.now_s += 121
+    assert [trigger.wanted(), trigger.wanted()] == [True, False]
+    trigger.done()
+    assert not trigger.wanted()
+    clock.now_s += 121
+    assert trigger.wanted()
+
+
+def test_attempts_that_are_shorter_than_the_period_do_not_put_it_off_for_ever() -> None:
+    trigger, clock = minutes(2)
+    for _ in range(3):
+        clock.now_s += 50
+        trigger.begin()
+    assert trigger.wanted()
+
+
+def test_a_wish_that_died_with_its_attempt_is_raised_again() -> None:
+    trigger, clock = minutes(2)
+    clock.now_s += 121
+    assert trigger.wanted()
+    trigger.begin()
+    assert trigger.wanted()
+
+
+def test_a_new_process_counts_from_the_checkpoint_that_it_found() -> None:
+    trigger, _ = minutes(2)
+    trigger.begin(age_s=121)
+    assert trigger.wanted()
+
+
+def minutes(count: int) -> tuple[Trigger, Clock]:
+    clock = Clock()
+    return Trigger(Every(count, "minutes"), 1.0, clock), clock
