@@ -27,12 +27,12 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
     """
     directory = RunDirectory.of(config)
     directory.create()
-    ownership = Ownership.claim(directory.owner)
+    ownership = Ownership.claim(directory.store)
     with closing(Console(verbose)) as console:
         try:
             intent = prepare(config, directory)
             if intent.finished:
-                console.line(already_finished(config, str(directory.path), intent.finished))
+                console.line(already_finished(config, directory.uri, intent.finished))
                 return 0
             for note in intent.notes:
                 console.line(note)

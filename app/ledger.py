@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from app.agree import Agreed
-from app.files import last_lines, read_lines
 from app.plan import Plan
+from app.rundir import STEPS
 from app.runtime import World
-from app.stream import Stream
+from app.storage import Store
+from app.stream import last_lines, open_stream, read_lines
 
 
 class Ledger:
@@ -22,9 +22,9 @@ class Ledger:
     Several attempts may have written the same step; the last attempt's line holds, the others are lost steps.
     """
 
-    def __init__(self, path: Path, world: World, plan: Plan) -> None:
+    def __init__(self, store: Store, world: World, plan: Plan) -> None:
         self._world, self._plan = world, plan
-        self._stream = Stream(path) if world.leader else None
+        self._stream = open_stream(store, STEPS) if world.leader else None
 
     def commit(self, steps: Iterable[tuple[Agreed, float, float]]) -> None:
         """Writes steps down, each with the seconds it took and the time at which it ended on the leader."""
@@ -85,12 +85,12 @@ class History:
         return max((line["step"] for line in self.lines), default=0)
 
 
-def recent_losses(path: Path, step: int) -> list[float]:
+def recent_losses(store: Store, step: int) -> list[float]:
     """Of the last steps up to `step`, oldest first; few, or none, where much had to be done again."""
-    lines = {line["step"]: line["loss"] for line in last_lines(path)}
+    lines = {line["step"]: line["loss"] for line in last_lines(store, STEPS)}
     losses = [lines[each] for each in sorted(lines) if each <= step]
     return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
 
-def read_ledger(path: Path) -> History:
-    return History(list(read_lines(path)))
+def read_ledger(store: Store) -> History:
+    return History(list(read_lines(store, STEPS)))

@@ -9,12 +9,13 @@ import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from app.errors import RunConflict
-from app.files import read_json, write_json
+from app.storage import Store
+from app.storage.documents import read_json, write_json
 
+OWNER = "owner.json"
 _RENEW_S = 5.0
 _STALE_S = 20.0  # several renewals may fail before another command takes over
 _writing = threading.RLock()  # the thread that renews is not alone
@@ -43,16 +44,16 @@ class Ownership:
     Raises (from `claim`): RunConflict while another command runs.
     """
 
-    def __init__(self, path: Path, owner: Owner) -> None:
-        self._path, self._owner = path, owner
+    def __init__(self, store: Store, owner: Owner) -> None:
+        self._store, self._owner = store, owner
 
     @classmethod
-    def claim(cls, path: Path, token: str | None = None) -> Ownership:
+    def claim(cls, store: Store, token: str | None = None) -> Ownership:
         """Takes the run over. `token` names the command; one that claims again keeps its place."""
-        last = read_owner(path)
+        last = read_owner(store)
         if last and last.alive and last.token != token:
             raise RunConflict(
-                f"{path.parent} is already running: attempt {last.attempt} on {last.host}, pid {last.pid}, "
+                f"{store.uri} is already running: attempt {last.attempt} on {last.host}, pid {last.pid}, "
                 f"renewed {time.time() - last.renewed:.0f} s ago. Wait for it, stop it, or choose another run.name"
             )
         owner = Owner(
@@ -62,7 +63,7 @@ class Ownership:
             pid=os.getpid(),
             renewed=time.time(),
         )
-        ownership = cls(path, owner)
+        ownership = cls(store, owner)
         ownership.renew()
         return ownership
 
@@ -96,17 +97,17 @@ class Ownership:
 
     def holds(self) -> bool:
         """Whether no later command has taken the run over."""
-        owner = read_owner(self._path)
+        owner = read_owner(self._store)
         return owner is not None and owner.token == self._owner.token
 
     def _write(self, **changes: Any) -> None:
         with _writing:
             self._owner = replace(self._owner, **changes)
-            write_json(self._path, asdict(self._owner))
+            write_json(self._store, OWNER, asdict(self._owner))
 
 
-def read_owner(path: Path) -> Owner | None:
-    found = read_json(path)
+def read_owner(store: Store) -> Owner | None:
+    found = read_json(store, OWNER)
     return Owner(**found) if found else None
 
 

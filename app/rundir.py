@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.checkpoint.catalog import Catalog
 from app.config import Change, Config, diff, dump_config, parse_config
 from app.errors import RunConflict, StorageError, UsageError
-from app.files import append_line, last_line, read_json, read_lines, write_json, write_text
-from app.storage import LocalStore, Store
+from app.owner import OWNER, read_owner
+from app.storage import Store, join, open_store
+from app.storage.documents import read_json, write_json
+from app.stream import Stream, last_line, open_stream, read_lines
 
+STEPS = "steps.jsonl"  # the sample ledger
+_PROBE, _CONFIG, _SUMMARY, _SCALE, _EVENTS = ".writable", "config.yaml", "summary.json", "scale.json", "events.jsonl"
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 
 
@@ -28,49 +32,36 @@ def stamped(event: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`{run.storage}/{run.name}`, relative to the nodes' shared folder where there is one. Pickles, and means the same
-    on every node that sees the storage."""
+    """`{run.storage}/{run.name}`; a path is relative to the nodes' shared folder where there is one. Pickles, and means
+    the same on every node that sees the storage."""
 
-    path: Path
+    store: Store
 
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
-        if "://" in config.run.storage:
-            raise UsageError(f"run.storage: {config.run.storage}: only paths are supported so far")
-        return cls(base() / config.run.storage / config.run.name)
+        return cls.at(join(config.run.storage, config.run.name))
 
-    def __truediv__(self, name: str) -> Path:
-        return self.path / name
-
-    @property
-    def store(self) -> Store:
-        return LocalStore(self.path)
+    @classmethod
+    def at(cls, location: str) -> RunDirectory:
+        try:
+            return cls(open_store(location if "://" in location else str(base() / location)))
+        except ValueError as error:
+            raise UsageError(f"run.storage: {location}: {error}") from error
 
     @property
-    def owner(self) -> Path:
-        return self / "owner.json"
+    def uri(self) -> str:
+        return self.store.uri
 
-    @property
-    def ledger(self) -> Path:
-        return self / "steps.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self / "checkpoints"
+    def __truediv__(self, name: str) -> str:
+        return join(self.uri, name)
 
     def create(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self / ".writable"
-            probe.touch()
-            probe.unlink()
+            self.store.commit(_PROBE, b"")
+            self.store.delete(_PROBE)
         except OSError as error:
             raise UsageError(
-                f"run.storage: {self.path} cannot be written: {error.strerror}. Choose another run.storage"
+                f"run.storage: {self.uri} cannot be written: {error.strerror or error}. Choose another run.storage"
             ) from error
 
     def check_shared(self) -> None:
@@ -78,20 +69,28 @@ class RunDirectory:
         Raises:
             StorageError: this machine does not see what the command has put there.
         """
-        if not self.owner.exists():
+        if read_owner(self.store) is None:
             raise StorageError(
-                f"{socket.gethostname()} does not see {self.path}, where the command keeps the run. Mount one folder "
-                f"on all nodes, at {_SHARED} for example, or give run.storage a path that all of them share"
+                f"{socket.gethostname()} does not see {self.uri}, where the command keeps the run. Mount one folder "
+                f"on all nodes, at {_SHARED} for example, or give run.storage a bucket or a path that all of them share"
             )
 
+    def open_events(self) -> Stream:
+        return open_stream(self.store, _EVENTS)
+
     def record(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Appends to events.jsonl and returns the event as written."""
-        event = stamped(event)
-        append_line(self.events, event)
+        """Appends one event and returns it as written; whoever has more to tell opens the stream."""
+        event, stream = stamped(event), self.open_events()
+        stream.write([event])
+        stream.close()
         return event
 
     def read_events(self) -> list[dict[str, Any]]:
-        return list(read_lines(self.events))
+        return list(read_lines(self.store, _EVENTS))
+
+    def last_step_line(self) -> dict[str, Any] | None:
+        """The last line of the ledger, without reading what comes before it."""
+        return last_line(self.store, STEPS)
 
     def skipped_steps(self) -> frozenset[int]:
         """What the rollbacks so far leave out."""
@@ -99,52 +98,54 @@ class RunDirectory:
         return frozenset(step for steps in rollbacks for step in steps)
 
     def write_environment(self, environment: dict[str, Any]) -> None:
-        write_json(self / "environment.json", environment)
+        write_json(self.store, "environment.json", environment)
 
     def summary(self) -> dict[str, Any] | None:
-        return read_json(self / "summary.json")
+        return read_json(self.store, _SUMMARY)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_json(self / "summary.json", summary)
+        write_json(self.store, _SUMMARY, summary)
 
     def wish_for_scale(self, smallest: int, largest: int) -> None:
         """From another process; the one that runs the run takes it up."""
-        write_json(self / "scale.json", {"num_workers": [smallest, largest]})
+        write_json(self.store, _SCALE, {"num_workers": [smallest, largest]})
 
     def take_scale(self) -> tuple[int, int] | None:
         """The newest wish, once."""
-        wish = read_json(self / "scale.json")
+        wish = read_json(self.store, _SCALE)
         if wish is None:
             return None
-        (self / "scale.json").unlink()
+        self.store.delete(_SCALE)
         return tuple(wish["num_workers"])
 
     def has_checkpoint(self) -> bool:
-        return any(self.checkpoints.glob("step-*/manifest.json"))
+        catalog = Catalog(self.store)
+        return bool(catalog.quarantined()) or any(map(catalog.has_manifest, catalog.steps()))
 
     def discard_if_unused(self) -> None:
         """Leaves nothing of a command that failed before its first step."""
-        if not self.has_checkpoint() and last_line(self.ledger) is None:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if not self.has_checkpoint() and self.last_step_line() is None:
+            self.store.delete("")
 
     def stored_config(self) -> Config | None:
         try:
-            return parse_config((self / "config.yaml").read_text())
+            return parse_config(self.store.read(_CONFIG).decode())
         except OSError:
             return None
 
 
 def find_run(name: str) -> RunDirectory:
-    """An existing one: by its path, or by its name below runs/ where runs are kept.
+    """An existing one: by its path or URI, or by its name below runs/ where runs are kept.
 
     Raises:
         UsageError: there is none.
     """
-    places = [Path.cwd() / name, base() / name, base() / "runs" / name]
-    found = next((path for path in places if (path / "owner.json").exists()), None)
-    if found is None:
-        raise UsageError(f"no run at {places[0]} or {places[-1]}")
-    return RunDirectory(found)
+    places = [name] if "://" in name else [str(folder / name) for folder in (Path.cwd(), base(), base() / "runs")]
+    for place in places:
+        directory = RunDirectory.at(place)
+        if read_owner(directory.store):
+            return directory
+    raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,16 @@ def prepare(config: Config, directory: RunDirectory) -> Intent:
     """
     stored, exists = directory.stored_config(), directory.has_checkpoint()
     if config.run.resume == "must" and not exists:
-        raise RunConflict(f"run.resume=must, but {directory.path} holds no checkpoint to resume from")
+        raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
     if config.run.resume == "never" and exists:
         raise RunConflict(
-            f"run.resume=never, but {directory.path} holds checkpoints. Choose another run.name, or remove it"
+            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove it"
         )
     changes = diff(stored, config) if stored else []
     refused = [change for change in changes if change.identity]
     if refused and exists:
         raise RunConflict(
-            f"{directory.path} holds a run of another configuration:\n{_said(refused)}\n"
+            f"{directory.uri} holds a run of another configuration:\n{_said(refused)}\n"
             "Give the former values to resume it, or choose another run.name"
         )
     if refused:  # nothing to resume: what is left of the former configuration would only mislead
@@ -180,9 +181,9 @@ def prepare(config: Config, directory: RunDirectory) -> Intent:
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
         return Intent(finished=summary)
-    (directory / "summary.json").unlink(missing_ok=True)
+    directory.store.delete(_SUMMARY)
     directory.take_scale()  # it was meant for a run that has ended
-    write_text(directory / "config.yaml", dump_config(config))
+    directory.store.commit(_CONFIG, dump_config(config).encode())
     told = [change for change in changes if exists and not change.identity and not change.free]
     return Intent(notes=tuple(f"changed {change.key}: {change.old} -> {change.new}" for change in told))
 
@@ -198,6 +199,6 @@ def _said(changes: list[Change]) -> str:
 
 
 def _clear(directory: RunDirectory) -> None:
-    for path in directory.path.iterdir():
-        if path != directory.owner:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in directory.store.list(""):
+        if name != OWNER:
+            directory.store.delete(name)

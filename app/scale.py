@@ -32,18 +32,18 @@ def scale(run: str, workers: str) -> str:
     if not 1 <= smallest <= largest:
         raise UsageError(f"--workers {workers}: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8")
     directory = find_run(run)
-    owner = read_owner(directory.owner)
+    owner = read_owner(directory.store)
     if owner is None or not owner.alive:
-        raise RunConflict(f"{directory.path} is not running; give scaling.num_workers to the command that starts it")
+        raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
     since = time.time()
     directory.wish_for_scale(smallest, largest)
     while time.time() - since < _ANSWER_S:
         for event in reversed(directory.read_events()):
             if event["event"] == "scale" and event["time_s"] >= since:
-                return f"scaling.num_workers of {directory.path}: {event['before']} -> {event['after']}"
+                return f"scaling.num_workers of {directory.uri}: {event['before']} -> {event['after']}"
         time.sleep(_POLL_S)
     directory.take_scale()
     raise RunConflict(
-        f"{directory.path} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
+        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
         "number of workers changes by a stop and another start"
     )

@@ -18,7 +18,6 @@ from app.interrupts import EXIT_STOPPED, Interrupts
 from app.owner import Ownership
 from app.rundir import Intent, RunDirectory, prepare, stamped
 from app.runtime import Event, Signals, World, form_world, local_device
-from app.stream import Stream
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
@@ -30,7 +29,7 @@ class TorchrunRuntime:
 
     def __init__(self, form: Callable[[torch.device], World], directory: RunDirectory, console: Console) -> None:
         self.device = local_device()
-        self._form, self._events, self._console = form, Stream(directory.events), console
+        self._form, self._events, self._console = form, directory.open_events(), console
         self._stop = self._formed = False
 
     def next_world(self) -> World | None:
@@ -80,7 +79,7 @@ def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
         if ownership is not None:
             ownership.release()
             if summary := directory.summary():
-                console.finish({**summary, "tensorboard": str(directory / "tensorboard")})
+                console.finish({**summary, "tensorboard": directory / "tensorboard"})
     return 0 if outcome is not None and outcome.kind == "finished" else EXIT_STOPPED
 
 
@@ -88,11 +87,11 @@ def _claim(
     config: Config, directory: RunDirectory, console: Console, started_s: float
 ) -> tuple[Ownership | None, dict[str, Any]]:
     directory.create()
-    ownership = Ownership.claim(directory.owner, os.environ.get("TORCHELASTIC_RUN_ID"))
+    ownership = Ownership.claim(directory.store, os.environ.get("TORCHELASTIC_RUN_ID"))
     intent: Intent = prepare(config, directory)
     if intent.finished:
         ownership.release()
-        console.line(already_finished(config, str(directory.path), intent.finished))
+        console.line(already_finished(config, directory.uri, intent.finished))
         return None, {"code": 0}
     for note in intent.notes:
         console.line(note)

@@ -21,7 +21,7 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
         runtime.failed(0, error)
         return None
     while True:
-        phases = Phases(directory)
+        phases = Phases()
         world = runtime.next_world()
         if world is None:
             return None

@@ -27,7 +27,7 @@ def summary_of(directory: Path) -> dict[str, Any]:
 def check_ledger(directory: Path, num_steps: int) -> History:
     """Every step is committed once, with the digest of the samples that the seed puts there, or was left out."""
     config = parse_config((directory / "config.yaml").read_text())
-    history = read_ledger(directory / "steps.jsonl")
+    history = read_ledger(LocalStore(directory))
     assert sorted(history.committed) == list(range(1, num_steps + 1))
     order = order_of(config)
     for step, line in history.committed.items():

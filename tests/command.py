@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from app.chaos import processes
-from app.files import read_lines
 from app.ledger import History, read_ledger
+from app.rundir import RunDirectory
+from app.storage import LocalStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,11 +103,11 @@ class Running:
 
     @property
     def history(self) -> History:
-        return read_ledger(self.directory / "steps.jsonl")
+        return read_ledger(LocalStore(self.directory))
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return list(read_lines(self.directory / "events.jsonl"))
+        return RunDirectory(LocalStore(self.directory)).read_events()
 
     def worker_pids(self, title: str = "RayTrainWorker") -> list[int]:
         """Pids of the training processes below this command, oldest first."""

@@ -23,8 +23,8 @@ from app.chaos.matrix import LIMIT_S
 from app.chaos.pace import pace
 from app.config import Config, GptConfig, TextData
 from app.data.datasets import TextDataset
-from app.files import append_line
 from app.models.gpt import Gpt
+from app.stream import FileStream
 
 State = dict[str, Any]
 
@@ -77,7 +77,7 @@ def train(
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=config.run.seed, drop_last=True)  # type: ignore[arg-type]
     share, size = config.batch.global_size // world_size, config.batch.microbatch_size
     steps_per_epoch = len(sampler) // share
-    attempt = agreed_time()
+    attempt, ledger = agreed_time(), FileStream(job.folder / "steps.jsonl")
     while step < (config.run.steps or 0):
         epoch, done = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
@@ -97,7 +97,7 @@ def train(
         used = of_all_ranks(ids, group)
         if rank == 0:
             line = {"step": step, "attempt": attempt, "world_size": world_size, "time_s": time.time()}
-            append_line(job.folder / "steps.jsonl", {**line, "ids": used.tolist()})
+            ledger.write([{**line, "ids": used.tolist()}])
         if job.snapshot_steps and step % job.snapshot_steps == 0:
             save({"step": step, "model": plain(model).state_dict(), "optimizer": optimizer.state_dict()})
     if rank == 0:

@@ -53,6 +53,9 @@ class Catalog:
         except ValueError as error:
             raise Damaged(f"{path_of(step)}: {error}") from error
 
+    def has_manifest(self, step: int) -> bool:
+        return _MANIFEST in self.store.list(path_of(step))
+
     def verify(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Reads files and compares them with what their writers saw; by default all of them.
 

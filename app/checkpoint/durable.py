@@ -95,7 +95,7 @@ class Checkpoints:
                 continue
             if manifest.dataset != self._fingerprint:
                 raise StorageError(
-                    f"{self._directory.store.uri}/{path_of(step)} was written over another dataset than this one. "
+                    f"{self._directory / path_of(step)} was written over another dataset than this one. "
                     "Restore the data, or choose another run.name"
                 )
             return manifest
@@ -159,7 +159,7 @@ class Checkpoints:
         """
         if not self._writer.wait(lambda: self._world.progress.mark("checkpoint"), limit_s):
             raise StorageError(
-                f"the checkpoint of step {self._newest} could not be written to {self._directory.store.uri} in "
+                f"the checkpoint of step {self._newest} could not be written to {self._directory.uri} in "
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
@@ -201,7 +201,7 @@ class Checkpoints:
             metrics=metrics,
         )
         check()
-        owner = read_owner(self._directory.owner)
+        owner = read_owner(self._directory.store)
         if owner and owner.attempt > self._writer.attempt:  # either this worker gets there too, or it is cut off
             raise Superseded(
                 f"attempt {owner.attempt} on {owner.host} has taken over; step {job.step} is not committed"
@@ -215,7 +215,7 @@ class Checkpoints:
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
             return Trouble(job.step, f"{error}, and was written a moment ago", 0)
-        return Committed(f"{self._directory.store.uri}/{path_of(job.step)}", manifest, seconds, job.blocked_s)
+        return Committed(self._directory / path_of(job.step), manifest, seconds, job.blocked_s)
 
     def _tell(self, step: int, files: dict[str, FileDigest]) -> None:
         said = json.dumps({name: [digest.sha256, digest.bytes] for name, digest in files.items()})

@@ -36,7 +36,7 @@ class Faults:
     """
 
     def __init__(self, wanted: Sequence[AnyFault], directory: RunDirectory, world: World, runtime: Runtime) -> None:
-        self._directory, self._world, self._runtime = directory, world, runtime
+        self._store, self._world, self._runtime = directory.store, world, runtime
         self._slow = [each for each in wanted if isinstance(each, SlowAt) and world.rank in each.ranks]
         self._mine = [each for each in wanted if not isinstance(each, SlowAt) and each.rank == world.rank]
         self._due: list[Fault] = []  # their step has begun, the phase they strike in has not
@@ -97,15 +97,11 @@ class Faults:
         return True
 
     def _marked(self, name: str, times: int) -> bool:
-        folder = self._directory / "faults"
-        folder.mkdir(exist_ok=True)
-        for number in range(1, times + 1):
-            try:
-                (folder / f"{name}-time-{number}").open("x").close()
-            except FileExistsError:
-                continue
-            return True
-        return False
+        struck = [mark for mark in self._store.list("faults") if mark.startswith(f"{name}-time-")]
+        if len(struck) >= times:
+            return False
+        self._store.commit(f"faults/{name}-time-{len(struck) + 1}", b"")
+        return True
 
     def _strike(self, fault: Fault) -> None:
         match fault:

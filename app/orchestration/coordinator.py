@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from app.config import Config
 from app.faults.watchdog import Snapshot, Stall, Watchdog, straggler
-from app.files import last_line, write_text
 from app.orchestration.internals.nodes import draining
 from app.orchestration.journal import Journal
 from app.orchestration.lifeline import Lifelines, Message, Orders
@@ -27,6 +26,7 @@ _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers th
 _GATHER_S = 0.3  # how long a newcomer waits for others
 _PATIENCE_S = 10.0  # how long a run is short of workers before it says so
 _STRAGGLERS_S = 60.0  # how often who makes others wait is named
+_STORAGE_S = 1.0  # how long after storage has refused it is asked again
 _LAST_WORDS_S = 0.5  # for the stacks of a hung world to arrive
 _SECOND_THOUGHT_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
 
@@ -132,8 +132,15 @@ class Coordinator:
                 self._short_since = self._short_since or _now()
 
     def _form(self, names: tuple[str, ...]) -> None:
+        if names != self._membership.world:  # one has been lost while storage did not answer
+            return
         self._end_attempt("all workers lost")
-        self._running = attempt = self._ownership.next_attempt()
+        try:
+            self._running = attempt = self._ownership.next_attempt()
+        except OSError as error:
+            self._record({"event": "waiting_for_storage", "error": str(error)})
+            asyncio.get_running_loop().call_later(_STORAGE_S, self._form, names)
+            return
         self._journal.begin_attempt()
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
         for rank, name in enumerate(names):
@@ -143,9 +150,9 @@ class Coordinator:
         if "progress" in message:
             self._snapshots[name] = Snapshot(**message["progress"])
         if "stacks" in message:
-            folder = self._directory / "stacks"
-            folder.mkdir(exist_ok=True)
-            write_text(folder / f"attempt-{self._ownership.attempt}-{name}.txt", message["stacks"])
+            file = f"stacks/attempt-{self._ownership.attempt}-{name}.txt"
+            with contextlib.suppress(OSError):
+                self._directory.store.commit(file, message["stacks"].encode())
 
     def _lost(self, name: str, cause: str, kind: str = "worker") -> None:
         """A lifeline has ended. The world it was in is told at once; whoever lives joins the next one."""
@@ -193,7 +200,7 @@ class Coordinator:
         while self._slots and not self._over:
             with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
                 self._mind_drains(await asyncio.get_running_loop().run_in_executor(None, draining))
-                self._mind_scale()
+                self._mind_scale(await asyncio.get_running_loop().run_in_executor(None, self._directory.take_scale))
                 self._mind_the_wait()
                 await self._mind_progress()
             await asyncio.sleep(_WATCH_S)
@@ -207,8 +214,7 @@ class Coordinator:
                 self._dismiss(self._membership.send_away(names), Dismissal.LEFT)
                 self._review()
 
-    def _mind_scale(self) -> None:
-        wish = self._directory.take_scale()
+    def _mind_scale(self, wish: tuple[int, int] | None) -> None:
         if wish is not None and not self._orders.stop:
             before = [self._membership.smallest, self._membership.largest]
             self._dismiss(self._membership.rescale(*wish), Dismissal.LEFT)
@@ -232,7 +238,7 @@ class Coordinator:
         """Without those who are stuck; without anybody only if all were, and an abort has not freed them."""
         attempt = self._ownership.attempt
         said = {"ranks": stall.ranks, "phase": stall.phase, "step": stall.step, "seconds": round(stall.seconds, 1)}
-        self._record({"event": "hang", "attempt": attempt, **said, "stacks": str(self._directory / "stacks")})
+        self._record({"event": "hang", "attempt": attempt, **said, "stacks": self._directory / "stacks"})
         self._order(replace(self._orders, dump=attempt))
         await asyncio.sleep(_LAST_WORDS_S)
         if not stall.waiting and self._orders.aborted != attempt:
@@ -259,7 +265,7 @@ class Coordinator:
             )
 
     def _last_step(self) -> int:
-        return int((last_line(self._directory.ledger) or {}).get("step", 0))
+        return int((self._directory.last_step_line() or {}).get("step", 0))
 
     def _give_up(self, why: str) -> None:
         self._over = True

@@ -35,7 +35,7 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         client = JobSubmissionClient()
     except ConnectionError as error:
         raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
-    run = str(RunDirectory.of(config).path)
+    run = RunDirectory.of(config).uri
     job = _under_way(client, run)
     if job is None:
         command = shlex.join([sys.executable, "main.py", *arguments])

@@ -7,7 +7,6 @@ import contextlib
 
 from app.rundir import RunDirectory, stamped
 from app.runtime import Event
-from app.stream import Stream
 
 _POLL_S = 1.0  # how long a question may wait for its answer before it is asked again
 
@@ -32,7 +31,7 @@ class Journal:
     """Lives in one event loop."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        self._stream = Stream(directory.events)
+        self._stream = directory.open_events()
         self._shown: list[Event] = []
         self._commits: list[Event] = []  # that nobody has registered yet
         self._registrations: list[Event] = []

@@ -13,7 +13,6 @@ from ray.train.torch import TorchTrainer
 
 from app.config import Config
 from app.errors import SteadfastError, TrainingError, UsageError
-from app.files import last_line
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.orchestration.backend import RuntimeConfig
 from app.orchestration.coordinator import Coordinator
@@ -22,6 +21,7 @@ from app.orchestration.internals.slots import coordinator_name, moved, slot_cont
 from app.orchestration.runtime import Job, train_loop
 from app.owner import Ownership
 from app.rundir import RunDirectory
+from app.storage import arrow_filesystem
 from app.telemetry.console import Console
 
 
@@ -62,7 +62,7 @@ def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpu
     head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
     job = Job(config, directory, coordinator, head["NodeManagerAddress"], Path.cwd(), slots)
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
-    (directory / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+    directory.store.delete("checkpoint_manager_snapshot.json")
     return (SlotTrainer if slots else LeanTrainer)(
         partial(train_loop, job),
         torch_config=RuntimeConfig(slots),
@@ -78,9 +78,12 @@ def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpu
 
 
 def _run_config(config: Config, directory: RunDirectory, slots: bool) -> RunConfig:
+    files, path = arrow_filesystem(directory.store)
+    folder, _, name = path.rpartition("/")
     return RunConfig(
-        name=directory.path.name,
-        storage_path=str(directory.path.parent),
+        name=name,
+        storage_path=folder,
+        storage_filesystem=files,
         # With slots only what the run does not survive gets as far as Ray.
         failure_config=FailureConfig(max_failures=0 if slots else config.recovery.max_failures),
         checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
@@ -138,7 +141,7 @@ class Fit:
         """Bad input that is found before the first step is bad usage; after it the training has failed."""
         if failure["kind"] != "ours":
             return TrainingError(failure["traceback"])
-        return (TrainingError if last_line(self._directory.ledger) else UsageError)(failure["error"])
+        return (TrainingError if self._directory.last_step_line() else UsageError)(failure["error"])
 
     def _request_stop(self) -> None:
         self._console.line("stopping after this step; Ctrl-C again to stop at once")
@@ -153,7 +156,7 @@ class Fit:
         for event in events:
             if event["event"] == "finished":
                 self._finished = event
-                self._console.finish({**event, "tensorboard": str(self._directory / "tensorboard")})
+                self._console.finish({**event, "tensorboard": self._directory / "tensorboard"})
             elif event.get("fatal"):
                 self._fatal = event
             else:

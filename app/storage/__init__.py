@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from app.storage.local import LocalStore
 
 Bytes = bytes | memoryview
 
-__all__ = ["Bytes", "LocalStore", "Store"]
+__all__ = ["Bytes", "LocalStore", "Store", "arrow_filesystem", "join", "open_store"]
 
 
 class Store(Protocol):
@@ -28,7 +29,8 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """So many bytes from `start` on, or fewer where the file ends sooner; by default all of it."""
+        """So many bytes from `start` on, or fewer where the file ends sooner; by default all of it. A negative start
+        counts from the end."""
         ...
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
@@ -42,3 +44,31 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """A file, or a folder with all that is in it; also where there is none."""
         ...
+
+
+def open_store(location: str) -> Store:
+    """Of a path, or of a URI such as `s3://bucket/prefix`. Nothing is looked up on storage yet.
+
+    Raises:
+        ValueError: the URI has credentials or unknown options in it.
+    """
+    if "://" not in location:
+        return LocalStore(Path(location))
+    from app.storage.arrow import ArrowStore  # takes half a second, which a run on a disk does not need
+
+    return ArrowStore(location)
+
+
+def join(location: str, name: str) -> str:
+    """`name` below a path or URI, whose query stays where it belongs."""
+    place, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    return f"{place.rstrip('/')}/{name}{mark}{query}"
+
+
+def arrow_filesystem(store: Store) -> tuple[Any, str]:
+    """For others that write there: a pyarrow file system, None for the local one, and the path of the store in it."""
+    if isinstance(store, LocalStore):
+        return None, store.uri
+    from app.storage.arrow import connect
+
+    return connect(store.uri)

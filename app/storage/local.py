@@ -28,7 +28,7 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         with (self.path / name).open("rb", buffering=0) as file:
-            file.seek(start)
+            file.seek(max(0, start + os.fstat(file.fileno()).st_size) if start < 0 else start)
             return file.read(-1 if num_bytes is None else num_bytes)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:

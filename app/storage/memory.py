@@ -26,7 +26,9 @@ class MemoryStore:
         self.operations.append(("read", name))
         if name not in self.files:
             raise FileNotFoundError(name)
-        return self.files[name][start : None if num_bytes is None else start + num_bytes]
+        data = self.files[name]
+        first = max(0, start + len(data)) if start < 0 else start
+        return data[first : None if num_bytes is None else first + num_bytes]
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         self.operations.append(("write", name))

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from app.agree import Agreed
+from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
 from app.checkpoint.writer import News, as_event
 from app.config import Config
 from app.errors import TrainingError
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
-from app.files import last_line
 from app.kept import Kept
 from app.ledger import Ledger, read_ledger, recent_losses
 from app.plan import Plan
@@ -61,19 +61,20 @@ class Recorder:
     ) -> None:
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
-        self._ledger = Ledger(directory.ledger, world, plan)
-        self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.ledger, restored.step))
+        self._ledger = Ledger(directory.store, world, plan)
+        self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.store, restored.step))
         self._running: dict[int, _Ran] = {}
         self.metrics: dict[str, float] = {}
         self._shown_s = -math.inf
         self._trackers = Trackers([])
         self._meters = _meters(kept, world)
         if world.leader:
-            self._trackers = build_trackers(config.trackers, directory.path, restored.step + 1)
+            phases.look_back(directory)
+            self._trackers = build_trackers(config.trackers, directory.store, restored.step + 1)
             for step, why in restored.damaged.items():
                 self._publish("checkpoint_quarantined", step=step, error=why)
             if restored.source != "start":
-                written = (last_line(directory.ledger) or {}).get("step", 0)
+                written = (directory.last_step_line() or {}).get("step", 0)
                 lost = max(0, written - restored.step)
                 self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
                 # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
@@ -184,9 +185,10 @@ class Recorder:
         if not self._world.leader:
             return
         units = self._kept.units_per_sample
-        history = read_ledger(self._directory.ledger)
+        history = read_ledger(self._directory.store)
         samples = sum(line["num_samples"] for line in history.committed.values())
-        newest = max(self._directory.checkpoints.glob("step-*/manifest.json"), default=None)
+        catalog = Catalog(self._directory.store)
+        newest = next(filter(catalog.has_manifest, catalog.steps()), None)
         summary: dict[str, Any] = {
             "status": cause,
             "step": step,
@@ -197,7 +199,7 @@ class Recorder:
             "attempts": self._world.attempt,
             "lost_steps": history.num_lost,
             **goodput(history, self._directory.read_events()),
-            "last_checkpoint": str(newest.parent) if newest else None,
+            "last_checkpoint": self._directory / path_of(newest) if newest else None,
         }
         self._directory.write_summary(summary)
         self._publish("finished", **summary, sample=_sample(self._kept.task, whole, self._kept.precision.device))

@@ -1,15 +1,20 @@
 """Where figures are kept: TensorBoard, and a twin in memory for tests."""
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from app.config.schema import TensorBoardConfig
+from app.storage import LocalStore, Store
 
 _log = logging.getLogger(__name__)
+_FOLDER = "tensorboard"
+_BRING_EVERY_S = 20.0
 _SPEED = {"step_ms", "units_per_s", "samples_per_s", "mfu", "memory_bytes", "world_size"}
 _NOT_FIGURES = {"event", "time_s", "attempt", "step", "total_steps", "eta_s", "unit"}
 
@@ -40,11 +45,14 @@ class MemoryTracker:
 class TensorBoardTracker:
     """Writes on a thread of its own, which also pays for the import: the first step waits for neither.
 
-    What an earlier attempt drew at `first_step` and beyond is purged, so steps done again are drawn once.
+    What an earlier attempt drew at `first_step` and beyond is purged, so steps done again are drawn once. To a bucket
+    it goes by way of a folder of this machine.
     """
 
-    def __init__(self, directory: Path, first_step: int) -> None:
-        self._failed = False
+    def __init__(self, store: Store, first_step: int) -> None:
+        self._failed, self._store, self._brought_s = False, store, time.monotonic()
+        self._spool = None if isinstance(store, LocalStore) else TemporaryDirectory(prefix=_FOLDER)
+        directory = Path(self._spool.name) if self._spool else Path(store.uri) / _FOLDER
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")  # one thread keeps the order
 
         def open_writer() -> None:
@@ -60,14 +68,29 @@ class TensorBoardTracker:
             # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
             figures = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=figures), step)
+            if time.monotonic() - self._brought_s > _BRING_EVERY_S:
+                self._bring()
 
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._thread.submit(self._attempt, write)
 
     def close(self) -> None:
-        self._thread.submit(self._attempt, lambda: self._writer.close())
+        def end() -> None:
+            self._writer.close()
+            self._bring()
+            if self._spool:
+                self._spool.cleanup()
+
+        self._thread.submit(self._attempt, end)
         self._thread.shutdown()
+
+    def _bring(self) -> None:
+        self._brought_s = time.monotonic()
+        if self._spool:
+            self._writer.flush()
+            for path in Path(self._spool.name).iterdir():
+                self._store.commit(f"{_FOLDER}/{path.name}", path.read_bytes())
 
     def _attempt(self, work: Callable[[], object]) -> None:
         try:
@@ -100,6 +123,6 @@ class Trackers:
             tracker.close()
 
 
-def build_trackers(configs: Sequence[TensorBoardConfig], directory: Path, first_step: int) -> Trackers:
-    """One attempt's trackers, each in its folder of the run's `directory`; it begins with `first_step`."""
-    return Trackers([TensorBoardTracker(directory / config.kind, first_step) for config in configs])
+def build_trackers(configs: Sequence[TensorBoardConfig], store: Store, first_step: int) -> Trackers:
+    """One attempt's trackers, each in its folder of the run directory; it begins with `first_step`."""
+    return Trackers([TensorBoardTracker(store, first_step) for _ in configs])

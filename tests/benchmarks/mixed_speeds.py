@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.ledger import read_ledger
+from app.storage import LocalStore
 from app.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.statistics import paired_ratio, table, verdict
@@ -55,7 +56,7 @@ def compare(case: str, num_pairs: int, folder: Path) -> list[str]:
     commands = {side: app_under_torchrun(_config(case, side, num_pairs + 1, folder)) for side in SIDES}
     seconds = take_turns(commands, num_pairs + 1, folder)
     step_ms = {side: 1e3 * median(seconds[side]) / STEPS_PER_BLOCK for side in SIDES}
-    shares = read_ledger(folder / "runs" / "speed" / "steps.jsonl").lines[-1]["shares"]
+    shares = read_ledger(LocalStore(folder / "runs" / "speed")).lines[-1]["shares"]
     return [
         case,
         ":".join(map(str, shares)),

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from app.files import last_line
 from tests.checks import check_ledger, check_stopped, summary_of
 from tests.command import is_alive, scale
 
@@ -32,7 +31,7 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
     unconfirmed = [line["step"] for line in history.lines if line.get("confirmed") is False]
     assert len(unconfirmed) <= 10  # the steps whose words were under way
     assert summary_of(running.directory)["lost_steps"] == 0
-    assert last_line(running.directory / "steps.jsonl")["world_size"] == 2
+    assert running.history.lines[-1]["world_size"] == 2
 
 
 @pytest.mark.timeout(240)

@@ -20,7 +20,6 @@ from app.ledger import History, read_ledger
 from app.optim import build_optimizer
 from app.rundir import RunDirectory, stamped
 from app.runtime import Event, Signals, World, form_world
-from app.stream import Stream
 from app.timeouts import Timeouts
 from app.worker import work
 from tests.dist.gang import Gang, Member
@@ -90,7 +89,7 @@ def drill(
     directory = RunDirectory.of(config)
     directory.create()
     directory.record({"event": "run_started", "launcher": "drill"})
-    earlier = max((line["attempt"] for line in read_ledger(directory.ledger).lines), default=0)
+    earlier = max((line["attempt"] for line in read_ledger(directory.store).lines), default=0)
     schedule = [
         Attempt(earlier + index, _members(world), leave, stop_after if index == len(worlds) else None)
         for index, (world, leave) in enumerate(zip_longest(worlds, leave_after), 1)
@@ -119,7 +118,7 @@ def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) ->
     return Drilled(
         weights=read_whole(catalog, last),
         optimizer=read_whole(catalog, last, "optimizer"),
-        history=read_ledger(directory.ledger),
+        history=read_ledger(directory.store),
         events=directory.read_events(),
         summary=summary,
         seats=seats,
@@ -132,7 +131,7 @@ class DrillRuntime:
     device = CPU
 
     def __init__(self, member: Member, schedule: list[Attempt], directory: RunDirectory) -> None:
-        self._member, self._directory, self._events = member, directory, Stream(directory.events)
+        self._member, self._directory, self._events = member, directory, directory.open_events()
         self.progress = Progress()
         self._coming = iter([attempt for attempt in schedule if member.number in attempt.members])
         self.seats: list[Seat] = []

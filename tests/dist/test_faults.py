@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.ledger import read_ledger
+from app.storage import LocalStore
 from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
@@ -28,7 +29,7 @@ def test_a_fault_strikes_once_and_the_run_that_is_resumed_is_right(tmp_path: Pat
     config = small(tmp_path, f"faults.inject=[{fault}]", "checkpoint.every=3 steps", "recovery.max_skipped_steps=0")
     with pytest.raises(MemberFailed, match=seen):
         drill(config, worlds=[2])
-    assert read_ledger(tmp_path / "small" / "steps.jsonl").last_step <= 7
+    assert read_ledger(LocalStore(tmp_path / "small")).last_step <= 7
     resumed, expected = drill(config, worlds=[2]), reference(config)
     check_weights(resumed, expected)
     check_checkpoint(resumed)

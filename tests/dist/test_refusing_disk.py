@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from app.files import read_lines
-from app.stream import Stream
+from app.rundir import RunDirectory
+from app.storage import LocalStore
+from app.stream import FileStream
 from tests.dist.checks import check_run
 from tests.dist.drill import Drilled, drill
 from tests.dist.reference import reference
@@ -56,15 +57,15 @@ def test_a_full_disk(disk: Path, tmp_path: Path) -> None:
 
 def count_refusals(path: Path) -> None:
     """One character for each time that a stream kept lines back."""
-    honest = Stream.write
+    honest = FileStream.write
 
-    def write(self: Stream, lines: Iterable[dict[str, Any]]) -> None:
+    def write(self: FileStream, lines: Iterable[dict[str, Any]]) -> None:
         honest(self, lines)
         if self._backlog:
             with path.open("a") as file:
                 file.write("x")
 
-    Stream.write = write  # type: ignore[method-assign]
+    FileStream.write = write  # type: ignore[method-assign]
 
 
 def test_a_folder_that_may_only_be_read(disk: Path) -> None:
@@ -115,4 +116,4 @@ def awaited(condition: Callable[[], bool]) -> bool:
 
 
 def told(disk: Path, name: str) -> bool:
-    return any(event["event"] == name for event in read_lines(disk / "small" / "events.jsonl"))
+    return any(event["event"] == name for event in RunDirectory(LocalStore(disk / "small")).read_events())

@@ -10,6 +10,7 @@ import torch
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
 from app.rundir import RunDirectory
+from app.storage import LocalStore
 from app.checkpoint.writer import Writer
 from app.config import Config
 from app.runtime import World, form_world
@@ -47,7 +48,7 @@ def _formed(attempt: int, number: int) -> str:
 
 
 def _checkpoints(world: World, path: str) -> Checkpoints:
-    return Checkpoints(Config(), RunDirectory(Path(path)), world, "", True, Writer())
+    return Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", True, Writer())
 
 
 @pytest.fixture(scope="module")

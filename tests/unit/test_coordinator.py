@@ -14,6 +14,7 @@ from app.orchestration.coordinator import Coordinator
 from app.orchestration.messages import Dismissal, Failure, Member
 from app.owner import Ownership
 from app.rundir import RunDirectory
+from app.storage import LocalStore
 
 CONFIG = "{scaling: {num_workers: [1, 2]}}"
 
@@ -24,9 +25,9 @@ def failure(kind: str, attempt: int = 1) -> Failure:
 
 async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
     """Two workers make a world; one is cut off, and the other goes on alone. Then `come_back(coordinator, member)`."""
-    directory = RunDirectory(folder)
+    directory = RunDirectory(LocalStore(folder))
     directory.create()
-    subject = Coordinator(parse_config(CONFIG), directory, Ownership.claim(directory.owner), expected=2, slots=True)
+    subject = Coordinator(parse_config(CONFIG), directory, Ownership.claim(directory.store), expected=2, slots=True)
     here, cut_off = (Member(name, actor=None, node=name) for name in ("here", "cut_off"))
     seats = await asyncio.gather(subject.join(here, None), subject.join(cut_off, None))
     assert [seat.attempt for seat in seats] == [1, 1]

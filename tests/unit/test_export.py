@@ -15,8 +15,8 @@ from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.shards import Staged, pieces_of
 from app.cli import main
 from app.config import Config, parse_config
-from app.files import write_json
 from app.kept import Kept
+from app.owner import Ownership
 from app.storage import LocalStore
 
 MLP = """
@@ -35,7 +35,7 @@ def model() -> nn.Module:
 @pytest.fixture
 def run(tmp_path: Path, model: nn.Module) -> Path:
     """With checkpoints of steps 5 and 9, of which the later one has other weights."""
-    write_json(tmp_path / "owner.json", {})
+    Ownership.claim(LocalStore(tmp_path)).release()
     catalog = Catalog(LocalStore(tmp_path))
     for step in (5, 9):
         with torch.no_grad():

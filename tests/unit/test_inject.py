@@ -18,6 +18,7 @@ from app.faults.inject import Faults, InjectedFault
 from app.plan import Microbatch
 from app.rundir import RunDirectory
 from app.runtime import Event, Signals, World
+from app.storage import LocalStore
 from app.tasks import Sums
 
 MODEL = nn.Identity()
@@ -45,7 +46,7 @@ class Events(list[Event]):
 def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1) -> Faults:
     config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
     world = World(rank, 3, attempt=1, groups=cast(Any, None))
-    return Faults(config.faults.inject, RunDirectory(directory), world, cast(Any, Events()))
+    return Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, cast(Any, Events()))
 
 
 def losses(faults: Faults, first: int = 1, last: int = 9) -> list[list[float]]:

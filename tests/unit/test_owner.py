@@ -7,12 +7,13 @@ import pytest
 
 from app.errors import RunConflict
 from app.owner import Ownership, read_owner
+from app.storage import LocalStore
 
 COUNT = 300
 
 
 def test_renewals_and_new_attempts_of_two_threads_do_not_undo_each_other(tmp_path: Path) -> None:
-    ownership = Ownership.claim(tmp_path / "owner.json")
+    ownership = Ownership.claim(LocalStore(tmp_path))
     failures: list[BaseException] = []
 
     def repeat(verb: str) -> None:
@@ -28,16 +29,16 @@ def test_renewals_and_new_attempts_of_two_threads_do_not_undo_each_other(tmp_pat
     for thread in threads:
         thread.join()
     assert failures == []
-    written = read_owner(tmp_path / "owner.json")
+    written = read_owner(LocalStore(tmp_path))
     assert written is not None
     assert written.attempt == ownership.attempt == COUNT
 
 
 def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None:
-    first = Ownership.claim(tmp_path / "owner.json")
+    first = Ownership.claim(LocalStore(tmp_path))
     with pytest.raises(RunConflict, match="is already running: attempt 0 on"):
-        Ownership.claim(tmp_path / "owner.json")
+        Ownership.claim(LocalStore(tmp_path))
     first.release()
-    second = Ownership.claim(tmp_path / "owner.json")
+    second = Ownership.claim(LocalStore(tmp_path))
     assert not first.holds()
     assert second.holds()

@@ -1,4 +1,4 @@
-"""Lines that are only added to, whatever the disk says."""
+"""Lines that are only added to, whatever storage says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.files import last_line, last_lines, read_lines
-from app.stream import Stream
+from app.storage import LocalStore
+from app.storage.memory import MemoryStore
+from app.stream import FileStream, SegmentStream, last_line, last_lines, read_lines
 
 
 class Disk:
@@ -26,7 +27,7 @@ class Disk:
 
 
 def test_what_does_not_fit_goes_before_the_next_lines(tmp_path: Path) -> None:
-    stream = Stream(tmp_path / "lines")
+    stream = FileStream(tmp_path / "lines")
     stream._file = disk = Disk(room=14)  # type: ignore[assignment]
     stream.write([{"n": 1}])
     stream.write([{"n": 2}, {"n": 3}])
@@ -40,11 +41,47 @@ def test_what_does_not_fit_goes_before_the_next_lines(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path, left: bytes) -> None:
     path = tmp_path / "lines"
     path.write_bytes(left)
-    stream = Stream(path)
+    stream = FileStream(path)
     stream.write([{"n": 3}])
     stream.close()
-    found = [line["n"] for line in read_lines(path)]
+    store = LocalStore(tmp_path)
+    found = [line["n"] for line in read_lines(store, "lines")]
     assert found[0] == 1
     assert found[-1] == 3
-    assert last_line(path) == {"n": 3}
-    assert [line["n"] for line in last_lines(path)] == found
+    assert last_line(store, "lines") == {"n": 3}
+    assert [line["n"] for line in last_lines(store, "lines")] == found
+
+
+def test_segments_read_as_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.stream._SEGMENT_BYTES", 20)
+    monkeypatch.setattr("app.stream._EVERY_S", 0.001)
+    store = MemoryStore()
+    for first in (0, 40):  # a second writer goes on where the first one ended
+        stream = SegmentStream(store, "lines")
+        for n in range(first, first + 40):
+            stream.write([{"n": n}])
+        stream.close()
+    assert [line["n"] for line in read_lines(store, "lines")] == list(range(80))
+    assert last_line(store, "lines") == {"n": 79}
+    found = [line["n"] for line in last_lines(store, "lines", 100)]
+    assert found == list(range(80 - len(found), 80))
+    assert len(found) >= 8
+
+
+def test_a_segment_that_the_bucket_refuses_goes_with_the_next_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(MemoryStore):
+        def commit(self, name: str, data: bytes) -> None:
+            if not self.operations:
+                self.operations.append(("refused", name))
+                raise OSError("503")
+            super().commit(name, data)
+
+    monkeypatch.setattr("app.stream._EVERY_S", 0.001)
+    store = Refusing()
+    stream = SegmentStream(store, "lines")
+    stream.write([{"n": 1}])
+    while not store.operations:
+        pass
+    stream.write([{"n": 2}])
+    stream.close()
+    assert [line["n"] for line in read_lines(store, "lines")] == [1, 2]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from app.config.schema import TensorBoardConfig
+from app.storage import LocalStore
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.meters import Meters
@@ -323,7 +324,7 @@ def drawn(directory: Path) -> list[tuple[int, float]]:
 
 def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
     for first_step, value in ((1, 1.0), (3, 2.0)):
-        trackers = build_trackers([TensorBoardConfig()], tmp_path, first_step)
+        trackers = build_trackers([TensorBoardConfig()], LocalStore(tmp_path), first_step)
         for step in range(first_step, 5):
             trackers.record({"event": "log", "step": step, "total_steps": 4, "loss": value})
         trackers.close()
@@ -334,7 +335,7 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
 def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        tracker: Tracker = TensorBoardTracker(tmp_path / "file", first_step=1)
+        tracker: Tracker = TensorBoardTracker(LocalStore(tmp_path / "file"), first_step=1)
         tracker.scalars(1, {"train/loss": 1.0})
         tracker.close()
     assert len(caplog.records) == 1

@@ -1,0 +1,21 @@
+"""Small JSON files that are never seen half-written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from app.storage import Store
+
+
+def write_json(store: Store, name: str, value: dict[str, Any]) -> None:
+    store.commit(name, json.dumps(value, indent=2).encode() + b"\n")
+
+
+def read_json(store: Store, name: str) -> dict[str, Any] | None:
+    """The object in a file; None when there is none, or none that can be read."""
+    try:
+        value = json.loads(store.read(name))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
