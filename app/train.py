@@ -105,13 +105,15 @@ def train(
         recorder.commit(control.exchange(result, wishes))
         if held_out and step < num_steps and (kept.validation_trigger.due(step) or control.wished.validate):
             run_validation()
-        if step < num_steps and (kept.checkpoint_trigger.due(step) or control.wished.checkpoint):
+        wished = control.wished.checkpoint and not control.ending
+        if step < num_steps and (kept.checkpoint_trigger.due(step) or wished):
             save()
         recorder.checkpoints(checkpoints.news())
 
     settle()
     leaving = step < num_steps and control.wished.leave and not control.wished.stop
-    if step and not (leaving and parallel.replicated):  # survivors bring replicated state along themselves
+    by_survivors = leaving and parallel.replicated and not control.wished.checkpoint  # the state goes on
+    if step and not by_survivors:
         save(last=True)
     if step == num_steps and held_out:
         run_validation()
