@@ -85,8 +85,8 @@ def _run(arguments: list[str], started_s: float) -> int:
     if options.help:
         parser.print_help()
         return 0
-    verbs = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+    overrides = [word for word in options.words if "=" in word and "://" not in word.partition("=")[0]]
+    verbs = [word for word in options.words if word not in overrides]
     trains, config = verbs in ([], ["train"]), None
     if verbs[:1] not in (["scale"], ["doctor"], ["export"]):
         if not trains and verbs != ["chaos"]:

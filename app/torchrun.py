@@ -50,6 +50,9 @@ class TorchrunRuntime:
             self._events.write([event])
         self._console.show(event)
 
+    def close(self) -> None:
+        self._events.close()
+
     def failed(self, step: int, error: BaseException) -> None:
         self.publish({"event": "failure", "step": step, "error": f"{type(error).__name__}: {error}"})
         raise error
@@ -74,7 +77,7 @@ def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
             return int(answer["code"])
         form = partial(form_world, store, rank, world_size, answer["attempt"], skip=frozenset(answer["skip"]))
         runtime = TorchrunRuntime(form, directory, console)
-        with Interrupts(runtime.request_stop):
+        with Interrupts(runtime.request_stop), closing(runtime):
             outcome = work(config, runtime, directory)
         if ownership is not None:
             ownership.release()

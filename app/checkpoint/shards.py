@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 2**24
+_HEADER_BYTES = 2**16  # most headers, in one request
 Place = tuple[int, ...]
 
 
@@ -119,83 +120,141 @@ class Staged:
 class _Stored:
     """A piece in a file. start: the byte of the file where its numbers begin. box: of the whole tensor."""
 
-    file: str
+    name: str
     start: int
     dtype: torch.dtype
     box: Place
     offset: Place
     shape: Place
 
-    def read(self, store: Store, first: int, stop: int) -> Tensor:
-        """Its rows from `first` to `stop`; a number counts as one row."""
-        rows = self.box[0] if self.box else 1
-        row_bytes = math.prod(self.box) * self.dtype.itemsize // rows
-        data = store.read(self.file, self.start + first * row_bytes, (stop - first) * row_bytes)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype).view(stop - first, *self.box[1:])
+    @property
+    def row_bytes(self) -> int:
+        """A number counts as one row."""
+        return math.prod(self.box[1:]) * self.dtype.itemsize
+
+
+class Filling:
+    """Fills pieces in place, file by file, whatever boxes they and the files are cut into.
+
+    Args:
+        others: names in the files that begin so are not asked for, and none of the pieces.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], others: Callable[[str], bool] = lambda name: False) -> None:
+        self._pieces = {piece.name: piece for piece in pieces}
+        self._missing = {piece.name: piece.tensor.numel() for piece in self._pieces.values()}
+        self._seen: set[str] = set()
+        self._others = others
+
+    def take(self, store: Store, file: str) -> None:
+        """
+        Raises:
+            StorageError: the file holds another model's tensors.
+        """
+        parts = []
+        for stored in _read_header(store, file):
+            if self._others(stored.name):
+                continue
+            if stored.name not in self._pieces:
+                raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
+            self._seen.add(stored.name)
+            parts += _overlap(stored, self._pieces[stored.name])
+        if not parts:
+            return
+        first, stop = min(part.first for part in parts), max(part.stop for part in parts)
+        wanted = sum(part.stop - part.first for part in parts)
+        # One request for all of it where that is most of what lies between; a bucket takes long to answer each.
+        data = store.read(file, first, stop - first) if 2 * wanted > stop - first else b""
+        for part in parts:
+            found = data[part.first - first : part.stop - first] or store.read(file, part.first, part.stop - part.first)
+            part.fill(found)
+            self._missing[part.name] -= part.target.numel()
+
+    def finish(self) -> None:
+        """
+        Raises:
+            StorageError: something of the pieces was in none of the files.
+        """
+        if absent := self._pieces.keys() - self._seen:
+            raise StorageError(f"the checkpoint is of another model: it lacks {min(absent)}")
+        for name, missing in self._missing.items():
+            if missing:
+                raise StorageError(f"the checkpoint lacks {missing} of the numbers of {name}")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a file has of a piece: so many bytes of whole rows, of which the target is a box."""
+
+    name: str
+    first: int
+    stop: int
+    dtype: torch.dtype
+    rows: Place
+    within: tuple[slice, ...]
+    target: Tensor
+
+    def fill(self, data: bytes) -> None:
+        found = torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.rows)
+        self.target.copy_(found[self.within])
+
+
+def _overlap(stored: _Stored, piece: Piece) -> list[_Part]:
+    if stored.shape != piece.shape:
+        raise StorageError(
+            f"the checkpoint is of another model: {piece.name} is {list(stored.shape)} there, {list(piece.shape)} here"
+        )
+    offsets = list(zip(piece.offset, stored.offset, strict=True))
+    first = [max(each) for each in offsets]
+    last = [min(p + n, q + m) for (p, q), n, m in zip(offsets, piece.tensor.shape, stored.box, strict=True)]
+    if any(low >= high for low, high in zip(first, last, strict=True)):
+        return []
+    here = tuple(slice(low - p, high - p) for low, high, (p, _) in zip(first, last, offsets, strict=True))
+    there = tuple(slice(low - q, high - q) for low, high, (_, q) in zip(first, last, offsets, strict=True))
+    low, high = (there[0].start, there[0].stop) if there else (0, 1)
+    start = stored.start + low * stored.row_bytes
+    rows = (high - low, *stored.box[1:]) if there else ()
+    within = (slice(None), *there[1:]) if there else ()
+    stop = start + (high - low) * stored.row_bytes
+    return [_Part(piece.name, start, stop, stored.dtype, rows, within, piece.tensor[here])]
 
 
 def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece]) -> None:
-    """Fills `pieces` in place, whatever boxes they and the files are cut into.
-
+    """
     Raises:
         StorageError: the files do not hold all of the pieces, or hold other tensors too.
     """
-    stored = _stored_in(store, files)
-    wanted = {piece.name: piece for piece in pieces}
-    if odd := sorted(wanted.keys() ^ stored.keys()):
-        lacking = "is not in the checkpoint" if odd[0] in wanted else "is in the checkpoint alone"
-        raise StorageError(f"the checkpoint is of another model: {odd[0]} {lacking}, and {len(odd) - 1} more")
-    for name, piece in wanted.items():
-        _fill(store, piece, stored[name])
-
-
-def whole_tensors(store: Store, files: Iterable[str], part: str) -> dict[str, Tensor]:
-    """Those of one part of the state ("model", say), by the names that they have in it."""
-    whole: dict[str, Tensor] = {}
-    for name, stored in _stored_in(store, files).items():
-        if name.startswith(f"{part}."):
-            tensor = torch.empty(stored[0].shape, dtype=stored[0].dtype)
-            _fill(store, Piece(name, tensor, stored[0].shape, (0,) * tensor.dim()), stored)
-            whole[name.removeprefix(f"{part}.")] = tensor
-    return whole
-
-
-def _stored_in(store: Store, files: Iterable[str]) -> dict[str, list[_Stored]]:
-    stored: dict[str, list[_Stored]] = {}
+    filling = Filling(pieces)
     for file in files:
-        for name, box in _read_header(store, file):
-            stored.setdefault(name, []).append(box)
-    return stored
+        filling.take(store, file)
+    filling.finish()
 
 
-def _fill(store: Store, piece: Piece, stored: list[_Stored]) -> None:
-    there = stored[0].shape
-    if there != piece.shape:
-        raise StorageError(
-            f"the checkpoint is of another model: {piece.name} is {list(there)} there, {list(piece.shape)} here"
-        )
-    filled, shape = 0, tuple(piece.tensor.shape)
-    for each in stored:
-        first = tuple(map(max, piece.offset, each.offset))
-        last = tuple(min(p + n, q + m) for p, n, q, m in zip(piece.offset, shape, each.offset, each.box, strict=True))
-        if any(low >= high for low, high in zip(first, last, strict=True)):
-            continue
-        within = [slice(low - q, high - q) for low, high, q in zip(first, last, each.offset, strict=True)]
-        rows = (within[0].start, within[0].stop) if within else (0, 1)
-        found = each.read(store, *rows)
-        found = found[(slice(None), *within[1:])] if within else found.view(())
-        here = tuple(slice(low - p, high - p) for low, high, p in zip(first, last, piece.offset, strict=True))
-        piece.tensor[here].copy_(found)
-        filled += found.numel()
-    if filled != piece.tensor.numel():
-        raise StorageError(f"the checkpoint holds {filled} of the {piece.tensor.numel()} numbers of {piece.name}")
+def whole_tensors(store: Store, files: Sequence[str], part: str) -> dict[str, Tensor]:
+    """Those of one part of the state ("model", say), by the names that they have in it."""
+
+    def of_others(name: str) -> bool:
+        return not name.startswith(f"{part}.")
+
+    headers = [stored for file in files for stored in _read_header(store, file) if not of_others(stored.name)]
+    whole = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in headers}
+    filling = Filling(
+        [Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in whole.items()], of_others
+    )
+    for file in files:
+        filling.take(store, file)
+    filling.finish()
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in whole.items()}
 
 
-def _read_header(store: Store, file: str) -> Iterator[tuple[str, _Stored]]:
-    length = int.from_bytes(store.read(file, 0, 8), "little")
-    header = json.loads(store.read(file, 8, length))
+def _read_header(store: Store, file: str) -> Iterator[_Stored]:
+    head = store.read(file, 0, _HEADER_BYTES)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 + length:
+        head = store.read(file, 0, 8 + length)
+    header = json.loads(head[8 : 8 + length])
     boxes = json.loads(header.pop("__metadata__")["boxes"])
     for name, entry in header.items():
         shape, offset = map(tuple, boxes[name])
         start = 8 + length + entry["data_offsets"][0]
-        yield name, _Stored(file, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]), offset, shape)
+        yield _Stored(name, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]), offset, shape)

@@ -313,6 +313,10 @@ class Coordinator:
     async def events(self, first: int) -> list[Event]:
         return await self._journal.events(first)
 
+    async def close(self) -> None:
+        """The last call: nothing is recorded after it."""
+        await asyncio.get_running_loop().run_in_executor(None, self._journal.close)
+
     async def registration(self, attempt: int, number: int) -> Event | None:
         return await self._journal.registration(attempt, number)
 

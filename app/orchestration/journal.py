@@ -53,6 +53,10 @@ class Journal:
         self._shown.append(event)
         self._events.wake()
 
+    def close(self) -> None:
+        """Returns once all is on storage; to be called from another thread than the event loop's."""
+        self._stream.close()
+
     async def events(self, first: int) -> list[Event]:
         """The events from number `first` on; waits a moment for some."""
         if len(self._shown) <= first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from app.owner import Ownership
 from app.rundir import RunDirectory
 from app.storage import arrow_filesystem
 from app.telemetry.console import Console
+
+_CLOSE_S = 30.0  # for the last events to reach storage
 
 
 class LeanTrainer(TorchTrainer):
@@ -121,6 +124,8 @@ class Fit:
         while thread.is_alive():
             self._show_events()
         self._show_events()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._coordinator.close.remote(), timeout=_CLOSE_S)
         if self._fatal is not None:
             raise self._explained(self._fatal)
         if self._error is not None:

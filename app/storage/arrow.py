@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 _PATIENCE_S = 30.0  # for all tries of one verb, the last of which may begin at its end
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 5.0
-_CONNECT_S, _SILENCE_S = 3.0, 10.0  # a request that no byte has moved on for so long has failed
-_ATTEMPTS_WITHIN_A_WRITE = 4  # of each part of it, since its chunks come only once
+_CONNECT_S, _SILENCE_S = 3.0, 10.0  # a request that moves no byte for so long has failed; 30 s more for one half sent
+_ATTEMPTS_WITHIN_A_WRITE = 3  # of each part of it, since its chunks come only once
 _IN_FLIGHT_BYTES = 64 << 20
 
 _OPTIONS = {"endpoint_override", "region", "scheme", "tls_ca_file_path"}  # of s3
@@ -119,6 +119,10 @@ class ArrowStore:
                 if kind == fs.FileType.File:
                     files.delete_file(path)
                 elif kind == fs.FileType.Directory:
+                    below = files.get_file_info(fs.FileSelector(path, recursive=True))
+                    folders = [each.path for each in below if each.type == fs.FileType.Directory]
+                    for folder in sorted(folders, reverse=True):  # or SeaweedFS keeps a folder that had folders in it
+                        files.delete_dir(folder)
                     files.delete_dir(path)
             except FileNotFoundError:  # an earlier try has done it, or another process
                 pass

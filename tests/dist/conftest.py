@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.dist.checks")
+pytest.register_assert_rewrite("tests.dist.checks", "tests.stores")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -106,7 +106,10 @@ def _members(world: Members) -> Sequence[int]:
 def _take_part(member: Member, config: Config, schedule: list[Attempt]) -> list[Seat]:
     directory = RunDirectory.of(config)
     runtime = DrillRuntime(member, schedule, directory)
-    work(config, runtime, directory)
+    try:
+        work(config, runtime, directory)
+    finally:
+        runtime.close()
     return runtime.seats
 
 
@@ -114,7 +117,7 @@ def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) ->
     summary = directory.summary()
     assert summary is not None
     catalog, last = Catalog(directory.store), summary["step"]
-    assert summary["last_checkpoint"].endswith(path_of(last))
+    assert summary["last_checkpoint"].partition("?")[0].endswith(path_of(last))
     return Drilled(
         weights=read_whole(catalog, last),
         optimizer=read_whole(catalog, last, "optimizer"),
@@ -157,6 +160,9 @@ class DrillRuntime:
     def publish(self, event: Event) -> None:
         if event["event"] != "log":
             self._events.write([stamped(event)])
+
+    def close(self) -> None:
+        self._events.close()
 
     def failed(self, step: int, error: BaseException) -> None:
         """A bad step ends an attempt as a wish to leave does: the schedule goes on."""

