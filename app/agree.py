@@ -34,6 +34,7 @@ class Flags(NamedTuple):
     stop: bool = False
     leave: bool = False
     checkpoint: bool = False
+    snapshot: bool = False
     validate: bool = False
 
 
@@ -188,6 +189,13 @@ class ControlWord:
         rows = [numbers[_HEAD + i * _ROW : _HEAD + (i + 1) * _ROW] for i in range(len(copies))]
         self._rider.hear(self._step, numbers[_HEAD + len(copies) * _ROW :])
         return [copy.agreed(row) for copy, row in zip(copies, rows, strict=True)]
+
+
+def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:
+    """Whether it is so on any rank, for when all must go the same way. A collective, of which it waits for the end."""
+    said = torch.tensor([condition], dtype=torch.int64)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+    return bool(said)
 
 
 def _either(one: Flags, other: Flags) -> Flags:

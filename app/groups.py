@@ -42,6 +42,7 @@ class Groups:
     sockets: descriptor -> inode of what forming opened.
     communicators: what `abort()` ends on the device: NCCL's, none on CPU.
     aborted: set when `abort()` is called.
+    sides: more groups, formed later. under_way: collectives that nobody waits for when the attempt ends.
     """
 
     control: dist.ProcessGroup
@@ -49,6 +50,8 @@ class Groups:
     sockets: dict[int, int]
     communicators: tuple[Communicator, ...] = ()
     aborted: threading.Event = field(default_factory=threading.Event)
+    sides: list[dist.ProcessGroup] = field(default_factory=list)
+    under_way: list[dist.Work] = field(default_factory=list)
 
     @classmethod
     def form(
@@ -71,7 +74,7 @@ class Groups:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
             control = dist.new_group(backend="gloo", timeout=timeouts.connect)
         except (RuntimeError, dist.DistError) as error:
-            cls.destroy()  # one of the two may have formed
+            _destroy()  # one of the two may have formed
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
@@ -89,7 +92,7 @@ class Groups:
         for communicator in self.communicators:
             with contextlib.suppress(RuntimeError):  # it has failed already
                 communicator.abort()
-        for descriptor, inode in self.sockets.items():
+        for descriptor, inode in list(self.sockets.items()):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as duplicate:
@@ -117,13 +120,26 @@ class Groups:
                 work.wait()
         except (RuntimeError, PeerLost):
             if not _all_complete(works, _FREED_S):
-                _left_behind.append((_get_default_group(), self.control))
+                _left_behind.append((_get_default_group(), self.control, *self.sides))
             raise
 
-    @staticmethod
-    def destroy() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def side_group(self) -> dist.ProcessGroup:
+        """Another gloo group of the whole world, for what may take long beside the rest. A collective."""
+        before = _open_sockets()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self.sockets.update({fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode})
+        self.sides.append(group)
+        return group
+
+    def destroy(self) -> None:
+        if self.under_way and not _all_complete(self.under_way, _FREED_S):
+            _left_behind.append((_get_default_group(), self.control, *self.sides))
+        _destroy()
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _all_complete(works: list[dist.Work], within_s: float) -> bool:

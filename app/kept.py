@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from app.checkpoint.export import load_exported
+from app.checkpoint.snapshots import Shelf
 from app.checkpoint.state import app_state
 from app.checkpoint.writer import Writer
 from app.config import Config
@@ -30,8 +31,8 @@ class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
     held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
-    skip: the steps that are left out of the run. writer: of checkpoints. Its triggers know how long ago something was
-    done last, whatever attempt did it.
+    skip: the steps that are left out of the run. writer, shelf: of checkpoints and snapshots. Its triggers know how
+    long ago something was done last, whatever attempt did it.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -46,6 +47,7 @@ class Kept:
         self.fingerprint = fingerprint(self.dataset)
         self.skip: frozenset[int] = frozenset()
         self.writer = Writer()
+        self.shelf = Shelf()
         steps_per_epoch = self.order.num_train / config.batch.global_size
         self.validation_trigger = Trigger(config.validation.every, steps_per_epoch)
         self.checkpoint_trigger = Trigger(config.checkpoint.every, steps_per_epoch)

@@ -8,6 +8,7 @@ is in app/orchestration/, torchrun's in app/torchrun.py.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -28,6 +29,7 @@ class World:
 
     skip: steps that are left out, because their numbers were bad.
     progress: how far this worker is; it is the process's own, and knows of earlier attempts.
+    node: the machine that this worker shares with others, and with which it may be lost.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class World:
     groups: Groups
     skip: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)
+    node: str = field(default_factory=socket.gethostname)
 
     @property
     def leader(self) -> bool:
@@ -84,10 +87,11 @@ def form_world(
     skip: frozenset[int] = frozenset(),
     timeouts: Timeouts = _DEFAULT,
     progress: Progress | None = None,
+    node: str | None = None,
 ) -> World:
     """Forms the groups of an attempt over `store`. A collective; raises PeerLost."""
     groups = Groups.form(store, rank, size, attempt, device, timeouts)
-    world = World(rank, size, attempt, groups, skip, progress or Progress())
+    world = World(rank, size, attempt, groups, skip, progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank)
     return world
 

@@ -8,7 +8,8 @@ from app.agree import ControlWord, Flags
 from app.balance import build_balance
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
-from app.checkpoint.state import app_state
+from app.checkpoint.snapshots import Snapshots
+from app.checkpoint.state import app_state, num_bytes
 from app.config import Config
 from app.faults.inject import Faults
 from app.faults.numerics import left_out
@@ -55,18 +56,20 @@ def train(
     )
     phases.mark("built")
 
+    snapshots = Snapshots(world, kept.shelf, None if parallel.replicated else num_bytes(state))
     world.progress.enter("restore")
     restored = restore(state, kept, checkpoints, world.groups, parallel.replicated)
     step = restored.step
     if parallel.replicated:  # shards have no buckets to lay out
         stepper.rehearse(kept.example())
+    checkpoints.prepare(state)
     phases.mark("restored")
 
     num_steps = kept.num_steps
     kept.validation_trigger.begin()
     kept.checkpoint_trigger.begin(restored.age_s)
     control = ControlWord(faults.group(world.groups.control), int(kept.precision.device.type == "cuda"), balance)
-    recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases)
+    recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases, snapshots.why_not)
     fetched = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
     batches = balance.batches(world.progress.fetching(fetched))
 
@@ -88,6 +91,13 @@ def train(
         kept.checkpoint_trigger.done()
         control.granted(checkpoint=True)
 
+    def copy() -> None:
+        settle()
+        world.progress.enter("snapshot")
+        snapshots.take(step, state)
+        recorder.snapshot(snapshots)
+        control.granted(snapshot=True)
+
     while step < num_steps and not control.ending:
         began = perf_counter()
         lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
@@ -99,12 +109,15 @@ def train(
             stop=signals.stop,
             leave=signals.leave,
             checkpoint=signals.checkpoint or (world.leader and kept.checkpoint_trigger.wanted()),
+            snapshot=snapshots.wanted() and world.leader,
             validate=world.leader and kept.validation_trigger.wanted(),
         )
         recorder.ran(step, perf_counter() - began, lr)
         recorder.commit(control.exchange(result, wishes))
         if held_out and step < num_steps and (kept.validation_trigger.due(step) or control.wished.validate):
             run_validation()
+        if control.wished.snapshot and not control.ending:
+            copy()
         wished = control.wished.checkpoint and not control.ending
         if step < num_steps and (kept.checkpoint_trigger.due(step) or wished):
             save()

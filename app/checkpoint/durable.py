@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 import torch.distributed as dist
 
+from app.agree import any_rank
 from app.checkpoint.catalog import Catalog, Damaged, left_out, path_of
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.retention import Retention
-from app.checkpoint.shards import load_pieces, pieces_of
+from app.checkpoint.shards import Piece, load_pieces, pieces_of
 from app.checkpoint.state import Tensors
 from app.checkpoint.writer import Committed, Dropped, Job, News, Trouble, Writer
 from app.config import Config
@@ -130,22 +130,30 @@ class Checkpoints:
         """
         if last:
             self.finish(self._limit_s)
-        if step != self._newest and (self._replicated or not self._agreed(self._writer.busy)):
+        if step != self._newest and (self._replicated or not any_rank(self._writer.busy, self._world.groups.control)):
             self._newest = step
             if self._world.leader or not self._replicated:
                 self.save_alone(step, state, metrics)
         if last:
             self.finish(self._limit_s)
 
+    def prepare(self, state: dict[str, Tensors]) -> None:
+        """Makes room for the first copy while training goes on: to touch new memory takes longer than to fill it."""
+        if self._world.leader or not self._replicated:
+            self._writer.prepare(self._pieces(state))
+
     def save_alone(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
         """The same for a rank that asks nobody: one that has all of the state, or whom the others follow."""
-        alone = self._replicated or self._world.leader
-        pieces = [piece for piece in pieces_of(state) if piece.tensor.numel() and (alone or piece.sharded)]
 
         def write(job: Job, check: Callable[[], None]) -> News | None:
             return self._write(job, metrics, check)
 
-        self._writer.put(step, pieces, write)
+        self._writer.put(step, self._pieces(state), write)
+
+    def _pieces(self, state: dict[str, Tensors]) -> list[Piece]:
+        """Those that this rank writes."""
+        alone = self._replicated or self._world.leader
+        return [piece for piece in pieces_of(state) if piece.tensor.numel() and (alone or piece.sharded)]
 
     def news(self) -> list[News]:
         """What has come of earlier calls of `save`; see `Writer.news`."""
@@ -163,12 +171,6 @@ class Checkpoints:
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
-    def _agreed(self, any_of: bool) -> bool:
-        """Whether it is so on any rank: all who write must go the same way."""
-        said = torch.tensor([any_of], dtype=torch.int64)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._world.groups.control)
-        return bool(said)
-
     def _write(self, job: Job, metrics: dict[str, float], check: Callable[[], None]) -> News | None:
         """On the writer's thread."""
         name = f"attempt-{self._world.attempt:04d}-rank-{self._world.rank:05d}.safetensors"
@@ -178,9 +180,8 @@ class Checkpoints:
             def chunks() -> Iterator[Bytes]:
                 for chunk in job.staged.chunks():
                     check()
-                    hashing = hasher.submit(digest.update, chunk)
+                    hasher.submit(digest.update, chunk)
                     yield chunk
-                    hashing.result()
 
             self._catalog.write(job.step, name, chunks())
         files = {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
@@ -188,6 +189,7 @@ class Checkpoints:
             self._tell(job.step, files)
             if not self._world.leader:
                 self._await([f"checkpoint/{job.step}/done"], check)
+                self._writer.committed = job.step
                 return None
             files = self._files_of_all(job.step, check)
         manifest = Manifest(
@@ -207,6 +209,7 @@ class Checkpoints:
                 f"attempt {owner.attempt} on {owner.host} has taken over; step {job.step} is not committed"
             )
         self._catalog.commit(manifest)
+        self._writer.committed = job.step
         seconds = time.monotonic() - job.began_s
         if not self._replicated:
             self._world.groups.store.set(f"checkpoint/{job.step}/done", "")

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from app.checkpoint.durable import Checkpoints
+from app.checkpoint.snapshots import Shelf, restore_snapshot
 from app.checkpoint.state import Tensors, flatten
+from app.checkpoint.writer import Writer
 from app.groups import Groups
 
 NO_STATE = -1
@@ -20,6 +22,9 @@ class Holder(Protocol):
     """held: the step whose state it holds complete, 0 for the initial one, or NO_STATE."""
 
     held: int
+    skip: frozenset[int]
+    shelf: Shelf
+    writer: Writer
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Restored:
     """damaged: the checkpoints, by step, that could not be used, and why. age_s: of the checkpoint."""
 
     step: int
-    source: str  # "rank 2", "checkpoint", "start"
+    source: str  # "rank 2", "snapshot", "checkpoint", "start"
     damaged: dict[int, str] = field(default_factory=dict)
     age_s: float = 0.0
 
@@ -37,10 +42,11 @@ def restore(
 ) -> Restored:
     """Makes every rank hold the newest complete state, in place. A collective.
 
-    Candidates are the living workers' own states, the newest whole checkpoint, and step 0. A living worker that has
-    done any step has done all that were ever committed, because no step ends without all: so storage is not asked where
-    there is one. Only a state that is being overwritten is nobody's until that has ended: whoever is lost on the way,
-    the others keep what they had. The same over the same does no harm, except that an aborted NCCL may leave anything.
+    Candidates are the living workers' own states, snapshots, the newest whole checkpoint, and step 0. A living worker
+    that has done any step has done all that were ever committed, because no step ends without all: so storage is not
+    asked where there is one. Only a state that is being overwritten is nobody's until that has ended: whoever is lost
+    on the way, the others keep what they had. The same over the same does no harm, except that an aborted NCCL may
+    leave anything.
 
     Args:
         replicated: one worker's state is all of the state; otherwise the dead took their shards with them.
@@ -52,6 +58,10 @@ def restore(
             _overwrite(state, holder, newest, source, groups)
         holder.held = newest
         return Restored(newest, f"rank {source}")
+    known = holder.writer.committed
+    if not replicated and (step := restore_snapshot(state, holder.shelf, holder.skip, known, groups)):
+        holder.held = step
+        return Restored(step, "snapshot")
     found, damaged = checkpoints.find()
     if found is None:
         if replicated and min(living) != 0:

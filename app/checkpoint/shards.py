@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,46 +75,70 @@ class Staged:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._header = b""
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the file
+        self._filling = threading.Lock()
 
-    def fill(self, pieces: Iterable[Piece]) -> None:
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Makes room for the pieces. From any thread; `fill` waits for it."""
+        with self._filling:
+            self._make_room(_in_order(pieces))
+            self._buffer.zero_()  # which makes the system find the memory
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
         """Copies the pieces; when this returns, they may change."""
-        # Those of the widest numbers first, so that each begins where its type wants it.
-        ordered = sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name))
-        self._num_bytes = sum(piece.num_bytes for piece in ordered)
-        on_device = any(piece.tensor.is_cuda for piece in ordered)
-        if len(self._buffer) < self._num_bytes:
-            self._buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=on_device)
-        header: dict[str, object] = {}
-        boxes: dict[str, tuple[Place, Place]] = {}
-        at = 0
-        for piece in ordered:
+        with self._filling:
+            self._fill(_in_order(pieces))
+
+    def _make_room(self, pieces: Sequence[Piece]) -> bytes:
+        """Returns the file's header."""
+        header = _header_of(pieces)
+        self.num_bytes = len(header) + sum(piece.num_bytes for piece in pieces)
+        if len(self._buffer) < self.num_bytes:
+            on_device = any(piece.tensor.is_cuda for piece in pieces)
+            self._buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=on_device)
+        return header
+
+    def _fill(self, pieces: Sequence[Piece]) -> None:
+        header = self._make_room(pieces)
+        at = len(header)
+        self._buffer[:at] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        for piece in pieces:
             end = at + piece.num_bytes
             target = self._buffer[at:end].view(piece.tensor.dtype).view(piece.tensor.shape)
             target.copy_(piece.tensor, non_blocking=True)
-            dtype = _NAMES[piece.tensor.dtype]
-            header[piece.name] = {"dtype": dtype, "shape": list(piece.tensor.shape), "data_offsets": [at, end]}
-            boxes[piece.name] = piece.shape, piece.offset
             at = end
-        header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._header = len(text).to_bytes(8, "little") + text
-        if on_device:
+        if any(piece.tensor.is_cuda for piece in pieces):
             torch.cuda.synchronize()
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the file."""
-        return len(self._header) + self._num_bytes
+    def file(self) -> Tensor:
+        return self._buffer[: self.num_bytes]
 
     def chunks(self) -> Iterator[Bytes]:
         """The file, a few megabytes at a time."""
-        yield self._header
-        body = memoryview(self._buffer.numpy().data)
-        for start in range(0, self._num_bytes, _CHUNK_BYTES):
-            yield body[start : min(start + _CHUNK_BYTES, self._num_bytes)]
+        data = memoryview(self.file().numpy().data)
+        for start in range(0, len(data), _CHUNK_BYTES):
+            yield data[start : start + _CHUNK_BYTES]
+
+
+def _in_order(pieces: Iterable[Piece]) -> list[Piece]:
+    """Those of the widest numbers first, so that each begins where its type wants it."""
+    return sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name))
+
+
+def _header_of(pieces: Iterable[Piece]) -> bytes:
+    header: dict[str, object] = {}
+    boxes: dict[str, tuple[Place, Place]] = {}
+    at = 0
+    for piece in pieces:
+        end = at + piece.num_bytes
+        dtype = _NAMES[piece.tensor.dtype]
+        header[piece.name] = {"dtype": dtype, "shape": list(piece.tensor.shape), "data_offsets": [at, end]}
+        boxes[piece.name] = piece.shape, piece.offset
+        at = end
+    header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(frozen=True)
@@ -133,6 +158,12 @@ class _Stored:
         return math.prod(self.box[1:]) * self.dtype.itemsize
 
 
+class Readable(Protocol):
+    """Of a store, all that is needed here."""
+
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes: ...
+
+
 class Filling:
     """Fills pieces in place, file by file, whatever boxes they and the files are cut into.
 
@@ -146,7 +177,7 @@ class Filling:
         self._seen: set[str] = set()
         self._others = others
 
-    def take(self, store: Store, file: str) -> None:
+    def take(self, store: Readable, file: str) -> None:
         """
         Raises:
             StorageError: the file holds another model's tensors.
@@ -247,7 +278,7 @@ def whole_tensors(store: Store, files: Sequence[str], part: str) -> dict[str, Te
     return {name.removeprefix(f"{part}."): tensor for name, tensor in whole.items()}
 
 
-def _read_header(store: Store, file: str) -> Iterator[_Stored]:
+def _read_header(store: Readable, file: str) -> Iterator[_Stored]:
     head = store.read(file, 0, _HEADER_BYTES)
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 + length:

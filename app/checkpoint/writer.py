@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,11 +74,13 @@ class Writer:
     """Writes one state at a time; of those that come meanwhile, the newest waits. What storage refuses is tried again,
     and told at once and then once a minute.
 
-    attempt, skip: of the world that this process is in. refused: why storage last refused, if it does.
+    attempt, skip: of the world that this process is in. committed: the newest step that this process knows to be on
+    storage. refused: why storage last refused, if it does.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.attempt, self.skip = 0, frozenset[int]()
+        self.committed = 0
         self.refused = ""
         self._clock = clock
         self._buffers = (Staged(), Staged())
@@ -95,7 +97,11 @@ class Writer:
     def busy(self) -> bool:
         return self._waiting is not None or self._under_way is not None
 
-    def put(self, step: int, pieces: Iterable[Piece], write: Callable[[Job, Callable[[], None]], News | None]) -> None:
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """For the first `put` of such pieces, on a thread of its own."""
+        threading.Thread(target=self._buffers[0].reserve, args=(pieces,), daemon=True, name="prepare").start()
+
+    def put(self, step: int, pieces: Sequence[Piece], write: Callable[[Job, Callable[[], None]], News | None]) -> None:
         """Copies the pieces, which is what training waits for, and leaves the rest to the thread."""
         began = self._clock()
         with self._changed:

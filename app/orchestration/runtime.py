@@ -135,7 +135,15 @@ class RayRuntime:
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {seat.attempt} does not answer: {error}") from error
         world = form_world(
-            store, seat.rank, seat.size, seat.attempt, self.device, seat.skip, self._timeouts, self._progress
+            store,
+            seat.rank,
+            seat.size,
+            seat.attempt,
+            self.device,
+            seat.skip,
+            self._timeouts,
+            self._progress,
+            self._member.node,
         )
         if not self._job.slots:
             self._registrar = Registrar(self._coordinator, world)

@@ -20,6 +20,11 @@ def narrate(event: Event, verbose: bool = False) -> str:
         case "checkpoint":
             cost = f"{size(event['bytes'])} in {event['seconds']:.1f} s"
             return _joined([f"checkpoint at step {event['step']}", cost, event["path"]])
+        case "snapshot":
+            cost = f"{size(event['bytes'])} a worker, {1e3 * event['stall_s']:.0f} ms each"
+            return f"snapshots in the memory of other nodes from step {event['step']} on: {cost}"
+        case "no_snapshots":
+            return f"no snapshots in memory, a lost node costs the steps since the last checkpoint: {event['error']}"
         case "checkpoint_failed":
             needed = f" ({size(event['needed_bytes'])} are needed)" if event["needed_bytes"] else ""
             return f"no checkpoint at step {event['step']} yet, training goes on: {event['error']}{needed}"

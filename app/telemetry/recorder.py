@@ -14,6 +14,7 @@ from torch import nn
 from app.agree import Agreed
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
+from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import Tensors, sha256
 from app.checkpoint.writer import News, as_event
 from app.config import Config
@@ -58,18 +59,25 @@ class Recorder:
         kept: Kept,
         restored: Restored,
         phases: Phases,
+        why_not: str = "",
     ) -> None:
+        """
+        Args:
+            why_not: there are no snapshots, though the state is sharded.
+        """
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
         self._ledger = Ledger(directory.store, world, plan)
         self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.store, restored.step))
         self._running: dict[int, _Ran] = {}
         self.metrics: dict[str, float] = {}
-        self._shown_s = -math.inf
+        self._shown_s, self._told_of_snapshots = -math.inf, False
         self._trackers = Trackers([])
         self._meters = _meters(kept, world)
         if world.leader:
             phases.look_back(directory)
+            if why_not:
+                self._publish("no_snapshots", error=why_not)
             self._trackers = build_trackers(config.trackers, directory.store, restored.step + 1)
             for step, why in restored.damaged.items():
                 self._publish("checkpoint_quarantined", step=step, error=why)
@@ -163,6 +171,13 @@ class Recorder:
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics = metrics
         self._publish("validation", step=step, **metrics)
+
+    def snapshot(self, snapshots: Snapshots) -> None:
+        """Told once an attempt: they come often, and cost next to nothing."""
+        if self._told_of_snapshots:
+            return
+        self._told_of_snapshots = True
+        self._publish("snapshot", step=snapshots.step, stall_s=round(snapshots.stall_s, 4), bytes=snapshots.num_bytes)
 
     def checkpoints(self, news: list[News]) -> None:
         """Of this rank, be it the leader or not: it may be the only one whose disk is full."""

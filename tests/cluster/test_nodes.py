@@ -32,6 +32,36 @@ def test_a_node_is_drained_another_comes_and_one_is_lost(command):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command, kind):
+    """All checkpoints are taken away before: what is restored comes from the memory of the nodes that are left."""
+    with Bed(num_nodes=3) as bed:
+        placed = [f"cluster.address={bed.address}", "scaling.num_workers=[2,3]", f"parallel.kind={kind}"]
+        running = command().start(FOR_EVER, *placed, "checkpoint.every=1000 minutes")
+        started = running.wait_for_event("attempt_started", world_size=3)
+        if kind == "fsdp":
+            running.wait_for_event("snapshot", attempt=started["attempt"])
+        running.wait_for_step(running.history.last_step + 50)
+        assert not list(running.directory.glob("checkpoints/*"))
+        bed.lose(bed.nodes[1])
+        restored = running.wait_for_event("restore", attempt=started["attempt"] + 1)
+        again = restored["step"] + restored["lost_steps"]
+        running.wait_until(lambda: running.history.lines[-1]["step"] > again, "the steps that were lost")
+        check_stopped(running, restored["lost_steps"])
+    if kind == "ddp":
+        assert restored["source"].startswith("rank")
+        assert restored["lost_steps"] <= 1
+    else:
+        assert restored["source"] == "snapshot"
+        ended = [line for line in running.history.lines if line["attempt"] == started["attempt"]]
+        copied = next(event for event in running.events if event["event"] == "snapshot")
+        step_s = (ended[-1]["time_s"] - ended[0]["time_s"]) / len(ended)
+        interval_steps = (100 * copied["stall_s"] + copied["stall_s"]) / step_s
+        print(f"{restored['lost_steps']} steps lost; a copy every {interval_steps:.0f} steps of {step_s:.4f} s")
+        assert restored["lost_steps"] <= 2 * interval_steps + 2, "the newest copy may have been under way"
+
+
+@pytest.mark.timeout(300)
 def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command):
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=60")

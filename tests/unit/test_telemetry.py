@@ -89,6 +89,10 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
             "checkpoint at step 40 | 12.3 MiB in 0.4 s | runs/x/step-40",
         ),
         (
+            {"event": "snapshot", "step": 40, "stall_s": 0.0123, "bytes": 12_900_000},
+            "snapshots in the memory of other nodes from step 40 on: 12.3 MiB a worker, 12 ms each",
+        ),
+        (
             {"event": "checkpoint_failed", "step": 40, "error": "No space left on device", "needed_bytes": 12_900_000},
             "no checkpoint at step 40 yet, training goes on: No space left on device (12.3 MiB are needed)",
         ),

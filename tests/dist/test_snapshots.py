@@ -1,0 +1,124 @@
+"""Sharded state in the memory of other nodes: one of them is lost, and the others have all of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from app.checkpoint.snapshots import Shelf, Snapshots, keeper, restore_snapshot
+from app.checkpoint.state import unsharded
+from app.runtime import World, form_world
+from tests.dist.gang import Gang, Member
+from tests.dist.reference import CPU
+
+NOTHING = frozenset[int]()
+SHELF = Shelf()  # of each process
+LONG_S = 20.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "keepers"),
+    [("aab", [2, 2, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("aa", [1, 0]), ("abab", [1, 2, 3, 0])],
+)
+def test_a_copy_goes_to_another_node_where_there_is_one(nodes: str, keepers: list[int]) -> None:
+    assert [keeper(rank, nodes) for rank in range(len(nodes))] == keepers
+
+
+def whole(step: int) -> dict[str, Tensor]:
+    return {"w": torch.arange(35.0).view(7, 5) + step, "b": torch.full((2,), float(step)), "step": torch.tensor(step)}
+
+
+def sharded(world: World, step: int) -> dict[str, Any]:
+    """Rows over ranks, of which the last have none of `b`; a number that all have."""
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=(f"attempt-{world.attempt}",))
+    tensors = whole(step)
+    return {name: t if name == "step" else distribute_tensor(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+
+
+def train(member: Member, attempt: int, members: list[int], nodes: str, steps: list[int]) -> None:
+    """A world that takes snapshots of these steps, and then breaks."""
+    world = joined(member, attempt, members, nodes)
+    try:
+        snapshots = Snapshots(world, SHELF, 100)
+        for step in steps:
+            snapshots.take(step, {"model": sharded(world, step)})
+            until = time.monotonic() + LONG_S
+            while snapshots._work is not None:
+                assert time.monotonic() < until
+                snapshots.wanted()
+    finally:
+        world.groups.destroy()
+
+
+def recover(
+    member: Member, attempt: int, members: list[int], committed: int = 0, skip: frozenset[int] = NOTHING
+) -> int | None:
+    """The step that a new world has restored, whose tensors are what they were."""
+    world = joined(member, attempt, members, "abcdef")
+    try:
+        state = sharded(world, -1)
+        step = restore_snapshot({"model": state}, SHELF, skip, committed, world.groups)
+        for name, tensor in whole(-1 if step is None else step).items():
+            assert torch.equal(unsharded(state[name]), tensor), name
+        return step
+    finally:
+        world.groups.destroy()
+
+
+def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
+    rank = members.index(member.number)
+    return replace(form_world(member.store, rank, len(members), attempt, CPU), node=nodes[rank])
+
+
+
+def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:
+    """Three ranks train, some are lost, the others go on."""
+    train(member, first, [0, 1, 2], nodes, [10, 20, 30])
+    staying = [number for number in range(3) if number not in lost]
+    return recover(member, first + 1, staying, **known) if member.number in staying else None
+
+
+@pytest.fixture(scope="module")
+def gang() -> Any:
+    with Gang(3) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("first", "nodes", "lost", "expected"),
+    [
+        (10, "abc", [1], [30, None, 30]),
+        (20, "abc", [0], [None, 30, 30]),
+        (30, "aab", [0, 1], [None, None, 30]),
+        (40, "abb", [1, 2], [30, None, None]),
+        (50, "abc", [], [30, 30, 30]),
+    ],
+)
+def test_what_a_lost_node_took_along_another_one_has(
+    gang: Gang, first: int, nodes: str, lost: list[int], expected: list[int | None]
+) -> None:
+    assert gang.run(train_and_lose, first, nodes, lost) == expected
+
+
+def test_where_two_neighbours_are_lost_at_once_nothing_is_restored(gang: Gang) -> None:
+    assert gang.run(train_and_lose, 60, "abc", [1, 2]) == [None, None, None]
+
+
+def known(member: Member, first: int, committed: int, skip: frozenset[int]) -> int | None:
+    return train_and_lose(member, first, "abc", [1], committed=committed, skip=skip)
+
+
+def test_a_checkpoint_that_is_newer_is_preferred(gang: Gang) -> None:
+    assert gang.run(known, 70, 40, NOTHING) == [None] * 3
+    assert gang.run(known, 80, 30, NOTHING) == [30, None, 30]
+
+
+def test_a_state_that_a_bad_step_went_into_is_not_restored(gang: Gang) -> None:
+    assert gang.run(known, 90, 0, frozenset({25})) == [None] * 3
