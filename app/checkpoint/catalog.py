@@ -115,6 +115,9 @@ class Catalog:
             if step < oldest:
                 self.store.delete(path_of(step))
                 self.store.delete(f"{path_of(step)}{_MARK}")
+        for name in self.store.list(_FOLDER):
+            if _MARK in name and not name.endswith(_MARK):  # of a marker, when a process was killed in the act
+                self.store.delete(f"{_FOLDER}/{name}")
         for name in self.store.list(path_of(newest.step)):
             if name != _MANIFEST and name not in newest.files:
                 self.store.delete(f"{path_of(newest.step)}/{name}")

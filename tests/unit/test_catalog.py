@@ -133,6 +133,16 @@ def test_what_an_earlier_attempt_has_left_in_the_same_folder_goes(catalog: Catal
     assert store.list(path_of(7)) == ["a", "b", "manifest.json"]
 
 
+def test_a_marker_that_was_being_written_when_the_process_died_goes_and_what_others_put_there_stays(
+    catalog: Catalog, store: MemoryStore
+) -> None:
+    catalog.quarantine(9, "damaged")
+    store.files["checkpoints/.step-00000009.quarantined.json.123"] = b"{"
+    store.files["checkpoints/README"] = b"mine"
+    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING)
+    assert store.list("checkpoints") == ["README", "step-00000007", "step-00000009.quarantined.json"]
+
+
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
 
 
