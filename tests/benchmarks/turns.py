@@ -61,17 +61,26 @@ class TurnTakingTask(LanguageModeling):
 
     Args:
         num_forwards: microbatches of one rank in one step.
+        num_before: steps that it runs without asking, before its first block.
     """
 
-    def __init__(self, folder: str, num_forwards: int, steps_per_block: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        num_forwards: int,
+        steps_per_block: int,
+        num_blocks: int,
+        side: str = "ours",
+        num_before: int = 0,
+    ) -> None:
         self._turns: Turns | None = None
-        self._build: Callable[[int], Turns] = lambda rank: Turns(folder, "ours", rank, steps_per_block, num_blocks)
-        self._num_forwards, self._num_calls = num_forwards, 0
+        self._build: Callable[[int], Turns] = lambda rank: Turns(folder, side, rank, steps_per_block, num_blocks)
+        self._num_forwards, self._num_calls = num_forwards, -num_before * num_forwards
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
         if len(batch[0]) > 1:  # a single sample is the rehearsal before the first step
             self._turns = self._turns or self._build(dist.get_rank())
-            if self._num_calls % self._num_forwards == 0:
+            if self._num_calls >= 0 and self._num_calls % self._num_forwards == 0:
                 self._turns.step_begins()
             self._num_calls += 1
         return super().loss(model, batch)

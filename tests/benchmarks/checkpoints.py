@@ -1,0 +1,215 @@
+"""What checkpoints cost: steps a second beside none, the time that one blocks training, and what hashing adds.
+
+python -m tests.benchmarks.checkpoints
+
+Throughput: the app under torchrun, three times, taking turns (turns.py) of `--seconds`: with a checkpoint a turn, with
+none, and with none again for the A/A control. The checkpoint comes after a turn's first step, so that what is written
+in the background, read back and deleted burdens that turn and no other; how many did so is in the table.
+
+Blocked: each contender of savers.py once a round, in one process. A/A is ours beside ours. `new memory` is the first
+checkpoint of a process, `steady` any other.
+
+Hashing: from the save to the commit, and to the end of retention, which reads back what was written. Without: sha256 is
+replaced in app.checkpoint.durable and in app.checkpoint.catalog, which would otherwise find another digest than the
+manifest's. So until the commit the ratio is of one hash, until the end of retention of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from app.checkpoint import catalog, durable
+from app.rundir import RunDirectory
+from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.savers import Ours, Training, run_in_ray_train
+from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.throughput import CASES, Case, take_turns
+from tests.benchmarks.turns import read_text
+
+RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT = 0.965, 0.1, 1.1
+SMALL = CASES["10m"]
+MODELS = {
+    "gpt 10M": SMALL.model,
+    "gpt 100M": {"num_layers": 14, "num_heads": 12, "embed_dim": 768, "context_length": 128},
+}
+STOCK = "torch.save + report"
+_NEVER = 1_000_000
+
+
+def throughput(options: argparse.Namespace, folder: Path) -> str:
+    speed = take_turns({"speed": _run(SMALL, "speed", _NEVER, 2, 4, folder)}, 4, folder)["speed"]
+    steps = max(2, round(2 * options.seconds / median(speed)))
+    num_blocks = options.pairs + 1
+    every = {"on": steps, "off": _NEVER, "control": _NEVER}
+    commands = {side: _run(SMALL, side, period, steps, num_blocks, folder) for side, period in every.items()}
+    seconds = take_turns(commands, num_blocks, folder)
+    written = _checkpoints_in_turns(folder, "on")
+    blocked = [event["blocked_s"] for event in written] or [float("nan")]
+    head = ["model", "parameters", "interval", "off steps/s", "on steps/s", "on / off [95 %]", "A/A [95 %]"]
+    row = [
+        SMALL.name,
+        f"{SMALL.num_params / 1e6:.2f} M",
+        f"{steps} steps, {median(seconds['on']):.1f} s",
+        f"{steps / median(seconds['off']):.3f}",
+        f"{steps / median(seconds['on']):.3f}",
+        str(paired_ratio(seconds["off"], seconds["on"])),
+        str(paired_ratio(seconds["off"], seconds["control"])),
+        f"{len(written)} of {options.pairs}",
+        f"{1e3 * median(blocked):.0f}, {1e3 * max(blocked):.0f}",
+        f"{sum(blocked) / sum(seconds['on']):.2%}",
+        verdict(paired_ratio(seconds["on"], seconds["off"]), 1 / RATE_LIMIT),
+    ]
+    head += ["written in their turn", "blocked ms, worst", "of the time", "verdict"]
+    sure = f"the interval reaches up to {RATE_LIMIT:g}"
+    return f"{table([head, row])}\n{options.pairs} pairs, {sum(seconds['off']):.0f} s without; verdict: {sure}"
+
+
+def _run(case: Case, side: str, period: int, steps_per_block: int, num_blocks: int, folder: Path) -> list[str]:
+    """Its checkpoints come after step `period`, twice that and so on, which are the first ones of blocks."""
+    num_before = steps_per_block - 1
+    turns = {
+        "folder": str(folder),
+        "side": side,
+        "num_before": num_before,
+        "num_forwards": case.num_forwards,
+        "steps_per_block": steps_per_block,
+        "num_blocks": num_blocks,
+    }
+    config = write_config(
+        folder / f"{side}.yaml",
+        run={"storage": str(folder / "runs"), "name": side, "steps": num_before + num_blocks * steps_per_block + 1},
+        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
+        model={"kind": "gpt", **case.model},
+        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+        schedule={"kind": "cosine", "warmup_steps": 1},
+        checkpoint={"every": f"{period} steps"},
+        task={"target": "tests.benchmarks.turns:TurnTakingTask", "args": turns},
+    )
+    return app_under_torchrun(config)
+
+
+def _checkpoints_in_turns(folder: Path, side: str) -> list[dict[str, Any]]:
+    """Of those turns that count. The event comes once a checkpoint has been read back and its predecessors deleted."""
+    to_unix_s = time.time() - time.monotonic()
+    turns = [json.loads(line) for line in read_text(folder / f"{side}-0").splitlines()][1:]
+    events = RunDirectory.at(str(folder / "runs" / side)).read_events()
+    return [
+        event
+        for event in events
+        if event["event"] == "checkpoint"
+        and any(began <= event["time_s"] - to_unix_s <= ended for began, ended in turns)
+    ]
+
+
+def blocked(options: argparse.Namespace, folder: Path) -> str:
+    pairs = dict(zip(MODELS, (options.pairs, options.pairs_100m), strict=True))
+    measured = run_in_ray_train({name: (MODELS[name], pairs[name]) for name in MODELS}, folder)
+    rows = [
+        ["model", "state", "rival", "memory", "ours ms", "rival ms", "ours / rival [95 %]", "A/A [95 %]", "verdict"]
+    ]
+    notes = []
+    for name, num_params, num_bytes, rounds in measured:
+        steady = {who: seconds[1:] for who, seconds in rounds.items()}
+        control = str(paired_ratio(steady["ours"], steady["control"]))
+        firsts = {who: seconds[0] for who, seconds in rounds.items() if who not in ("control", "new memory")}
+        for rival in [who for who in firsts if who != "ours"]:
+            for memory, ours in (("steady", steady["ours"]), ("new", steady["new memory"])):
+                ratio = paired_ratio(ours, steady[rival])
+                rows.append(
+                    [
+                        f"{name}, {num_params / 1e6:.1f} M",
+                        f"{num_bytes / 1e6:.0f} MB",
+                        rival,
+                        memory,
+                        f"{1e3 * median(ours):.1f}",
+                        f"{1e3 * median(steady[rival]):.1f}",
+                        str(ratio),
+                        control if memory == "steady" else "",
+                        verdict(ratio, BLOCKED_LIMIT) if rival == STOCK else "",
+                    ]
+                )
+        first = ", ".join(f"{who} {1e3 * seconds:.0f} ms" for who, seconds in firsts.items())
+        notes.append(f"{name}: {pairs[name]} pairs; the very first calls: {first}")
+    sure = f"verdict: the interval reaches down to {BLOCKED_LIMIT:g}"
+    return "\n".join([table(rows), *notes, sure])
+
+
+def hashing(options: argparse.Namespace, folder: Path) -> str:
+    training = Training(SMALL.model)
+    ours = Ours(training, folder / "hashing")
+    sides: dict[str, Callable[[], AbstractContextManager[None]]] = {"with": nullcontext, "without": _without_sha256}
+    sides["control"] = sides["with"]
+    commit_s: dict[str, list[float]] = {side: [] for side in sides}
+    end_s: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(options.pairs + 1):
+        for side in list(sides)[:: 1 if turn % 2 else -1]:
+            with sides[side]():
+                began = time.perf_counter()
+                ours.save()
+                commit_s[side].append(ours.settle().seconds)
+                end_s[side].append(time.perf_counter() - began)
+    rows = [["state", "from the save to", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    for until, seconds in (("the commit", commit_s), ("the end of retention", end_s)):
+        counted = {side: values[1:] for side, values in seconds.items()}
+        ratio = paired_ratio(counted["with"], counted["without"])
+        rows.append(
+            [
+                f"{training.num_bytes / 1e6:.0f} MB",
+                until,
+                f"{1e3 * median(counted['with']):.0f}",
+                f"{1e3 * median(counted['without']):.0f}",
+                str(ratio),
+                str(paired_ratio(counted["with"], counted["control"])),
+                verdict(ratio, HASHING_LIMIT),
+            ]
+        )
+    return f"{table(rows)}\n{options.pairs} pairs; verdict: the interval reaches down to {HASHING_LIMIT:g}"
+
+
+class _NoDigest:
+    def update(self, data: object) -> None: ...
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+@contextmanager
+def _without_sha256() -> Iterator[None]:
+    """Around whole checkpoints: the writer's thread looks it up."""
+    replaced = SimpleNamespace(sha256=_NoDigest)
+    with mock.patch.object(durable, "hashlib", replaced), mock.patch.object(catalog, "hashlib", replaced):
+        yield
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {
+    "throughput": throughput,
+    "blocked": blocked,
+    "hashing": hashing,
+}
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs-100m", type=int, default=6, help="of the large model, whose state takes seconds")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, in which one checkpoint is written")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    options = parser.parse_args()
+    for part in options.part or PARTS:
+        with tempfile.TemporaryDirectory(prefix=f"{part}-") as folder:
+            print(f"{part}\n\n{PARTS[part](options, Path(folder))}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
