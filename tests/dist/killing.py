@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from app.checkpoint.writer import Writer
-from app.files import append_line, read_lines
 from app.storage import LocalStore, Store
+from app.stream import FileStream, read_lines
 
 CHANGING = [verb for verb in vars(Store) if not verb.startswith("_") and verb not in ("uri", "list", "read")]
 
@@ -59,8 +59,10 @@ def points(operations: Iterable[Operation]) -> Iterator[Point]:
 def record(log: Path) -> None:
     """A patch: each operation is written down before it is done."""
 
+    stream = FileStream(log)
+
     def noted(operation: Operation, honest: Callable[..., None], store: LocalStore, *args: Any) -> None:
-        append_line(log, operation._asdict())
+        stream.write([operation._asdict()])
         honest(store, *args)
 
     _around_each(noted)
@@ -68,7 +70,7 @@ def record(log: Path) -> None:
 
 def recorded(log: Path) -> list[Operation]:
     """Of the first checkpoint, and what was done to storage before it; rank by rank."""
-    found = sorted(Operation(**line) for line in read_lines(log))
+    found = sorted(Operation(**line) for line in read_lines(LocalStore(log.parent), log.name))
     first = next(each for each in found if each.verb == "write")
 
     def within(operation: Operation) -> bool:

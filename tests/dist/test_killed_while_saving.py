@@ -56,7 +56,7 @@ class Scene:
         """The configuration of a run that has come as far, and where its checkpoints are."""
         shutil.copytree(self.path, to)
         config = _config(self.kind, to, *overrides)
-        return config, RunDirectory.of(config).checkpoints
+        return config, Path(RunDirectory.of(config).uri) / "checkpoints"
 
     def check(self, resumed: Drilled, expected: int) -> int:
         """Claim: it went on from step `expected`, all steps are in its ledger as they should be, and it ended as the
