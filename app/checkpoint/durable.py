@@ -16,7 +16,7 @@ from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.retention import Retention
 from app.checkpoint.shards import Piece, load_pieces, pieces_of
 from app.checkpoint.state import Tensors
-from app.checkpoint.writer import Committed, Dropped, Job, News, Trouble, Writer
+from app.checkpoint.writer import Committed, Dropped, Job, News, Superseded, Trouble, Writer
 from app.config import Config
 from app.errors import StorageError
 from app.owner import read_owner
@@ -25,10 +25,6 @@ from app.runtime import World
 from app.storage import Bytes
 
 _POLL_S = 0.05
-
-
-class Superseded(OSError):
-    """A later attempt owns the run."""
 
 
 class Checkpoints:

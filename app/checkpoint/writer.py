@@ -55,6 +55,10 @@ class Dropped(Exception):
     """What was to be written is not wanted any more."""
 
 
+class Superseded(OSError):
+    """Another attempt has begun. That is worth another try: perhaps this process is a part of it, and is only late."""
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """
@@ -175,7 +179,8 @@ class Writer:
                 return
             except OSError as error:
                 self.refused = str(error)
-                self._tell(Trouble(job.step, str(error), job.staged.num_bytes))
+                if not isinstance(error, Superseded):
+                    self._tell(Trouble(job.step, str(error), job.staged.num_bytes))
             except BaseException as error:
                 self._error = error
                 return
