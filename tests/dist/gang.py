@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -48,7 +49,7 @@ class Gang:
         context.set_forkserver_preload(PRELOADED)
         for number in range(self._size):
             ours, theirs = context.Pipe()
-            arguments = (number, self._store.port, theirs, self._prepare)
+            arguments = (number, self._store.port, theirs, dict(os.environ), self._prepare)
             process = context.Process(target=_live, args=arguments)
             process.start()
             theirs.close()  # so that the line ends with the process
@@ -102,7 +103,10 @@ def _listen(line: Connection) -> Said:
     return said
 
 
-def _live(number: int, port: int, line: Connection, prepare: Callable[[], None] | None) -> None:
+def _live(
+    number: int, port: int, line: Connection, environment: dict[str, str], prepare: Callable[[], None] | None
+) -> None:
+    os.environ.update(environment)  # the server that it is forked from has that of its own start
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
