@@ -92,7 +92,6 @@ def train(
         control.granted(checkpoint=True)
 
     def copy() -> None:
-        settle()
         world.progress.enter("snapshot")
         snapshots.take(step, state)
         recorder.snapshot(snapshots)

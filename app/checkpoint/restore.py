@@ -58,10 +58,11 @@ def restore(
             _overwrite(state, holder, newest, source, groups)
         holder.held = newest
         return Restored(newest, f"rank {source}")
-    known = holder.writer.committed
-    if not replicated and (step := restore_snapshot(state, holder.shelf, holder.skip, known, groups)):
-        holder.held = step
-        return Restored(step, "snapshot")
+    if not replicated:
+        copied = restore_snapshot(state, holder.shelf, holder.skip, holder.writer.committed, groups)
+        if copied is not None:
+            holder.held = copied
+            return Restored(copied, "snapshot")
     found, damaged = checkpoints.find()
     if found is None:
         if replicated and min(living) != 0:

@@ -2,7 +2,8 @@
 
 Every so often each rank copies its shards and sends the copy to a rank of another node, while training goes on. Two
 generations of copies are held, so one of them is complete whatever happens; they belong to the process, and outlive the
-attempt. Replicated state needs none of this: every survivor has all of it.
+attempt. Replicated state needs none of this: every survivor has all of it. Whether a step was finite need not be known
+of a copy: if it was not, it is left out from then on, and a state that it went into is not asked for any more.
 """
 
 from __future__ import annotations
