@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -208,32 +209,41 @@ class Checkpoints:
         self._writer.committed = job.step
         seconds = time.monotonic() - job.began_s
         if not self._replicated:
-            self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
+            with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
+                self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
         try:
             self._catalog.retire(manifest, self._retention, self._world.skip)
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
             return Trouble(job.step, f"{error}, and was written a moment ago", 0)
+        except OSError:  # what cannot be deleted now goes after the next one
+            pass
         return Committed(self._directory / path_of(job.step), manifest, seconds, job.blocked_s)
 
     def _tell(self, step: int, files: dict[str, FileDigest]) -> None:
         said = json.dumps({name: [digest.sha256, digest.bytes] for name, digest in files.items()})
-        try:
+        with _dropped_with_the_attempt():
             self._world.groups.store.set(f"checkpoint/{step}/{self._world.rank}", said)
-        except (RuntimeError, dist.DistError):
-            raise Dropped from None  # the store ends with the attempt
 
     def _files_of_all(self, step: int, check: Callable[[], None]) -> dict[str, FileDigest]:
         keys = [f"checkpoint/{step}/{rank}" for rank in range(self._world.size)]
         self._await(keys, check)
-        said = [json.loads(self._world.groups.store.get(key)) for key in keys]
+        with _dropped_with_the_attempt():
+            said = [json.loads(self._world.groups.store.get(key)) for key in keys]
         return {name: FileDigest(*digest) for each in said for name, digest in each.items()}
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
         """By asking: a wait would keep the store from all other threads."""
-        try:
+        with _dropped_with_the_attempt():
             while not self._world.groups.store.check(keys):
                 check()
                 time.sleep(_POLL_S)
-        except (RuntimeError, dist.DistError):
-            raise Dropped from None
+
+
+@contextlib.contextmanager
+def _dropped_with_the_attempt() -> Iterator[None]:
+    """Around what asks the world's store, which ends with its attempt."""
+    try:
+        yield
+    except RuntimeError:
+        raise Dropped from None

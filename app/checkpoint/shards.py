@@ -79,28 +79,24 @@ class Staged:
         self._filling = threading.Lock()
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Makes room for the pieces. From any thread; `fill` waits for it."""
+        """Makes room for the pieces, if there is none yet. From any thread; `fill` waits for it."""
+        ordered = _in_order(pieces)
+        num_bytes = len(_header_of(ordered)) + sum(piece.num_bytes for piece in ordered)
         with self._filling:
-            self._make_room(_in_order(pieces))
-            self._buffer.zero_()  # which makes the system find the memory
+            if len(self._buffer) < num_bytes:  # else a copy may be in it that is still being written
+                self._buffer = _new_buffer(ordered, num_bytes).zero_()  # which makes the system find the memory
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Copies the pieces; when this returns, they may change."""
         with self._filling:
             self._fill(_in_order(pieces))
 
-    def _make_room(self, pieces: Sequence[Piece]) -> bytes:
-        """Returns the file's header."""
-        header = _header_of(pieces)
-        self.num_bytes = len(header) + sum(piece.num_bytes for piece in pieces)
-        if len(self._buffer) < self.num_bytes:
-            on_device = any(piece.tensor.is_cuda for piece in pieces)
-            self._buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=on_device)
-        return header
-
     def _fill(self, pieces: Sequence[Piece]) -> None:
-        header = self._make_room(pieces)
+        header = _header_of(pieces)
         at = len(header)
+        self.num_bytes = at + sum(piece.num_bytes for piece in pieces)
+        if len(self._buffer) < self.num_bytes:
+            self._buffer = _new_buffer(pieces, self.num_bytes)
         self._buffer[:at] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for piece in pieces:
             end = at + piece.num_bytes
@@ -118,6 +114,10 @@ class Staged:
         data = memoryview(self.file().numpy().data)
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
+
+
+def _new_buffer(pieces: Iterable[Piece], num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=any(piece.tensor.is_cuda for piece in pieces))
 
 
 def _in_order(pieces: Iterable[Piece]) -> list[Piece]:

@@ -94,7 +94,6 @@ class Writer:
         self._news: deque[News] = deque()
         self._error: BaseException | None = None
         self._told_s = -_TELL_EVERY_S
-        self._signs_of_life = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -137,13 +136,11 @@ class Writer:
         """Until nothing is left to write; False if that is not so after `limit_s`.
 
         Args:
-            alive: called as often as anything happens meanwhile, be it that storage refuses again.
+            alive: called all the time, for whoever watches: that storage takes long is no hang.
         """
-        until, seen = self._clock() + limit_s, -1
+        until = self._clock() + limit_s
         while self.busy and self._error is None and self._clock() < until:
-            if seen != self._signs_of_life:
-                seen = self._signs_of_life
-                alive()
+            alive()
             with self._changed:
                 self._changed.wait(0.02)
         return not self.busy
@@ -163,7 +160,6 @@ class Writer:
 
     def _bring(self, job: Job) -> None:
         def check() -> None:
-            self._signs_of_life += 1
             if self._under_way is not job:
                 raise Dropped
 

@@ -98,6 +98,16 @@ def test_a_copy_is_a_copy_and_its_memory_is_used_again() -> None:
     assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [0.0] * 2
 
 
+def test_to_make_room_again_leaves_a_copy_as_it_is() -> None:
+    """A survivor begins its next attempt while the copy of the last one is still on its way to storage."""
+    copy, pieces = Staged(), [Piece("w", torch.ones(4), (4,), (0,))]
+    copy.reserve(pieces)
+    copy.fill(pieces)
+    file = b"".join(copy.chunks())
+    copy.reserve(pieces)
+    assert b"".join(copy.chunks()) == file
+
+
 def test_one_part_is_read_whole_by_its_own_names() -> None:
     store, names = written(3)
     model = whole_tensors(store, names, "model")
