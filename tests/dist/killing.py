@@ -175,7 +175,7 @@ def is_whole(checkpoint: Path) -> bool:
     return all(_is_whole_file(checkpoint / name, **said) for name, said in manifest["files"].items())
 
 
-def _is_whole_file(path: Path, bytes: int, sha256: str) -> bool:  # noqa: A002
+def _is_whole_file(path: Path, bytes: int, sha256: str) -> bool:
     data = path.read_bytes() if path.exists() else b""
     return len(data) == bytes and hashlib.sha256(data).hexdigest() == sha256
 
