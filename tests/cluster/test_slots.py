@@ -60,13 +60,16 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(c
 
 
 @pytest.mark.timeout(240)
-def test_survivors_of_a_sharded_world_keep_running_and_read_the_newest_checkpoint(command):
+def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_of_copies_and_checkpoints(command):
     words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "logging.every_steps=20")
     running = command().start(FOR_EVER, "scaling.num_workers=[1,2]", *words)
     running.wait_for_step(50)
     killed, survivor = running.worker_pids("SlotWorker")
     os.kill(killed, signal.SIGKILL)
-    running.wait_for_event("attempt_started", attempt=2, world_size=1, source="checkpoint")
+    restored = running.wait_for_event("restore", attempt=2)
+    assert restored["source"] in ("snapshot", "checkpoint")
+    committed = [event["step"] for event in running.events if event["event"] == "checkpoint" and event["attempt"] == 1]
+    assert restored["step"] >= max(committed)
     running.wait_for_event("attempt_started", attempt=3, world_size=2, source="checkpoint")
     assert is_alive(survivor)
     check_stopped(running, lost_steps=20)
