@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from app.checkpoint.retention import Retention
+from app.errors import StorageError
 from app.storage import Bytes, Store
 
 _FOLDER = "checkpoints"
@@ -45,6 +46,7 @@ class Catalog:
 
         Raises:
             Damaged: there is, and its manifest cannot be read.
+            StorageError: another version of this program has written it.
         """
         try:
             return parse_manifest(self.store.read(f"{path_of(step)}/{_MANIFEST}"))
@@ -52,6 +54,8 @@ class Catalog:
             return None
         except ValueError as error:
             raise Damaged(f"{path_of(step)}: {error}") from error
+        except StorageError as error:
+            raise StorageError(f"{self.store.uri}/{path_of(step)}: {error}") from error
 
     def has_manifest(self, step: int) -> bool:
         return _MANIFEST in self.store.list(path_of(step))
@@ -125,7 +129,7 @@ class Catalog:
     def _manifest_or_none(self, step: int) -> Manifest | None:
         try:
             return self.manifest(step)
-        except Damaged:
+        except (Damaged, StorageError):
             return None
 
 

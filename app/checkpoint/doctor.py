@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from app.checkpoint.catalog import Catalog, Damaged
 from app.checkpoint.manifest import Manifest
+from app.errors import StorageError
 from app.telemetry.narrate import number, size
 
 
@@ -27,6 +28,8 @@ def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
             yield f"step {step}: good | {_described(manifest)} | read in {time.monotonic() - began:.1f} s", True
         except Damaged as error:
             yield f"step {step}: damaged: {error}", False
+        except StorageError as error:
+            yield f"step {step}: {error}", False
     for step, why in sorted(catalog.quarantined().items(), reverse=True):
         yield f"step {step}: quarantined: {why}", False
 

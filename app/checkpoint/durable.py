@@ -15,7 +15,7 @@ from app.agree import any_rank
 from app.checkpoint.catalog import Catalog, Damaged, left_out, path_of
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.retention import Retention
-from app.checkpoint.shards import Piece, load_pieces, pieces_of
+from app.checkpoint.shards import Piece, load_pieces, pieces_of, pieces_to_write
 from app.checkpoint.state import Tensors
 from app.checkpoint.writer import Committed, Dropped, Job, News, Superseded, Trouble, Writer
 from app.config import Config
@@ -148,9 +148,7 @@ class Checkpoints:
         self._writer.put(step, self._pieces(state), write)
 
     def _pieces(self, state: dict[str, Tensors]) -> list[Piece]:
-        """Those that this rank writes."""
-        alone = self._replicated or self._world.leader
-        return [piece for piece in pieces_of(state) if piece.tensor.numel() and (alone or piece.sharded)]
+        return pieces_to_write(state, replicas=self._replicated or self._world.leader)
 
     def news(self) -> list[News]:
         """What has come of earlier calls of `save`; see `Writer.news`."""

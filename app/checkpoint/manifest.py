@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from app.errors import StorageError
+
 VERSION = 2
 
 
@@ -49,18 +51,23 @@ class Manifest:
 def parse_manifest(data: bytes) -> Manifest:
     """
     Raises:
-        ValueError: it is damaged, or another version of this program has written it; the message says which.
+        ValueError: it is damaged.
+        StorageError: another version of this program has written it.
     """
     try:
         content: dict[str, Any] = json.loads(data)
-        version = content.get("version")
-        if version == VERSION and content.pop("sha256") == _digest(content):
+        signature = content.pop("sha256", None)
+        version, signed = content["version"], signature == _digest(content)
+        if version == VERSION and signed:
             files = {name: FileDigest(**digest) for name, digest in content.pop("files").items()}
             return Manifest(files=files, **content)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError("manifest.json is damaged") from None
-    if isinstance(version, int) and version != VERSION:
-        raise ValueError(f"manifest.json is of version {version}, this program reads {VERSION}")
+    if version != VERSION and (signed or signature is None):  # version 1 was not signed
+        raise StorageError(
+            f"its manifest is of version {version}, and this program reads version {VERSION}. Go on with the release "
+            "that wrote it, or choose another run.name"
+        )
     raise ValueError("manifest.json is damaged: its digest is another")
 
 

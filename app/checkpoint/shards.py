@@ -61,6 +61,12 @@ def pieces_of(state: dict[str, Tensors]) -> list[Piece]:
     return [_piece(name, tensor) for name, tensor in flatten(state).items()]
 
 
+def pieces_to_write(state: dict[str, Tensors], replicas: bool) -> list[Piece]:
+    """What this rank's file has in it: its shards, and the tensors that every rank has where it is the one to write
+    `replicas`."""
+    return [piece for piece in pieces_of(state) if piece.tensor.numel() and (replicas or piece.sharded)]
+
+
 def _piece(name: str, tensor: Any) -> Piece:
     if not hasattr(tensor, "to_local"):
         return Piece(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
@@ -168,7 +174,7 @@ class Filling:
     """Fills pieces in place, file by file, whatever boxes they and the files are cut into.
 
     Args:
-        others: names in the files that begin so are not asked for, and none of the pieces.
+        others: whether a name in the files is to be passed over.
     """
 
     def __init__(self, pieces: Iterable[Piece], others: Callable[[str], bool] = lambda name: False) -> None:
@@ -251,7 +257,8 @@ def _overlap(stored: _Stored, piece: Piece) -> list[_Part]:
 
 
 def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece]) -> None:
-    """
+    """Fills the pieces in place.
+
     Raises:
         StorageError: the files do not hold all of the pieces, or hold other tensors too.
     """
@@ -264,14 +271,12 @@ def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece]) -> 
 def whole_tensors(store: Store, files: Sequence[str], part: str) -> dict[str, Tensor]:
     """Those of one part of the state ("model", say), by the names that they have in it."""
 
-    def of_others(name: str) -> bool:
+    def of_another_part(name: str) -> bool:
         return not name.startswith(f"{part}.")
 
-    headers = [stored for file in files for stored in _read_header(store, file) if not of_others(stored.name)]
+    headers = [stored for file in files for stored in _read_header(store, file) if not of_another_part(stored.name)]
     whole = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in headers}
-    filling = Filling(
-        [Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in whole.items()], of_others
-    )
+    filling = Filling([_piece(name, tensor) for name, tensor in whole.items()], of_another_part)
     for file in files:
         filling.take(store, file)
     filling.finish()

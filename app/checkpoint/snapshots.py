@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.agree import any_rank
-from app.checkpoint.shards import Filling, Staged, pieces_of
+from app.checkpoint.shards import Filling, Staged, pieces_of, pieces_to_write
 from app.checkpoint.state import Tensors
 from app.groups import Groups
 from app.runtime import World
@@ -77,7 +77,7 @@ class Shelf:
 
 
 class Snapshots:
-    """As one attempt sees them. The constructor, `take` and `restore` are collectives.
+    """As one attempt sees them. The constructor and `take` are collectives.
 
     Args:
         num_bytes: of this rank's shards; None where there is nothing to copy: state that is replicated, or one rank.
@@ -127,21 +127,21 @@ class Snapshots:
         self._raised = False
         if any_rank(self._work is not None, self._world.groups.control):
             return
-        rank, size, slot = self._world.rank, self._world.size, self._shelf.oldest()
+        rank, num_ranks, slot = self._world.rank, self._world.size, self._shelf.oldest()
         slot.generation, slot.rank, slot.skip = None, rank, self._world.skip
-        slot.own.fill([piece for piece in pieces_of(state) if piece.tensor.numel() and (rank == 0 or piece.sharded)])
+        slot.own.fill(pieces_to_write(state, replicas=rank == 0))
         file = slot.own.file()
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(num_ranks)]
         dist.all_gather(lengths, torch.tensor([len(file)]), group=self._world.groups.control)
-        incoming = [int(lengths[each]) if self._to[each] == rank else 0 for each in range(size)]
+        incoming = [int(lengths[each]) if self._to[each] == rank else 0 for each in range(num_ranks)]
         slot.files, end = {}, 0
         for each, length in enumerate(incoming):
             if length:
                 slot.files[each] = slice(end, end := end + length)
         if len(slot.received) < end:
             slot.received = torch.empty(end, dtype=torch.uint8)
-        outgoing = [len(file) if each == self._to[rank] else 0 for each in range(size)]
-        self._filling, self._generation = slot, Generation(step, self._world.attempt, size)
+        outgoing = [len(file) if each == self._to[rank] else 0 for each in range(num_ranks)]
+        self._filling, self._generation = slot, Generation(step, self._world.attempt, num_ranks)
         self._work = dist.all_to_all_single(
             slot.received[:end], file, incoming, outgoing, group=self._group, async_op=True
         )

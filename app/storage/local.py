@@ -33,7 +33,7 @@ class LocalStore:
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         with path.open("wb", buffering=0) as file:
             for part in parts:
                 while part:
@@ -58,6 +58,13 @@ class LocalStore:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
 
 
 def _sync_folder(path: Path) -> None:

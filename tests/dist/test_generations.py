@@ -8,6 +8,7 @@ import pytest
 
 from tests.dist.checks import check_checkpoint, check_equal, check_identical, check_run
 from tests.dist.drill import Drilled, drill
+from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import small
 
@@ -115,6 +116,12 @@ def test_a_run_may_change_its_strategy_on_the_way(tmp_path: Path, first: str, se
     check_checkpoint(drill(small(tmp_path, f"parallel.kind={first}"), worlds=[2], stop_after=5))
     config = small(tmp_path, f"parallel.kind={second}")
     check_run(drill(config, worlds=[3]), reference(config))
+
+
+def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
+    drill(small(tmp_path), worlds=[2], stop_after=4)
+    with pytest.raises(MemberFailed, match=r"StorageError: .*step-00000005 was written over another dataset"):
+        drill(small(tmp_path, "data.args.num_samples=60"), worlds=[2])
 
 
 def test_a_dataset_that_draws_from_every_generator_is_known_again(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from app.checkpoint.catalog import Catalog, Damaged, path_of
+from app.checkpoint.doctor import examine
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from app.checkpoint.retention import Retention
 from app.config import CheckpointConfig
+from app.errors import StorageError
 from app.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
@@ -84,9 +86,20 @@ def test_each_bit_of_a_manifest_matters(catalog: Catalog, store: MemoryStore) ->
         catalog.manifest(7)
 
 
-def test_a_manifest_of_another_version_says_so() -> None:
-    with pytest.raises(ValueError, match="is of version 1, this program reads 2"):
-        parse_manifest(b'{"version": 1, "step": 7}')
+@pytest.mark.parametrize(
+    "data", [b'{"version": 1, "step": 7}', replace(Manifest(7, 1, 2, 0.0, "data", {}), version=3).dump()]
+)
+def test_a_checkpoint_of_another_version_is_no_damaged_one(catalog: Catalog, store: MemoryStore, data: bytes) -> None:
+    store.files[f"{path_of(7)}/manifest.json"] = data
+    with pytest.raises(StorageError, match=r"memory/checkpoints/step-00000007: .* is of version [13], .* run.name"):
+        catalog.manifest(7)
+    assert "is of version" in next(examine(catalog))[0]
+
+
+def test_another_version_that_nobody_signed_is_damage() -> None:
+    data = Manifest(7, 1, 2, 0.0, "data", {}).dump()
+    with pytest.raises(ValueError, match="damaged: its digest"):
+        parse_manifest(data.replace(b'"version": 2', b'"version": 3'))
 
 
 def test_what_is_quarantined_is_not_found_again_until_it_has_been_written_anew(catalog: Catalog) -> None:
