@@ -202,7 +202,7 @@ def main() -> None:
     end_on_sigterm()
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--pairs-100m", type=int, default=6, help="of the large model, whose state takes seconds")
+    parser.add_argument("--pairs-100m", type=int, default=20, help="of the large model, whose state takes seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, in which one checkpoint is written")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     options = parser.parse_args()
