@@ -36,6 +36,7 @@ def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
 
 def _described(manifest: Manifest) -> str:
     committed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_s))
-    files = f"{size(manifest.num_bytes)} in {len(manifest.files)} of {manifest.world_size} workers"
+    num_files = len(manifest.files)
+    files = f"{size(manifest.num_bytes)} in {num_files} file{'s' * (num_files > 1)} of {manifest.world_size} workers"
     metrics = [f"{name} {number(value)}" for name, value in manifest.metrics.items()]
     return " | ".join([f"{files}, {committed}, attempt {manifest.attempt}", *metrics])
