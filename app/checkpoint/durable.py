@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch.distributed as dist
 
@@ -17,12 +18,12 @@ from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.retention import Retention
 from app.checkpoint.shards import Piece, load_pieces, pieces_of, pieces_to_write
 from app.checkpoint.state import Tensors
-from app.checkpoint.writer import Committed, Dropped, Job, News, Superseded, Trouble, Writer
+from app.checkpoint.writer import Dropped, Job, Superseded, Writer, failure
 from app.config import Config
 from app.errors import StorageError
 from app.owner import read_owner
 from app.rundir import RunDirectory
-from app.runtime import World
+from app.runtime import Event, World
 from app.storage import Bytes
 
 _POLL_S = 0.05
@@ -141,16 +142,12 @@ class Checkpoints:
 
     def save_alone(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
         """The same for a rank that asks nobody: one that has all of the state, or whom the others follow."""
-
-        def write(job: Job, check: Callable[[], None]) -> News | None:
-            return self._write(job, metrics, check)
-
-        self._writer.put(step, self._pieces(state), write)
+        self._writer.put(step, self._pieces(state), partial(self._write, metrics))
 
     def _pieces(self, state: dict[str, Tensors]) -> list[Piece]:
         return pieces_to_write(state, replicas=self._replicated or self._world.leader)
 
-    def news(self) -> list[News]:
+    def news(self) -> list[Event]:
         """What has come of earlier calls of `save`; see `Writer.news`."""
         return self._writer.news()
 
@@ -166,7 +163,7 @@ class Checkpoints:
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
-    def _write(self, job: Job, metrics: dict[str, float], check: Callable[[], None]) -> News | None:
+    def _write(self, metrics: dict[str, float], job: Job) -> Event | None:
         """On the writer's thread."""
         name = f"attempt-{self._world.attempt:04d}-rank-{self._world.rank:05d}.safetensors"
         digest = hashlib.sha256()
@@ -174,7 +171,7 @@ class Checkpoints:
 
             def chunks() -> Iterator[Bytes]:
                 for chunk in job.staged.chunks():
-                    check()
+                    job.check()
                     hasher.submit(digest.update, chunk)
                     yield chunk
 
@@ -183,10 +180,10 @@ class Checkpoints:
         if not self._replicated:
             self._tell(job.step, files)
             if not self._world.leader:
-                self._await([f"checkpoint/{job.step}/done"], check)
+                self._await([f"checkpoint/{job.step}/done"], job)
                 self._writer.committed = job.step
                 return None
-            files = self._files_of_all(job.step, check)
+            files = self._files_of_all(job)
         manifest = Manifest(
             step=job.step,
             attempt=self._world.attempt,
@@ -197,7 +194,7 @@ class Checkpoints:
             skipped=left_out(self._world.skip, job.step),
             metrics=metrics,
         )
-        check()
+        job.check()
         owner = read_owner(self._directory.store)
         if owner and owner.attempt > self._writer.attempt:  # either this worker gets there too, or it is cut off
             raise Superseded(
@@ -213,28 +210,35 @@ class Checkpoints:
             self._catalog.retire(manifest, self._retention, self._world.skip)
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
-            return Trouble(job.step, f"{error}, and was written a moment ago", 0)
+            return failure(job.step, f"{error}, and was written a moment ago", 0)
         except OSError:  # what cannot be deleted now goes after the next one
             pass
-        return Committed(self._directory / path_of(job.step), manifest, seconds, job.blocked_s)
+        return {
+            "event": "checkpoint",
+            "step": job.step,
+            "path": self._directory / path_of(job.step),
+            "seconds": round(seconds, 4),  # from the copy to the commit
+            "blocked_s": round(job.blocked_s, 4),  # those of them in which training waited
+            "bytes": manifest.num_bytes,
+        }
 
     def _tell(self, step: int, files: dict[str, FileDigest]) -> None:
         said = json.dumps({name: [digest.sha256, digest.bytes] for name, digest in files.items()})
         with _dropped_with_the_attempt():
             self._world.groups.store.set(f"checkpoint/{step}/{self._world.rank}", said)
 
-    def _files_of_all(self, step: int, check: Callable[[], None]) -> dict[str, FileDigest]:
-        keys = [f"checkpoint/{step}/{rank}" for rank in range(self._world.size)]
-        self._await(keys, check)
+    def _files_of_all(self, job: Job) -> dict[str, FileDigest]:
+        keys = [f"checkpoint/{job.step}/{rank}" for rank in range(self._world.size)]
+        self._await(keys, job)
         with _dropped_with_the_attempt():
             said = [json.loads(self._world.groups.store.get(key)) for key in keys]
         return {name: FileDigest(*digest) for each in said for name, digest in each.items()}
 
-    def _await(self, keys: list[str], check: Callable[[], None]) -> None:
+    def _await(self, keys: list[str], job: Job) -> None:
         """By asking: a wait would keep the store from all other threads."""
         with _dropped_with_the_attempt():
             while not self._world.groups.store.check(keys):
-                check()
+                job.check()
                 time.sleep(_POLL_S)
 
 

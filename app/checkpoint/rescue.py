@@ -8,7 +8,6 @@ import torch
 
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.state import Tensors, app_state, flatten
-from app.checkpoint.writer import as_event
 from app.config import Config
 from app.errors import SteadfastError
 from app.faults.numerics import BadStep
@@ -40,7 +39,7 @@ def rescue(
     except SteadfastError as late:
         runtime.publish({"event": "not_saved", **said, "error": str(late)})
     for news in checkpoints.news():
-        runtime.publish({"attempt": world.attempt, **as_event(news)})
+        runtime.publish({"attempt": world.attempt, **news})
 
 
 def _why_not(state: dict[str, Tensors], world: World) -> str:

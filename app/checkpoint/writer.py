@@ -6,49 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from app.checkpoint.manifest import Manifest
 from app.checkpoint.shards import Piece, Staged
+from app.runtime import Event
 
 _TELL_EVERY_S = 60.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0  # between two tries
-
-
-@dataclass(frozen=True)
-class Committed:
-    """path: where it lies. seconds: from the copy to the commit. blocked_s: those of them in which training waited."""
-
-    path: str
-    manifest: Manifest
-    seconds: float
-    blocked_s: float
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """A checkpoint is not on storage; it is tried again, or the next one is."""
-
-    step: int
-    error: str
-    needed_bytes: int
-
-
-News = Committed | Trouble
-
-
-def as_event(news: News) -> dict[str, Any]:
-    if isinstance(news, Trouble):
-        return {"event": "checkpoint_failed", **asdict(news)}
-    return {
-        "event": "checkpoint",
-        "step": news.manifest.step,
-        "path": news.path,
-        "seconds": round(news.seconds, 3),
-        "blocked_s": round(news.blocked_s, 4),
-        "bytes": news.manifest.num_bytes,
-    }
 
 
 class Dropped(Exception):
@@ -59,19 +23,25 @@ class Superseded(OSError):
     """Another attempt has begun. That is worth another try: perhaps this process is a part of it, and is only late."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """
     Args:
-        write: writes and commits what has been staged, and says what came of it. Now and then it calls what it is
-            given, which raises Dropped as soon as the job has been dropped.
+        write: writes and commits what has been staged, and returns the event that tells of it. Now and then it calls
+            `check`.
+        blocked_s: how long training has waited.
     """
 
     step: int
     staged: Staged
     began_s: float
     blocked_s: float
-    write: Callable[[Job, Callable[[], None]], News | None]
+    write: Callable[[Job], Event | None]
+    dropped: bool = False
+
+    def check(self) -> None:
+        if self.dropped:
+            raise Dropped
 
 
 class Writer:
@@ -91,7 +61,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: Job | None = None
         self._under_way: Job | None = None
-        self._news: deque[News] = deque()
+        self._news: deque[Event] = deque()
         self._error: BaseException | None = None
         self._told_s = -_TELL_EVERY_S
         self._thread: threading.Thread | None = None
@@ -104,7 +74,7 @@ class Writer:
         """For the first `put` of such pieces, on a thread of its own."""
         threading.Thread(target=self._buffers[0].reserve, args=(pieces,), daemon=True, name="prepare").start()
 
-    def put(self, step: int, pieces: Sequence[Piece], write: Callable[[Job, Callable[[], None]], News | None]) -> None:
+    def put(self, step: int, pieces: Sequence[Piece], write: Callable[[Job], Event | None]) -> None:
         """Copies the pieces, which is what training waits for, and leaves the rest to the thread."""
         began = self._clock()
         with self._changed:
@@ -122,11 +92,14 @@ class Writer:
     def drop(self) -> None:
         """Whatever is not committed yet: another attempt has begun, in which nobody would commit it."""
         with self._changed:
+            if self._under_way:
+                self._under_way.dropped = True
             self._waiting = self._under_way = None
             self._changed.notify_all()
 
-    def news(self) -> list[News]:
-        """What has come of jobs since the last call. Raises what a job raised, unless storage did."""
+    def news(self) -> list[Event]:
+        """What has come of jobs since the last call: commits, and what storage refuses. Raises what a job raised,
+        unless storage did."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -159,14 +132,10 @@ class Writer:
                 self._changed.notify_all()
 
     def _bring(self, job: Job) -> None:
-        def check() -> None:
-            if self._under_way is not job:
-                raise Dropped
-
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                news = job.write(job, check)
+                news = job.write(job)
                 self.refused = ""
                 if news:
                     self._news.append(news)
@@ -176,17 +145,22 @@ class Writer:
             except OSError as error:
                 self.refused = str(error)
                 if not isinstance(error, Superseded):
-                    self._tell(Trouble(job.step, str(error), job.staged.num_bytes))
+                    self._tell_of_refusal(job)
             except BaseException as error:
                 self._error = error
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._under_way is not job, delay_s)
+                self._changed.wait_for(lambda: self._waiting is not None or job.dropped, delay_s)
                 if self._waiting is not None:  # newer, so this one is not worth another try
                     return
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
-    def _tell(self, trouble: Trouble) -> None:
+    def _tell_of_refusal(self, job: Job) -> None:
         if self._clock() - self._told_s >= _TELL_EVERY_S:
             self._told_s = self._clock()
-            self._news.append(trouble)
+            self._news.append(failure(job.step, self.refused, job.staged.num_bytes))
+
+
+def failure(step: int, error: str, needed_bytes: int) -> Event:
+    """A checkpoint is not on storage; it is tried again, or the next one is."""
+    return {"event": "checkpoint_failed", "step": step, "error": error, "needed_bytes": needed_bytes}

@@ -16,7 +16,6 @@ from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
 from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import Tensors, sha256
-from app.checkpoint.writer import News, as_event
 from app.config import Config
 from app.errors import TrainingError
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
@@ -24,7 +23,7 @@ from app.kept import Kept
 from app.ledger import Ledger, read_ledger, recent_losses
 from app.plan import Plan
 from app.rundir import RunDirectory
-from app.runtime import Runtime, World
+from app.runtime import Event, Runtime, World
 from app.tasks import Task
 from app.telemetry.goodput import goodput
 from app.telemetry.meters import Meters
@@ -179,10 +178,10 @@ class Recorder:
         self._told_of_snapshots = True
         self._publish("snapshot", step=snapshots.step, stall_s=round(snapshots.stall_s, 4), bytes=snapshots.num_bytes)
 
-    def checkpoints(self, news: list[News]) -> None:
+    def checkpoints(self, news: list[Event]) -> None:
         """Of this rank, be it the leader or not: it may be the only one whose disk is full."""
         for each in news:
-            self._runtime.publish({"attempt": self._world.attempt, **as_event(each)})
+            self._runtime.publish({"attempt": self._world.attempt, **each})
 
     def end(self, cause: str, step: int, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
         """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded.

@@ -156,7 +156,7 @@ def hashing(options: argparse.Namespace, folder: Path) -> str:
             with sides[side]():
                 began = time.perf_counter()
                 ours.save()
-                commit_s[side].append(ours.settle().seconds)
+                commit_s[side].append(ours.settle()["seconds"])
                 end_s[side].append(time.perf_counter() - began)
     rows = [["state", "from the save to", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
     for until, seconds in (("the commit", commit_s), ("the end of retention", end_s)):

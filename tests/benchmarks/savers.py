@@ -25,13 +25,13 @@ from ray.train.torch import TorchTrainer
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.shards import Staged
 from app.checkpoint.state import app_state, flatten
-from app.checkpoint.writer import Committed, Writer
+from app.checkpoint.writer import Writer
 from app.config import Config, GptConfig
 from app.groups import Groups
 from app.models.gpt import Gpt
 from app.optim import build_optimizer
 from app.rundir import RunDirectory
-from app.runtime import World
+from app.runtime import Event, World
 from app.storage import LocalStore
 from tests.benchmarks.commands import ROOT
 
@@ -89,12 +89,12 @@ class Ours:
         self._checkpoints.save(self._step, self._training.state, {})
         return time.perf_counter() - began
 
-    def settle(self) -> Committed:
+    def settle(self) -> Event:
         """Until what it replaces has been deleted as well."""
         self._checkpoints.finish(_LIMIT_S)
         [news] = self._checkpoints.news()
-        if not isinstance(news, Committed):
-            raise RuntimeError(news.error)
+        if news["event"] != "checkpoint":
+            raise RuntimeError(news["error"])
         return news
 
     def forget_memory(self) -> None:

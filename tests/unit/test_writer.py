@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from app.checkpoint.manifest import Manifest
 from app.checkpoint.shards import Piece
-from app.checkpoint.writer import Committed, Job, News, Trouble, Writer
+from app.checkpoint.writer import Job, Writer
+from app.runtime import Event
 
 LONG_S = 10.0
 
@@ -22,15 +21,15 @@ class Storage:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.refuses, self.done = refuses, []
 
-    def write(self, job: Job, check: Callable[[], None]) -> News:
+    def write(self, job: Job) -> Event:
         self.begun.release()
         assert self.go.acquire(timeout=LONG_S)
-        check()
+        job.check()
         if self.refuses:
             self.refuses -= 1
             raise OSError("No space left on device")
         self.done.append(job.step)
-        return Committed("path", Manifest(job.step, 1, 1, 0.0, "", {}), 0.0, job.blocked_s)
+        return {"event": "checkpoint", "step": job.step}
 
 
 def pieces(value: float) -> list[Piece]:
@@ -42,8 +41,8 @@ def put(writer: Writer, storage: Storage, *steps: int) -> None:
         writer.put(step, pieces(step), storage.write)
 
 
-def steps_of(news: list[News]) -> list[int]:
-    return [each.manifest.step for each in news if isinstance(each, Committed)]
+def steps_of(news: list[Event]) -> list[int]:
+    return [each["step"] for each in news if each["event"] == "checkpoint"]
 
 
 def nothing() -> None:
@@ -67,7 +66,7 @@ def test_what_is_under_way_is_not_overwritten() -> None:
     writer, seen = Writer(), []
     at_it, go = threading.Event(), threading.Event()
 
-    def write(job: Job, check: Callable[[], None]) -> None:
+    def write(job: Job) -> None:
         at_it.set()
         assert go.wait(LONG_S)
         seen.append(torch.frombuffer(bytearray(b"".join(job.staged.chunks())[-12:]), dtype=torch.float32).tolist())
@@ -88,9 +87,9 @@ def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch:
     put(writer, storage, 1)
     assert writer.wait(nothing, LONG_S)
     told = writer.news()
-    assert [type(each) for each in told] == [Trouble, Committed]
-    assert (told[0].step, told[0].error) == (1, "No space left on device")
-    assert told[0].needed_bytes > 12
+    assert [each["event"] for each in told] == ["checkpoint_failed", "checkpoint"]
+    assert (told[0]["step"], told[0]["error"]) == (1, "No space left on device")
+    assert told[0]["needed_bytes"] > 12
     assert writer.refused == ""
 
 
@@ -126,7 +125,7 @@ def test_storage_that_does_not_answer_ends_a_wait() -> None:
 
 
 def test_what_is_not_storage_s_is_raised() -> None:
-    def write(job: Job, check: Callable[[], None]) -> None:
+    def write(job: Job) -> None:
         raise ZeroDivisionError
 
     writer = Writer()
