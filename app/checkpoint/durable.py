@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 
 import torch.distributed as dist
@@ -165,7 +166,6 @@ class Checkpoints:
 
     def _write(self, metrics: dict[str, float], job: Job) -> Event | None:
         """On the writer's thread."""
-        name = f"attempt-{self._world.attempt:04d}-rank-{self._world.rank:05d}.safetensors"
         digest = hashlib.sha256()
         with ThreadPoolExecutor(1) as hasher:
 
@@ -175,22 +175,20 @@ class Checkpoints:
                     hasher.submit(digest.update, chunk)
                     yield chunk
 
-            self._catalog.write(job.step, name, chunks())
-        files = {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
+            self._catalog.write(job.step, self._file_of(self._world.rank), chunks())
+        files = [FileDigest(digest.hexdigest(), job.staged.num_bytes)]
         if not self._replicated:
-            self._tell(job.step, files)
+            files = self._files_of_all(job, *files)
             if not self._world.leader:
-                self._await([f"checkpoint/{job.step}/done"], job)
                 self._writer.committed = job.step
                 return None
-            files = self._files_of_all(job)
         manifest = Manifest(
             step=job.step,
             attempt=self._world.attempt,
             world_size=self._world.size,
             time_s=round(time.time(), 3),
             dataset=self._fingerprint,
-            files=files,
+            files={self._file_of(rank): file for rank, file in enumerate(files)},
             skipped=left_out(self._world.skip, job.step),
             metrics=metrics,
         )
@@ -222,30 +220,18 @@ class Checkpoints:
             "bytes": manifest.num_bytes,
         }
 
-    def _tell(self, step: int, files: dict[str, FileDigest]) -> None:
-        said = json.dumps({name: [digest.sha256, digest.bytes] for name, digest in files.items()})
-        with _dropped_with_the_attempt():
-            self._world.groups.store.set(f"checkpoint/{step}/{self._world.rank}", said)
+    def _file_of(self, rank: int) -> str:
+        return f"attempt-{self._world.attempt:04d}-rank-{rank:05d}.safetensors"
 
-    def _files_of_all(self, job: Job) -> dict[str, FileDigest]:
+    def _files_of_all(self, job: Job, own: FileDigest) -> list[FileDigest]:
+        """In order of rank, for the leader; for the others it is over once the leader has committed them."""
+        store, leader = self._world.groups.store, self._world.leader
         keys = [f"checkpoint/{job.step}/{rank}" for rank in range(self._world.size)]
-        self._await(keys, job)
-        with _dropped_with_the_attempt():
-            said = [json.loads(self._world.groups.store.get(key)) for key in keys]
-        return {name: FileDigest(*digest) for each in said for name, digest in each.items()}
-
-    def _await(self, keys: list[str], job: Job) -> None:
-        """By asking: a wait would keep the store from all other threads."""
-        with _dropped_with_the_attempt():
-            while not self._world.groups.store.check(keys):
+        try:
+            store.set(keys[self._world.rank], json.dumps(asdict(own)))
+            while not store.check(keys if leader else [f"checkpoint/{job.step}/done"]):
                 job.check()
-                time.sleep(_POLL_S)
-
-
-@contextlib.contextmanager
-def _dropped_with_the_attempt() -> Iterator[None]:
-    """Around what asks the world's store, which ends with its attempt."""
-    try:
-        yield
-    except RuntimeError:
-        raise Dropped from None
+                time.sleep(_POLL_S)  # a wait would keep the store from all other threads
+            return [FileDigest(**json.loads(store.get(key))) for key in keys] if leader else []
+        except RuntimeError:  # the store ends with its attempt
+            raise Dropped from None
