@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from app.checkpoint.retention import Retention
+from app.checkpoint.retention import kept
+from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage import Bytes, Store
 
@@ -97,7 +98,7 @@ class Catalog:
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
-    def retire(self, newest: Manifest, retention: Retention, skip: frozenset[int]) -> None:
+    def retire(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> None:
         """Deletes what need not be kept, after it has read `newest` back: nothing goes before its successor is sure.
 
         Args:
@@ -109,14 +110,13 @@ class Catalog:
         self.verify(newest)
         found = {step: self._manifest_or_none(step) for step in self.steps()}
         ours = [each for each in found.values() if each and each.skipped == left_out(skip, each.step)]
-        kept = retention.kept(ours)
-        oldest = min(kept)
+        keep = kept(config, ours)
         unfinished = {step for step, manifest in found.items() if manifest is None and step > newest.step}
-        for step in found.keys() - kept - unfinished:
+        for step in found.keys() - keep - unfinished:
             self.store.delete(f"{path_of(step)}/{_MANIFEST}")  # first, so that no half-deleted one looks whole
             self.store.delete(path_of(step))
         for step in self.quarantined():
-            if step < oldest:
+            if step < min(keep):
                 self.store.delete(path_of(step))
                 self.store.delete(f"{path_of(step)}{_MARK}")
         for name in self.store.list(_FOLDER):

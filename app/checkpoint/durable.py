@@ -16,7 +16,6 @@ import torch.distributed as dist
 from app.agree import any_rank
 from app.checkpoint.catalog import Catalog, Damaged, left_out, path_of
 from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.retention import Retention
 from app.checkpoint.shards import Piece, load_pieces, pieces_of, pieces_to_write
 from app.checkpoint.state import Tensors
 from app.checkpoint.writer import Dropped, Job, Superseded, Writer, failure
@@ -50,7 +49,7 @@ class Checkpoints:
     ) -> None:
         self._directory, self._world, self._fingerprint = directory, world, fingerprint
         self._replicated, self._writer = replicated, writer
-        self._catalog, self._retention = Catalog(directory.store), Retention(config.checkpoint)
+        self._catalog, self._config = Catalog(directory.store), config.checkpoint
         self._limit_s = config.recovery.wait_s
         self._newest = 0  # on storage, or on its way there
         if not (replicated and world.leader and world.skip == writer.skip):
@@ -205,7 +204,7 @@ class Checkpoints:
             with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
                 self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
         try:
-            self._catalog.retire(manifest, self._retention, self._world.skip)
+            self._catalog.retire(manifest, self._config, self._world.skip)
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
             return failure(job.step, f"{error}, and was written a moment ago", 0)

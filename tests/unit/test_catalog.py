@@ -10,13 +10,13 @@ import pytest
 from app.checkpoint.catalog import Catalog, Damaged, path_of
 from app.checkpoint.doctor import examine
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from app.checkpoint.retention import Retention
+from app.checkpoint.retention import kept as kept_of
 from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
-LAST_TWO = Retention(CheckpointConfig(keep_last=2))
+LAST_TWO = CheckpointConfig(keep_last=2)
 
 
 def commit(catalog: Catalog, step: int, skipped: tuple[int, ...] = (), **metrics: float) -> Manifest:
@@ -173,12 +173,12 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
 def test_which_are_kept(config: CheckpointConfig, kept: set[int]) -> None:
     blank = Manifest(0, 1, 1, 0.0, "", {})
     manifests = [replace(blank, step=step, metrics={"loss": loss}) for step, loss in LOSSES.items()]
-    assert Retention(config).kept(manifests) == kept
+    assert kept_of(config, manifests) == kept
 
 
 def test_what_is_kept_for_good_stays_so_when_its_neighbours_have_gone() -> None:
-    blank, retention = Manifest(0, 1, 1, 0.0, "", {}), Retention(CheckpointConfig(keep_last=1, keep_every=100))
+    blank, config = Manifest(0, 1, 1, 0.0, "", {}), CheckpointConfig(keep_last=1, keep_every=100)
     steps: set[int] = set()
     for step in range(40, 1000, 40):
-        steps = retention.kept([replace(blank, step=each) for each in steps | {step}])
+        steps = kept_of(config, [replace(blank, step=each) for each in steps | {step}])
     assert steps == {120, 200, 320, 400, 520, 600, 720, 800, 920, 960}
