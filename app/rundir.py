@@ -120,7 +120,7 @@ class RunDirectory:
 
     def has_checkpoint(self) -> bool:
         catalog = Catalog(self.store)
-        return bool(catalog.quarantined()) or any(map(catalog.has_manifest, catalog.steps()))
+        return bool(catalog.quarantined()) or catalog.newest() is not None
 
     def discard_if_unused(self) -> None:
         """Leaves nothing of a command that failed before its first step."""

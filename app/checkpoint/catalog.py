@@ -58,8 +58,9 @@ class Catalog:
         except StorageError as error:
             raise StorageError(f"{self.store.uri}/{path_of(step)}: {error}") from error
 
-    def has_manifest(self, step: int) -> bool:
-        return _MANIFEST in self.store.list(path_of(step))
+    def newest(self) -> int | None:
+        """Of those that are committed, whether or not it turns out to be damaged."""
+        return next((step for step in self.steps() if _MANIFEST in self.store.list(path_of(step))), None)
 
     def verify(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Reads files and compares them with what their writers saw; by default all of them.

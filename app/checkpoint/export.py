@@ -30,7 +30,7 @@ def export(catalog: Catalog, step: int | None, out: Path) -> str:
     if out.suffix not in _SUFFIXES:
         raise UsageError(f"--out {out}: must end in {' or '.join(_SUFFIXES)}")
     if step is None:
-        step = next((each for each in catalog.steps() if _committed(catalog, each)), None)
+        step = catalog.newest()  # also where it is damaged: to take an older one is for the user to say
     if step is None:
         raise UsageError(f"{catalog.store.uri} holds no checkpoint")
     weights = read_whole(catalog, step)
@@ -63,13 +63,6 @@ def load_exported(model: nn.Module, path: Path) -> None:
 def _load_pt(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return weights
-
-
-def _committed(catalog: Catalog, step: int) -> bool:
-    try:
-        return catalog.manifest(step) is not None
-    except Damaged:
-        return True  # it is the newest all the same: to take an older one is for the user to say
 
 
 def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Tensor]:

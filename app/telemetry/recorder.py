@@ -201,8 +201,7 @@ class Recorder:
         units = self._kept.units_per_sample
         history = read_ledger(self._directory.store)
         samples = sum(line["num_samples"] for line in history.committed.values())
-        catalog = Catalog(self._directory.store)
-        newest = next(filter(catalog.has_manifest, catalog.steps()), None)
+        newest = Catalog(self._directory.store).newest()
         summary: dict[str, Any] = {
             "status": cause,
             "step": step,
