@@ -11,6 +11,8 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
+
 from app.errors import RunConflict
 from app.storage import Store
 from app.storage.documents import read_json, write_json
@@ -35,7 +37,7 @@ class Owner:
     def alive(self) -> bool:
         if time.time() - self.renewed > _STALE_S:
             return False
-        return self.host != socket.gethostname() or _process_exists(self.pid)
+        return self.host != socket.gethostname() or psutil.pid_exists(self.pid)
 
 
 class Ownership:
@@ -109,13 +111,3 @@ class Ownership:
 def read_owner(store: Store) -> Owner | None:
     found = read_json(store, OWNER)
     return Owner(**found) if found else None
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
