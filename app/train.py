@@ -9,7 +9,7 @@ from app.balance import build_balance
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import app_state, num_bytes
+from app.checkpoint.state import app_state
 from app.config import Config
 from app.faults.inject import Faults
 from app.faults.numerics import left_out
@@ -56,7 +56,7 @@ def train(
     )
     phases.mark("built")
 
-    snapshots = Snapshots(world, kept.shelf, None if parallel.replicated else num_bytes(state))
+    snapshots = Snapshots(world, kept.shelf, None if parallel.replicated else state)
     world.progress.enter("restore")
     restored = restore(state, kept, checkpoints, world.groups, parallel.replicated)
     step = restored.step

@@ -11,7 +11,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 2**24
 _HEADER_BYTES = 2**16  # most headers, in one request
 Place = tuple[int, ...]
+Read = Callable[[int, int], bytes]  # of a file: from which byte on, and how many
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def pieces_of(state: dict[str, Tensors]) -> list[Piece]:
+def pieces_of(state: Tensors) -> list[Piece]:
     """What this rank holds of each tensor."""
     return [_piece(name, tensor) for name, tensor in flatten(state).items()]
 
@@ -164,34 +166,26 @@ class _Stored:
         return math.prod(self.box[1:]) * self.dtype.itemsize
 
 
-class Readable(Protocol):
-    """Of a store, all that is needed here."""
-
-    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes: ...
-
-
 class Filling:
     """Fills pieces in place, file by file, whatever boxes they and the files are cut into.
 
     Args:
-        others: whether a name in the files is to be passed over.
+        prefix: of the names in the files that are not passed over.
     """
 
-    def __init__(self, pieces: Iterable[Piece], others: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(self, pieces: Iterable[Piece], prefix: str = "") -> None:
         self._pieces = {piece.name: piece for piece in pieces}
         self._missing = {piece.name: piece.tensor.numel() for piece in self._pieces.values()}
         self._seen: set[str] = set()
-        self._others = others
+        self._prefix = prefix
 
-    def take(self, store: Readable, file: str) -> None:
+    def take(self, read: Read) -> None:
         """
         Raises:
             StorageError: the file holds another model's tensors.
         """
         parts = []
-        for stored in _read_header(store, file):
-            if self._others(stored.name):
-                continue
+        for stored in _read_header(read, self._prefix):
             if stored.name not in self._pieces:
                 raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
             self._seen.add(stored.name)
@@ -201,9 +195,9 @@ class Filling:
         first, stop = min(part.first for part in parts), max(part.stop for part in parts)
         wanted = sum(part.stop - part.first for part in parts)
         # One request for all of it where that is most of what lies between; a bucket takes long to answer each.
-        data = store.read(file, first, stop - first) if 2 * wanted > stop - first else b""
+        data = read(first, stop - first) if 2 * wanted > stop - first else b""
         for part in parts:
-            found = data[part.first - first : part.stop - first] or store.read(file, part.first, part.stop - part.first)
+            found = data[part.first - first : part.stop - first] or read(part.first, part.stop - part.first)
             part.fill(found)
             self._missing[part.name] -= part.target.numel()
 
@@ -256,41 +250,37 @@ def _overlap(stored: _Stored, piece: Piece) -> list[_Part]:
     return [_Part(piece.name, start, stop, stored.dtype, rows, within, piece.tensor[here])]
 
 
-def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece]) -> None:
+def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece], prefix: str = "") -> None:
     """Fills the pieces in place.
 
     Raises:
         StorageError: the files do not hold all of the pieces, or hold other tensors too.
     """
-    filling = Filling(pieces)
+    filling = Filling(pieces, prefix)
     for file in files:
-        filling.take(store, file)
+        filling.take(partial(store.read, file))
     filling.finish()
 
 
 def whole_tensors(store: Store, files: Sequence[str], part: str) -> dict[str, Tensor]:
     """Those of one part of the state ("model", say), by the names that they have in it."""
-
-    def of_another_part(name: str) -> bool:
-        return not name.startswith(f"{part}.")
-
-    headers = [stored for file in files for stored in _read_header(store, file) if not of_another_part(stored.name)]
-    whole = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in headers}
-    filling = Filling([_piece(name, tensor) for name, tensor in whole.items()], of_another_part)
-    for file in files:
-        filling.take(store, file)
-    filling.finish()
-    return {name.removeprefix(f"{part}."): tensor for name, tensor in whole.items()}
+    prefix = f"{part}."
+    stored = [each for file in files for each in _read_header(partial(store.read, file), prefix)]
+    whole = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in stored}
+    load_pieces(store, files, pieces_of(whole), prefix)
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
 
 
-def _read_header(store: Readable, file: str) -> Iterator[_Stored]:
-    head = store.read(file, 0, _HEADER_BYTES)
+def _read_header(read: Read, prefix: str) -> Iterator[_Stored]:
+    head = read(0, _HEADER_BYTES)
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 + length:
-        head = store.read(file, 0, 8 + length)
+        head = read(0, 8 + length)
     header = json.loads(head[8 : 8 + length])
     boxes = json.loads(header.pop("__metadata__")["boxes"])
     for name, entry in header.items():
+        if not name.startswith(prefix):
+            continue
         shape, offset = map(tuple, boxes[name])
         start = 8 + length + entry["data_offsets"][0]
         yield _Stored(name, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]), offset, shape)

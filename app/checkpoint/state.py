@@ -56,17 +56,6 @@ def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
-def num_bytes(state: dict[str, Tensors]) -> int:
-    """Of what this rank holds."""
-    return sum(local(tensor).numel() * tensor.element_size() for tensor in flatten(state).values())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def unsharded(tensor: Tensor) -> Tensor:
     """All of a tensor. A collective for a DTensor, whose module takes a second to import: hence not `isinstance`."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -10,7 +10,7 @@ import torch
 
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import restore
-from app.checkpoint.state import app_state, flatten, local, sha256
+from app.checkpoint.state import app_state, flatten, sha256
 from app.kept import Kept
 from app.optim import build_optimizer
 from app.parallel import build_parallel
@@ -55,7 +55,7 @@ def fill(state: dict[str, Any]) -> None:
     """Each tensor with numbers of its own, the same in every world."""
     for number, tensor in enumerate(flatten(state).values()):
         whole = torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(number))
-        part = local(tensor)
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if part is tensor:
             tensor.detach().copy_(whole)
         elif part.numel():

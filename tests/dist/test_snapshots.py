@@ -46,7 +46,7 @@ def train(member: Member, attempt: int, members: list[int], nodes: str, steps: l
     """A world that takes snapshots of these steps, and then breaks."""
     world = joined(member, attempt, members, nodes)
     try:
-        snapshots = Snapshots(world, SHELF, 100)
+        snapshots = Snapshots(world, SHELF, {"model": sharded(world, 0)})
         for step in steps:
             snapshots.take(step, {"model": sharded(world, step)})
             until = time.monotonic() + LONG_S
