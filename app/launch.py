@@ -9,10 +9,8 @@ from importlib import import_module
 from app.config import Config
 from app.interrupts import Interrupts
 from app.owner import Ownership
-from app.rundir import RunDirectory, prepare
+from app.rundir import RunDirectory, begin
 from app.telemetry.console import Console
-from app.telemetry.environment import environment
-from app.telemetry.narrate import already_finished
 
 
 def launch(config: Config, started_s: float, verbose: bool) -> int:
@@ -30,14 +28,8 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
     ownership = Ownership.claim(directory.store)
     with closing(Console(verbose)) as console:
         try:
-            intent = prepare(config, directory)
-            if intent.finished:
-                console.line(already_finished(config, directory.uri, intent.finished))
+            if not begin(config, directory, "ray", started_s, console.line):
                 return 0
-            for note in intent.notes:
-                console.line(note)
-            directory.record({"event": "run_started", "time_s": started_s, "launcher": "ray"})
-            directory.write_environment(environment())
             with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
                 return _run(config, directory, ownership, console, interrupts, verbose)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from app.owner import OWNER, read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
 from app.stream import Stream, last_line, open_stream, read_lines
+from app.telemetry.environment import environment
+from app.telemetry.narrate import already_finished
 
 STEPS = "steps.jsonl"  # the sample ledger
 _PROBE, _CONFIG, _SUMMARY, _SCALE, _EVENTS = ".writable", "config.yaml", "summary.json", "scale.json", "events.jsonl"
@@ -78,12 +81,11 @@ class RunDirectory:
     def open_events(self) -> Stream:
         return open_stream(self.store, _EVENTS)
 
-    def record(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Appends one event and returns it as written; whoever has more to tell opens the stream."""
-        event, stream = stamped(event), self.open_events()
-        stream.write([event])
+    def record(self, event: dict[str, Any]) -> None:
+        """Appends one event; whoever has more to tell opens the stream."""
+        stream = self.open_events()
+        stream.write([stamped(event)])
         stream.close()
-        return event
 
     def read_events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.store, _EVENTS))
@@ -96,9 +98,6 @@ class RunDirectory:
         """What the rollbacks so far leave out."""
         rollbacks = [event["steps"] for event in self.read_events() if event["event"] == "rollback"]
         return frozenset(step for steps in rollbacks for step in steps)
-
-    def write_environment(self, environment: dict[str, Any]) -> None:
-        write_json(self.store, "environment.json", environment)
 
     def summary(self) -> dict[str, Any] | None:
         return read_json(self.store, _SUMMARY)
@@ -148,16 +147,13 @@ def find_run(name: str) -> RunDirectory:
     raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")
 
 
-@dataclass(frozen=True)
-class Intent:
-    """What a command means for its run directory: nothing to do, or train, with what is worth saying first."""
+def begin(
+    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
+) -> bool:
+    """Decides between starting, resuming and having finished, and writes down what is to run.
 
-    finished: dict[str, Any] | None = None  # the summary of a run that has nothing left to do
-    notes: tuple[str, ...] = ()
-
-
-def prepare(config: Config, directory: RunDirectory) -> Intent:
-    """Decides between starting, resuming and having finished, and writes the config down.
+    Returns:
+        Whether there is anything left to do; if not, it has been said.
 
     Raises:
         RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
@@ -180,12 +176,17 @@ def prepare(config: Config, directory: RunDirectory) -> Intent:
         _clear(directory)
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
-        return Intent(finished=summary)
+        say(already_finished(config, directory.uri, summary))
+        return False
     directory.store.delete(_SUMMARY)
     directory.take_scale()  # it was meant for a run that has ended
     directory.store.commit(_CONFIG, dump_config(config).encode())
-    told = [change for change in changes if exists and not change.identity and not change.free]
-    return Intent(notes=tuple(f"changed {change.key}: {change.old} -> {change.new}" for change in told))
+    for change in changes:
+        if exists and not change.identity and not change.free:
+            say(f"changed {change.key}: {change.old} -> {change.new}")
+    directory.record({"event": "run_started", "time_s": started_s, "launcher": launcher})
+    write_json(directory.store, "environment.json", environment())
+    return True
 
 
 def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:

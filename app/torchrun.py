@@ -16,11 +16,9 @@ from app.config import Config
 from app.errors import SteadfastError
 from app.interrupts import EXIT_STOPPED, Interrupts
 from app.owner import Ownership
-from app.rundir import Intent, RunDirectory, prepare, stamped
+from app.rundir import RunDirectory, begin, stamped
 from app.runtime import Event, Signals, World, form_world, local_device
 from app.telemetry.console import Console
-from app.telemetry.environment import environment
-from app.telemetry.narrate import already_finished
 from app.worker import work
 
 
@@ -91,14 +89,8 @@ def _claim(
 ) -> tuple[Ownership | None, dict[str, Any]]:
     directory.create()
     ownership = Ownership.claim(directory.store, os.environ.get("TORCHELASTIC_RUN_ID"))
-    intent: Intent = prepare(config, directory)
-    if intent.finished:
+    if not begin(config, directory, "torchrun", started_s, console.line):
         ownership.release()
-        console.line(already_finished(config, directory.uri, intent.finished))
         return None, {"code": 0}
-    for note in intent.notes:
-        console.line(note)
     ownership.keep()
-    directory.record({"event": "run_started", "time_s": started_s, "launcher": "torchrun"})
-    directory.write_environment(environment())
     return ownership, {"attempt": ownership.next_attempt(), "skip": sorted(directory.skipped_steps())}
