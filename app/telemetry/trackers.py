@@ -1,15 +1,13 @@
-"""Where figures are kept: TensorBoard, and a twin in memory for tests."""
+"""Where figures are kept."""
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from app.config.schema import TensorBoardConfig
 from app.storage import LocalStore, Store
 
 _log = logging.getLogger(__name__)
@@ -19,31 +17,19 @@ _SPEED = {"step_ms", "units_per_s", "samples_per_s", "mfu", "memory_bytes", "wor
 _NOT_FIGURES = {"event", "time_s", "attempt", "step", "total_steps", "eta_s", "unit"}
 
 
-class Tracker(Protocol):
-    """Calls return at once and never raise: a tracker that fails costs its own figures, not the run."""
-
-    def scalars(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class MemoryTracker:
-    """The twin: `values[name][step]`."""
-
-    def __init__(self) -> None:
-        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        self.closed = False
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.values[name][step] = value
-
-    def close(self) -> None:
-        self.closed = True
+def figures(event: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a `log` or `validation` event, as `train/…`, `speed/…` and `validation/…`."""
+    group = "train" if event["event"] == "log" else "validation"
+    return {
+        f"{'speed' if key in _SPEED else group}/{key}": value
+        for key, value in event.items()
+        if key not in _NOT_FIGURES and value is not None
+    }
 
 
 class TensorBoardTracker:
-    """Writes on a thread of its own, which also pays for the import: the first step waits for neither.
+    """Writes on a thread of its own, which also pays for the import: the first step waits for neither. Calls return at
+    once and never raise: a tracker that fails costs its own figures, not the run.
 
     What an earlier attempt drew at `first_step` and beyond is purged, so steps done again are drawn once. To a bucket
     it goes by way of a folder of this machine.
@@ -63,11 +49,13 @@ class TensorBoardTracker:
 
         self._thread.submit(self._attempt, open_writer)
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Keeps the figures of a `log` or `validation` event."""
+
         def write() -> None:
             # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
-            figures = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._writer.file_writer.add_summary(Summary(value=figures), step)
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in figures(event).items()]
+            self._writer.file_writer.add_summary(Summary(value=values), event["step"])
             if time.monotonic() - self._brought_s > _BRING_EVERY_S:
                 self._bring()
 
@@ -99,30 +87,3 @@ class TensorBoardTracker:
         except Exception as error:
             self._failed = True
             _log.warning("TensorBoard is off until the next attempt, training goes on: %s", error)
-
-
-class Trackers:
-    """All trackers of an attempt; none is fine."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
-
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Keep a `log` or `validation` event as `train/…`, `speed/…` and `validation/…`."""
-        group = "train" if event["event"] == "log" else "validation"
-        figures = {
-            f"{'speed' if key in _SPEED else group}/{key}": value
-            for key, value in event.items()
-            if key not in _NOT_FIGURES and value is not None
-        }
-        for tracker in self._trackers:
-            tracker.scalars(event["step"], figures)
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
-
-def build_trackers(configs: Sequence[TensorBoardConfig], store: Store, first_step: int) -> Trackers:
-    """One attempt's trackers, each in its folder of the run directory; it begins with `first_step`."""
-    return Trackers([TensorBoardTracker(store, first_step) for _ in configs])
