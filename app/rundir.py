@@ -15,7 +15,7 @@ from app.errors import RunConflict, StorageError, UsageError
 from app.owner import OWNER, read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
-from app.stream import Stream, last_line, open_stream, read_lines
+from app.stream import Stream, last_lines, open_stream, read_lines
 from app.telemetry.environment import environment
 from app.telemetry.narrate import already_finished
 
@@ -92,7 +92,7 @@ class RunDirectory:
 
     def last_step_line(self) -> dict[str, Any] | None:
         """The last line of the ledger, without reading what comes before it."""
-        return last_line(self.store, STEPS)
+        return next(reversed(last_lines(self.store, STEPS, 16384)), None)
 
     def skipped_steps(self) -> frozenset[int]:
         """What the rollbacks so far leave out."""

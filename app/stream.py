@@ -40,7 +40,7 @@ class FileStream:
     def __init__(self, path: Path) -> None:
         # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
         self._file = path.open("ab", buffering=0)
-        self._backlog = b"" if _ends_whole(path) else b"\n"
+        self._backlog = b"" if LocalStore(path.parent).read(path.name, -1) in (b"", b"\n") else b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:
         self._backlog += _dumped(lines)
@@ -59,36 +59,32 @@ class SegmentStream:
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
-        self._changed = threading.Condition()
         self._segment, self._number, self._num_stored = b"", 0, 0
-        self._began_ns, self._closing = time.time_ns(), False
+        self._began_ns, self._lock, self._closing = time.time_ns(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._bring, daemon=True, name=name)
         self._thread.start()
 
     def write(self, lines: Iterable[Line]) -> None:
-        with self._changed:
+        with self._lock:
             self._segment += _dumped(lines)
 
     def close(self) -> None:
         """Returns once all lines are in the bucket, or it has refused them once more."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing.set()
         self._thread.join()
 
     def _bring(self) -> None:
         closing = False
         while not closing:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, _EVERY_S)
-                closing, segment = self._closing, self._segment
+            closing = self._closing.wait(_EVERY_S)
+            segment = self._segment
             if len(segment) == self._num_stored:
                 continue
             with contextlib.suppress(OSError):
                 self._store.commit(f"{self._name}/{self._began_ns:020d}-{self._number:06d}", segment)
                 self._num_stored = len(segment)
                 if len(segment) > _SEGMENT_BYTES:
-                    with self._changed:
+                    with self._lock:
                         self._segment = self._segment[len(segment) :]
                     self._number, self._num_stored = self._number + 1, 0
 
@@ -111,11 +107,6 @@ def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
     return _parsed(data)
 
 
-def last_line(store: Store, name: str) -> Line | None:
-    """The last whole line of a stream, without reading what comes before it."""
-    return next(reversed(last_lines(store, name, 16384)), None)
-
-
 def _dumped(lines: Iterable[Line]) -> bytes:
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
@@ -126,9 +117,3 @@ def _parsed(data: bytes) -> list[Line]:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 1))
-        return file.read() in (b"", b"\n")

@@ -8,7 +8,7 @@ import pytest
 
 from app.storage import LocalStore
 from app.storage.memory import MemoryStore
-from app.stream import FileStream, SegmentStream, last_line, last_lines, read_lines
+from app.stream import FileStream, SegmentStream, last_lines, read_lines
 
 
 class Disk:
@@ -48,7 +48,7 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path, left: bytes) 
     found = [line["n"] for line in read_lines(store, "lines")]
     assert found[0] == 1
     assert found[-1] == 3
-    assert last_line(store, "lines") == {"n": 3}
+    assert last_lines(store, "lines")[-1] == {"n": 3}
     assert [line["n"] for line in last_lines(store, "lines")] == found
 
 
@@ -62,7 +62,7 @@ def test_segments_read_as_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
             stream.write([{"n": n}])
         stream.close()
     assert [line["n"] for line in read_lines(store, "lines")] == list(range(80))
-    assert last_line(store, "lines") == {"n": 79}
+    assert last_lines(store, "lines")[-1] == {"n": 79}
     found = [line["n"] for line in last_lines(store, "lines", 100)]
     assert found == list(range(80 - len(found), 80))
     assert len(found) >= 8
