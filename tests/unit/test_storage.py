@@ -13,8 +13,7 @@ import pytest
 
 from app.storage import LocalStore, Store, open_store
 from app.storage.arrow import ArrowStore
-from app.storage.memory import MemoryStore
-from tests.stores import StoreContract
+from tests.stores import MemoryStore, StoreContract
 
 
 class TestContract(StoreContract):
