@@ -30,16 +30,14 @@ class Ledger:
         """Writes steps down, each with the seconds it took and the time at which it ended on the leader."""
         self._write([self._line(*each) for each in steps])
 
-    def assume(self, step: int, num_samples: int, samples_digest: int) -> None:
-        """Writes down a step that survivors hold complete, but whose word died with a worker: what the plan says of it,
-        marked as unconfirmed."""
-        assumed = Agreed(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True)
-        self._write([{**self._line(assumed, 0.0, time.time()), "loss": None, "confirmed": False}])
-
-    def skip(self, step: int, positions: tuple[int, int], samples_digest: int) -> None:
-        """Writes down a step that is left out, and what would have been in it."""
-        nothing = Agreed(step, math.nan, 0, math.nan, 0, samples_digest, finite=True)
-        self._write([{**self._line(nothing, 0.0, time.time()), "loss": None, "skipped": True, "positions": positions}])
+    def as_planned(self, step: int, samples_digest: int) -> None:
+        """Writes down what the plan says of a step: one that is left out, with what would have been in it; or one that
+        survivors hold complete, but whose word died with a worker, marked as unconfirmed."""
+        start, stop = self._plan.positions(step)
+        skipped = step in self._plan.skip
+        planned = Agreed(step, math.nan, 0, math.nan, 0 if skipped else stop - start, samples_digest, finite=True)
+        mark = {"skipped": True, "positions": (start, stop)} if skipped else {"confirmed": False}
+        self._write([{**self._line(planned, 0.0, time.time()), "loss": None, **mark}])
 
     def _line(self, agreed: Agreed, step_s: float, ended_s: float) -> dict[str, Any]:
         return {

@@ -145,12 +145,7 @@ class Recorder:
 
     def _write_as_planned(self, step: int) -> None:
         """A step that was left out, or whose word died with a worker."""
-        start, stop = self._plan.positions(step)
-        digest = self._kept.loader.digest(start, stop)
-        if step in self._plan.skip:
-            self._ledger.skip(step, (start, stop), digest)
-        else:
-            self._ledger.assume(step, stop - start, digest)
+        self._ledger.as_planned(step, self._kept.loader.digest(*self._plan.positions(step)))
 
     def _log(self, agreed: Agreed, lr: float) -> None:
         total = self._kept.num_steps
