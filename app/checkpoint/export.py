@@ -54,15 +54,13 @@ def load_exported(model: nn.Module, path: Path) -> None:
         UsageError: there is no such file, or it holds another model's weights.
     """
     try:
-        load = safetensors.torch.load_file if path.suffix == ".safetensors" else _load_pt
-        model.load_state_dict(load(path))
+        if path.suffix == ".safetensors":
+            weights = safetensors.torch.load_file(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(weights)
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}") from error
-
-
-def _load_pt(path: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return weights
 
 
 def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Tensor]:
