@@ -173,13 +173,11 @@ def under_torchrun() -> bool:
     Raises:
         UsageError: some of its variables are set and others are not.
     """
+    present = [name for name in _TORCHRUN if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
-    if len(missing) == len(_TORCHRUN):
-        return False
-    if missing:
-        present = [name for name in _TORCHRUN if name in os.environ]
+    if present and missing:
         raise UsageError(
             f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. "
             "Start with torchrun, or unset them to train under Ray"
         )
-    return True
+    return bool(present)
