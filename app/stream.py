@@ -12,26 +12,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.storage import LocalStore, Store
 
 Line = dict[str, Any]
 _SEGMENT_BYTES = 2**18
 _EVERY_S = 2.0  # how much of a stream a lost machine takes along
-
-
-class Stream(Protocol):
-    """Has one writer. What storage refuses (the disk is full, say) is kept, and goes before the next lines: training
-    does not end for want of room to tell of it."""
-
-    def write(self, lines: Iterable[Line]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def open_stream(store: Store, name: str) -> Stream:
-    return FileStream(store.path / name) if isinstance(store, LocalStore) else SegmentStream(store, name)
 
 
 class FileStream:
@@ -87,6 +74,15 @@ class SegmentStream:
                     with self._lock:
                         self._segment = self._segment[len(segment) :]
                     self._number, self._num_stored = self._number + 1, 0
+
+
+Stream = FileStream | SegmentStream
+
+
+def open_stream(store: Store, name: str) -> Stream:
+    """For its one writer. What storage refuses (the disk is full, say) is kept, and goes before the next lines:
+    training does not end for want of room to tell of it."""
+    return FileStream(store.path / name) if isinstance(store, LocalStore) else SegmentStream(store, name)
 
 
 def read_lines(store: Store, name: str) -> Iterator[Line]:
