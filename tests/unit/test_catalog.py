@@ -13,7 +13,7 @@ from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from app.checkpoint.retention import kept as kept_of
 from app.config import CheckpointConfig
 from app.errors import StorageError
-from tests.stores import MemoryStore
+from app.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
 LAST_TWO = CheckpointConfig(keep_last=2)

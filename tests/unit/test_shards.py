@@ -11,7 +11,7 @@ import torch
 
 from app.checkpoint.shards import Piece, Staged, load_pieces, pieces_of, whole_tensors
 from app.errors import StorageError
-from tests.stores import MemoryStore
+from app.storage.memory import MemoryStore
 
 STATE = {
     "model": {

@@ -13,7 +13,8 @@ import pytest
 
 from app.storage import LocalStore, Store, open_store
 from app.storage.arrow import ArrowStore
-from tests.stores import MemoryStore, StoreContract
+from app.storage.memory import MemoryStore
+from tests.stores import StoreContract
 
 
 class TestContract(StoreContract):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.storage import LocalStore
+from app.storage.memory import MemoryStore
 from app.stream import FileStream, SegmentStream, last_lines, read_lines
-from tests.stores import MemoryStore
 
 
 class Disk:
