@@ -29,7 +29,7 @@ from app.telemetry.goodput import goodput
 from app.telemetry.meters import Meters
 from app.telemetry.phases import Phases
 from app.telemetry.throughput import peak_flops
-from app.telemetry.trackers import TensorBoardTracker
+from app.telemetry.trackers import Trackers, build_trackers
 
 _SHOW_EVERY_S = 0.5  # trackers keep every figure; a person reads two lines a second
 
@@ -71,13 +71,13 @@ class Recorder:
         self._running: dict[int, _Ran] = {}
         self.metrics: dict[str, float] = {}
         self._shown_s, self._told_of_snapshots = -math.inf, False
-        self._trackers: list[TensorBoardTracker] = []
+        self._trackers = Trackers([])
         self._meters = _meters(kept, world)
         if world.leader:
             phases.look_back(directory)
             if why_not:
                 self._publish("no_snapshots", error=why_not)
-            self._trackers = [TensorBoardTracker(directory.store, restored.step + 1) for _ in config.trackers]
+            self._trackers = build_trackers(config.trackers, directory.store, restored.step + 1)
             for step, why in restored.damaged.items():
                 self._publish("checkpoint_quarantined", step=step, error=why)
             if restored.source != "start":
@@ -186,8 +186,7 @@ class Recorder:
         """
         self._world.progress.enter("end")
         self._publish("attempt_ended", cause=cause, step=step)
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()
         self._ledger.close()
         if cause == "resized":
             return
@@ -218,8 +217,7 @@ class Recorder:
             return
         event = {"event": name, "attempt": self._world.attempt, **fields}
         if name in ("log", "validation"):
-            for tracker in self._trackers:
-                tracker.record(event)
+            self._trackers.record(event)
         if name == "log":
             if time.monotonic() - self._shown_s < _SHOW_EVERY_S:
                 return

@@ -1,13 +1,15 @@
-"""Where figures are kept."""
+"""Where figures are kept: TensorBoard, and a twin in memory for tests."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
+from app.config.schema import TensorBoardConfig
 from app.storage import LocalStore, Store
 
 _log = logging.getLogger(__name__)
@@ -17,19 +19,31 @@ _SPEED = {"step_ms", "units_per_s", "samples_per_s", "mfu", "memory_bytes", "wor
 _NOT_FIGURES = {"event", "time_s", "attempt", "step", "total_steps", "eta_s", "unit"}
 
 
-def figures(event: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a `log` or `validation` event, as `train/…`, `speed/…` and `validation/…`."""
-    group = "train" if event["event"] == "log" else "validation"
-    return {
-        f"{'speed' if key in _SPEED else group}/{key}": value
-        for key, value in event.items()
-        if key not in _NOT_FIGURES and value is not None
-    }
+class Tracker(Protocol):
+    """Calls return at once and never raise: a tracker that fails costs its own figures, not the run."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryTracker:
+    """The twin: `values[name][step]`."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        self.closed = False
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.values[name][step] = value
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class TensorBoardTracker:
-    """Writes on a thread of its own, which also pays for the import: the first step waits for neither. Calls return at
-    once and never raise: a tracker that fails costs its own figures, not the run.
+    """Writes on a thread of its own, which also pays for the import: the first step waits for neither.
 
     What an earlier attempt drew at `first_step` and beyond is purged, so steps done again are drawn once. To a bucket
     it goes by way of a folder of this machine.
@@ -49,13 +63,11 @@ class TensorBoardTracker:
 
         self._thread.submit(self._attempt, open_writer)
 
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Keeps the figures of a `log` or `validation` event."""
-
+    def scalars(self, step: int, values: dict[str, float]) -> None:
         def write() -> None:
             # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in figures(event).items()]
-            self._writer.file_writer.add_summary(Summary(value=values), event["step"])
+            figures = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._writer.file_writer.add_summary(Summary(value=figures), step)
             if time.monotonic() - self._brought_s > _BRING_EVERY_S:
                 self._bring()
 
@@ -87,3 +99,30 @@ class TensorBoardTracker:
         except Exception as error:
             self._failed = True
             _log.warning("TensorBoard is off until the next attempt, training goes on: %s", error)
+
+
+class Trackers:
+    """All trackers of an attempt; none is fine."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Keep a `log` or `validation` event as `train/…`, `speed/…` and `validation/…`."""
+        group = "train" if event["event"] == "log" else "validation"
+        figures = {
+            f"{'speed' if key in _SPEED else group}/{key}": value
+            for key, value in event.items()
+            if key not in _NOT_FIGURES and value is not None
+        }
+        for tracker in self._trackers:
+            tracker.scalars(event["step"], figures)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def build_trackers(configs: Sequence[TensorBoardConfig], store: Store, first_step: int) -> Trackers:
+    """One attempt's trackers, each in its folder of the run directory; it begins with `first_step`."""
+    return Trackers([TensorBoardTracker(store, first_step) for _ in configs])

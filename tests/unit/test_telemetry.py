@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.schema import TensorBoardConfig
 from app.storage import LocalStore
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.meters import Meters
 from app.telemetry.narrate import compact, duration, narrate, result, size
 from app.telemetry.throughput import peak_flops
-from app.telemetry.trackers import TensorBoardTracker, figures
+from app.telemetry.trackers import MemoryTracker, TensorBoardTracker, Tracker, Trackers, build_trackers
 
 LOG: dict[str, Any] = {
     "event": "log",
@@ -298,18 +299,24 @@ def test_peak_flops(name: str, dtype: torch.dtype, teraflops: float | None) -> N
     assert peak_flops(name, dtype) == (teraflops and pytest.approx(teraflops * 1e12))
 
 
-def test_figures_are_sorted() -> None:
-    assert figures({"event": "validation", "time_s": 1.0, "step": 1200, "loss": 2.5}) == {"validation/loss": 2.5}
-    assert figures(ON_CPU) == {
-        "train/loss": 2.4131,
-        "train/lr": 3e-4,
-        "train/grad_norm": 0.8,
-        "speed/step_ms": 4.08,
-        "speed/units_per_s": 39_812.0,
-        "speed/samples_per_s": 311.0,
-        "speed/memory_bytes": LOG["memory_bytes"],
-        "speed/world_size": 1,
+def test_trackers_sort_figures() -> None:
+    twin = MemoryTracker()
+    trackers = Trackers([twin])
+    trackers.record(ON_CPU)
+    trackers.record({"event": "validation", "time_s": 1.0, "step": 1200, "loss": 2.5})
+    trackers.close()
+    assert twin.values == {
+        "train/loss": {1200: 2.4131},
+        "train/lr": {1200: 3e-4},
+        "train/grad_norm": {1200: 0.8},
+        "speed/step_ms": {1200: 4.08},
+        "speed/units_per_s": {1200: 39_812.0},
+        "speed/samples_per_s": {1200: 311.0},
+        "speed/memory_bytes": {1200: LOG["memory_bytes"]},
+        "speed/world_size": {1200: 1},
+        "validation/loss": {1200: 2.5},
     }
+    assert twin.closed
 
 
 def drawn(directory: Path) -> list[tuple[int, float]]:
@@ -321,10 +328,10 @@ def drawn(directory: Path) -> list[tuple[int, float]]:
 
 def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
     for first_step, value in ((1, 1.0), (3, 2.0)):
-        tracker = TensorBoardTracker(LocalStore(tmp_path), first_step)
+        trackers = build_trackers([TensorBoardConfig()], LocalStore(tmp_path), first_step)
         for step in range(first_step, 5):
-            tracker.record({"event": "log", "step": step, "total_steps": 4, "loss": value})
-        tracker.close()
+            trackers.record({"event": "log", "step": step, "total_steps": 4, "loss": value})
+        trackers.close()
     assert drawn(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]
 
@@ -332,8 +339,8 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
 def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
-        tracker = TensorBoardTracker(LocalStore(tmp_path / "file"), first_step=1)
-        tracker.record({"event": "log", "step": 1, "loss": 1.0})
+        tracker: Tracker = TensorBoardTracker(LocalStore(tmp_path / "file"), first_step=1)
+        tracker.scalars(1, {"train/loss": 1.0})
         tracker.close()
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
