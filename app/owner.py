@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import psutil
 
 from app.errors import RunConflict
 from app.storage import Store
-from app.storage.documents import read_json, write_json
+from app.storage.documents import write_json
 
 OWNER = "owner.json"
 _RENEW_S = 5.0
@@ -43,7 +43,8 @@ class Owner:
 class Ownership:
     """This command's claim on a run. It is handed between processes by pickling; one at a time writes.
 
-    Raises (from `claim`): RunConflict while another command runs.
+    Raises (from `claim`): RunConflict while another command runs; from `renew` and `next_attempt`: after another has
+    taken over, which it may when this one was not heard of for long.
     """
 
     def __init__(self, store: Store, owner: Owner) -> None:
@@ -65,24 +66,24 @@ class Ownership:
             pid=os.getpid(),
             renewed=time.time(),
         )
-        ownership = cls(store, owner)
-        ownership.renew()
-        return ownership
+        write_json(store, OWNER, asdict(owner))
+        return cls(store, owner)
 
     @property
     def attempt(self) -> int:
         return self._owner.attempt
 
     def renew(self) -> None:
-        self._write(renewed=time.time())
+        self._write()
 
     def next_attempt(self) -> int:
-        with _writing:
-            self._write(attempt=self._owner.attempt + 1, renewed=time.time())
-            return self._owner.attempt
+        self._write(begun=1)
+        return self._owner.attempt
 
     def release(self) -> None:
-        self._write(renewed=0.0)
+        """For the next command; if storage refuses, it finds out by itself."""
+        with contextlib.suppress(RunConflict, OSError):
+            self._write(held=False)
 
     def keep(self) -> None:
         """Renews from a daemon thread for as long as this process lives."""
@@ -91,23 +92,29 @@ class Ownership:
             while self._owner.renewed:
                 time.sleep(_RENEW_S)
                 # Locked, or it would renew what is released in this moment; and a full disk is no reason to give up.
-                with _writing, contextlib.suppress(OSError):
-                    if self._owner.renewed and self.holds():
+                with _writing, contextlib.suppress(RunConflict, OSError):
+                    if self._owner.renewed:
                         self.renew()
 
         threading.Thread(target=renew_for_ever, daemon=True, name="owner").start()
 
-    def holds(self) -> bool:
-        """Whether no later command has taken the run over."""
-        owner = read_owner(self._store)
-        return owner is not None and owner.token == self._owner.token
-
-    def _write(self, **changes: Any) -> None:
+    def _write(self, begun: int = 0, held: bool = True) -> None:
+        """On top of what is there: another process of this command may have begun attempts."""
         with _writing:
-            self._owner = replace(self._owner, **changes)
+            found = read_owner(self._store) or self._owner
+            if found.token != self._owner.token:
+                raise RunConflict(f"another command has taken over {self._store.uri}: on {found.host}, pid {found.pid}")
+            renewed = time.time() if held else 0.0
+            self._owner = replace(found, attempt=found.attempt + begun, renewed=renewed)
             write_json(self._store, OWNER, asdict(self._owner))
 
 
 def read_owner(store: Store) -> Owner | None:
-    found = read_json(store, OWNER)
-    return Owner(**found) if found else None
+    """
+    Raises:
+        OSError: storage does not say whether there is one.
+    """
+    try:
+        return Owner(**json.loads(store.read(OWNER)))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None

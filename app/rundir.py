@@ -137,13 +137,16 @@ def find_run(name: str) -> RunDirectory:
     """An existing one: by its path or URI, or by its name below runs/ where runs are kept.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or storage does not say.
     """
     places = [name] if "://" in name else [str(folder / name) for folder in (Path.cwd(), base(), base() / "runs")]
     for place in places:
         directory = RunDirectory.at(place)
-        if read_owner(directory.store):
-            return directory
+        try:
+            if read_owner(directory.store):
+                return directory
+        except OSError as error:
+            raise UsageError(f"{place} cannot be read: {error.strerror or error}") from error
     raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")
 
 

@@ -21,6 +21,8 @@ from app.runtime import Event, Signals, World, form_world, local_device
 from app.telemetry.console import Console
 from app.worker import work
 
+_NO_RUN_ID = "none"  # what torchrun calls a run that nobody has named: no name, then, by which to know a command again
+
 
 class TorchrunRuntime:
     """One world for each life of the process. A failure ends the process, and `--max-restarts` begins another."""
@@ -88,7 +90,8 @@ def _claim(
     config: Config, directory: RunDirectory, console: Console, started_s: float
 ) -> tuple[Ownership | None, dict[str, Any]]:
     directory.create()
-    ownership = Ownership.claim(directory.store, os.environ.get("TORCHELASTIC_RUN_ID"))
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
+    ownership = Ownership.claim(directory.store, None if run_id == _NO_RUN_ID else run_id)
     if not begin(config, directory, "torchrun", started_s, console.line):
         ownership.release()
         return None, {"code": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from app.checkpoint.retention import kept
 from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage import Bytes, Store
+from app.storage.documents import read_json
 
 _FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
@@ -39,8 +40,9 @@ class Catalog:
 
     def quarantined(self) -> dict[int, str]:
         """Why, by step."""
-        marks = [name for name in self.store.list(_FOLDER) if name.endswith(_MARK)]
-        return {_step(name): json.loads(self.store.read(f"{_FOLDER}/{name}"))["why"] for name in marks}
+        names = [name for name in self.store.list(_FOLDER) if name.endswith(_MARK)]
+        marks = {_step(name): read_json(self.store, f"{_FOLDER}/{name}") for name in names}
+        return {step: (mark or {}).get("why", "the marker does not say why") for step, mark in marks.items()}
 
     def manifest(self, step: int) -> Manifest | None:
         """None where there is no checkpoint of this step.
@@ -50,8 +52,11 @@ class Catalog:
             StorageError: another version of this program has written it.
         """
         try:
-            return parse_manifest(self.store.read(f"{path_of(step)}/{_MANIFEST}"))
-        except FileNotFoundError:
+            manifest = parse_manifest(self.store.read(f"{path_of(step)}/{_MANIFEST}"))
+            if manifest.step != step:
+                raise ValueError(f"{_MANIFEST} is of step {manifest.step}")
+            return manifest
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise Damaged(f"{path_of(step)}: {error}") from error
@@ -81,6 +86,8 @@ class Catalog:
                 num_bytes += len(chunk)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
+        except IsADirectoryError:
+            raise Damaged(f"{name} is a folder") from None
         if num_bytes != expected.bytes:
             raise Damaged(f"{name} has {num_bytes} bytes where {expected.bytes} were written")
         if digest.hexdigest() != expected.sha256:
@@ -99,33 +106,46 @@ class Catalog:
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
-    def retire(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> None:
+    def retire(
+        self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int], check: Callable[[], None]
+    ) -> None:
         """Deletes what need not be kept, after it has read `newest` back: nothing goes before its successor is sure.
 
         Args:
             skip: steps that are left out of the run. A checkpoint that one of them went into is worth nothing.
+            check: called before each deletion; may raise.
 
         Raises:
             Damaged: `newest` is; nothing has been deleted.
+            OSError: something cannot be deleted; what can be has been.
         """
         self.verify(newest)
+        refused: list[OSError] = []
+        for names in self._outdated(newest, config, skip):
+            check()
+            try:
+                for name in names:
+                    self.store.delete(name)
+            except OSError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+
+    def _outdated(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> list[tuple[str, ...]]:
+        """What belongs together, in the order in which it is to go."""
         found = {step: self._manifest_or_none(step) for step in self.steps()}
         ours = [each for each in found.values() if each and each.skipped == left_out(skip, each.step)]
-        keep = kept(config, ours)
+        keep = {newest.step, *kept(config, ours, skip)}
         unfinished = {step for step, manifest in found.items() if manifest is None and step > newest.step}
-        for step in found.keys() - keep - unfinished:
-            self.store.delete(f"{path_of(step)}/{_MANIFEST}")  # first, so that no half-deleted one looks whole
-            self.store.delete(path_of(step))
-        for step in self.quarantined():
-            if step < min(keep):
-                self.store.delete(path_of(step))
-                self.store.delete(f"{path_of(step)}{_MARK}")
-        for name in self.store.list(_FOLDER):
-            if _MARK in name and not name.endswith(_MARK):  # of a marker, when a process was killed in the act
-                self.store.delete(f"{_FOLDER}/{name}")
-        for name in self.store.list(path_of(newest.step)):
-            if name != _MANIFEST and name not in newest.files:
-                self.store.delete(f"{path_of(newest.step)}/{name}")
+        # The manifest first, so that no half-deleted one looks whole.
+        names: list[tuple[str, ...]]
+        names = [(f"{path_of(step)}/{_MANIFEST}", path_of(step)) for step in found.keys() - keep - unfinished]
+        names += [(path_of(step), f"{path_of(step)}{_MARK}") for step in self.quarantined() if step < min(keep)]
+        half_written = [name for name in self.store.list(_FOLDER) if _MARK in name and not name.endswith(_MARK)]
+        names += [(f"{_FOLDER}/{name}",) for name in half_written]  # markers, when a process was killed in the act
+        # What lies beside the newest was left there by former attempts; others of its own may be writing there still.
+        beside = [name for name in self.store.list(path_of(newest.step)) if name.startswith("attempt-")]
+        return names + [(f"{path_of(newest.step)}/{name}",) for name in beside if name < of_attempt(newest.attempt)]
 
     def _manifest_or_none(self, step: int) -> Manifest | None:
         try:
@@ -136,6 +156,11 @@ class Catalog:
 
 def path_of(step: int) -> str:
     return f"{_FOLDER}/step-{step:08d}"
+
+
+def of_attempt(attempt: int) -> str:
+    """How the names of its files begin; they sort by it."""
+    return f"attempt-{attempt:06d}"
 
 
 def left_out(skip: frozenset[int], step: int) -> list[int]:

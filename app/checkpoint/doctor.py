@@ -27,8 +27,9 @@ def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
             catalog.verify(manifest)
             yield f"step {step}: good | {_described(manifest)} | read in {time.monotonic() - began:.1f} s", True
         except Damaged as error:
-            yield f"step {step}: damaged: {error}", False
-        except StorageError as error:
+            if step in catalog.steps():  # or the run has deleted it meanwhile
+                yield f"step {step}: damaged: {error}", False
+        except (StorageError, OSError) as error:
             yield f"step {step}: {error}", False
     for step, why in sorted(catalog.quarantined().items(), reverse=True):
         yield f"step {step}: quarantined: {why}", False

@@ -14,7 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from app.agree import any_rank
-from app.checkpoint.catalog import Catalog, Damaged, left_out, path_of
+from app.checkpoint.catalog import Catalog, Damaged, left_out, of_attempt, path_of
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.shards import Piece, load_pieces, pieces_of, pieces_to_write
 from app.checkpoint.state import Tensors
@@ -54,6 +54,8 @@ class Checkpoints:
         self._newest = 0  # on storage, or on its way there
         if not (replicated and world.leader and world.skip == writer.skip):
             writer.drop()
+        if world.skip != writer.skip:
+            writer.committed = 0
         writer.attempt, writer.skip = world.attempt, world.skip
 
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
@@ -164,7 +166,10 @@ class Checkpoints:
             )
 
     def _write(self, metrics: dict[str, float], job: Job) -> Event | None:
-        """On the writer's thread."""
+        """On the writer's thread. No name is ever written twice: a manifest may list it already."""
+        self._writer.tries += 1
+        origin = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}"
+        name = f"{origin}-{self._writer.tries:04d}.safetensors"
         digest = hashlib.sha256()
         with ThreadPoolExecutor(1) as hasher:
 
@@ -174,10 +179,10 @@ class Checkpoints:
                     hasher.submit(digest.update, chunk)
                     yield chunk
 
-            self._catalog.write(job.step, self._file_of(self._world.rank), chunks())
-        files = [FileDigest(digest.hexdigest(), job.staged.num_bytes)]
+            self._catalog.write(job.step, name, chunks())
+        files = {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
         if not self._replicated:
-            files = self._files_of_all(job, *files)
+            files = self._files_of_all(job, files)
             if not self._world.leader:
                 self._writer.committed = job.step
                 return None
@@ -187,7 +192,7 @@ class Checkpoints:
             world_size=self._world.size,
             time_s=round(time.time(), 3),
             dataset=self._fingerprint,
-            files={self._file_of(rank): file for rank, file in enumerate(files)},
+            files=files,
             skipped=left_out(self._world.skip, job.step),
             metrics=metrics,
         )
@@ -203,12 +208,17 @@ class Checkpoints:
         if not self._replicated:
             with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
                 self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
+        not_deleted = None
         try:
-            self._catalog.retire(manifest, self._config, self._world.skip)
+            self._catalog.retire(manifest, self._config, self._world.skip, job.check)
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
+            if self._replicated:  # it is worth another try; of other ranks' files their memory is gone
+                raise OSError(f"{error}, and was written a moment ago") from error
             return failure(job.step, f"{error}, and was written a moment ago", 0)
-        except OSError:  # what cannot be deleted now goes after the next one
+        except OSError as error:  # perhaps it can be deleted after the next one
+            not_deleted = str(error)
+        except Dropped:  # another attempt sees to it
             pass
         return {
             "event": "checkpoint",
@@ -217,20 +227,19 @@ class Checkpoints:
             "seconds": round(seconds, 4),  # from the copy to the commit
             "blocked_s": round(job.blocked_s, 4),  # those of them in which training waited
             "bytes": manifest.num_bytes,
+            "not_deleted": not_deleted,
         }
 
-    def _file_of(self, rank: int) -> str:
-        return f"attempt-{self._world.attempt:04d}-rank-{rank:05d}.safetensors"
-
-    def _files_of_all(self, job: Job, own: FileDigest) -> list[FileDigest]:
-        """In order of rank, for the leader; for the others it is over once the leader has committed them."""
+    def _files_of_all(self, job: Job, own: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        """For the leader; for the others it is over once the leader has committed them."""
         store, leader = self._world.groups.store, self._world.leader
         keys = [f"checkpoint/{job.step}/{rank}" for rank in range(self._world.size)]
         try:
-            store.set(keys[self._world.rank], json.dumps(asdict(own)))
+            store.set(keys[self._world.rank], json.dumps({name: asdict(file) for name, file in own.items()}))
             while not store.check(keys if leader else [f"checkpoint/{job.step}/done"]):
                 job.check()
                 time.sleep(_POLL_S)  # a wait would keep the store from all other threads
-            return [FileDigest(**json.loads(store.get(key))) for key in keys] if leader else []
+            said = [json.loads(store.get(key)) for key in keys] if leader else []
+            return {name: FileDigest(**file) for each in said for name, file in each.items()}
         except RuntimeError:  # the store ends with its attempt
             raise Dropped from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import safetensors.torch
 import torch
@@ -59,7 +60,7 @@ def load_exported(model: nn.Module, path: Path) -> None:
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(weights)
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError, UnpicklingError, EOFError, TypeError) as error:
         raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import nn
 
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.state import Tensors, app_state, flatten
@@ -26,10 +27,12 @@ def rescue(
     others the state is on storage, with a survivor, or not to be trusted."""
     if kept.held <= 0 or isinstance(error, BadStep | SteadfastError) or is_peer_loss(error):
         return
+    if kept.writer.committed == kept.held:
+        return
     said = {"attempt": world.attempt, "step": kept.held}
     optimizer = cast(torch.optim.Optimizer, kept.optimizer)
     state = app_state(kept.model, optimizer) if config.parallel.kind == "ddp" else {}
-    if why_not := _why_not(state, world):
+    if why_not := _why_not(state, kept.model, world):
         runtime.publish({"event": "not_saved", **said, "error": why_not})
         return
     checkpoints = Checkpoints(config, directory, world, kept.fingerprint, True, kept.writer)
@@ -42,12 +45,12 @@ def rescue(
         runtime.publish({"attempt": world.attempt, **news})
 
 
-def _why_not(state: dict[str, Tensors], world: World) -> str:
+def _why_not(state: dict[str, Tensors], model: nn.Module, world: World) -> str:
     if not state:
         return "the state is spread over workers that have stopped"
     if world.progress.phase == "update":
         return "the exception came while the weights were being updated"
-    floating = [tensor for tensor in flatten(state).values() if tensor.is_floating_point()]
-    if not all(bool(tensor.isfinite().all()) for tensor in floating):
+    learned = {**dict(model.named_parameters()), **flatten(state["optimizer"])}  # a mask may hold infinities
+    if not all(bool(tensor.isfinite().all()) for tensor in learned.values()):
         return "some of the weights are not finite"
     return ""

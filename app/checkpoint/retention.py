@@ -9,10 +9,15 @@ from app.checkpoint.manifest import Manifest
 from app.config import CheckpointConfig
 
 
-def kept(config: CheckpointConfig, checkpoints: Sequence[Manifest]) -> set[int]:
-    """The steps of the last ones, of the best one, and of every so many steps one."""
+def kept(config: CheckpointConfig, checkpoints: Sequence[Manifest], skip: frozenset[int]) -> set[int]:
+    """The steps of the last ones, of the best one, and of every so many steps one. And while the last ones are of steps
+    that were left out, the last one before: the next bad step would put the step before these under suspicion."""
     steps = sorted(each.step for each in checkpoints)
     found = set(steps[-config.keep_last :])
+    suspect = steps[-1] if steps else 0
+    while suspect in skip:
+        suspect -= 1
+    found |= set([step for step in steps if step < suspect][-1:]) if suspect not in steps[-1:] else set()
     if every := config.keep_every:
         found |= {step for step, before in zip(steps, [0, *steps], strict=False) if step // every > before // every}
     if best := config.keep_best:

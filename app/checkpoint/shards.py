@@ -30,6 +30,9 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -65,8 +68,9 @@ def pieces_of(state: Tensors) -> list[Piece]:
 
 def pieces_to_write(state: dict[str, Tensors], replicas: bool) -> list[Piece]:
     """What this rank's file has in it: its shards, and the tensors that every rank has where it is the one to write
-    `replicas`."""
-    return [piece for piece in pieces_of(state) if piece.tensor.numel() and (replicas or piece.sharded)]
+    `replicas`. Of a tensor that holds nothing at all there is still its name."""
+    held = [piece for piece in pieces_of(state) if piece.tensor.numel() or not math.prod(piece.shape)]
+    return [piece for piece in held if replicas or piece.sharded]
 
 
 def _piece(name: str, tensor: Any) -> Piece:

@@ -48,13 +48,13 @@ class Writer:
     """Writes one state at a time; of those that come meanwhile, the newest waits. What storage refuses is tried again,
     and told at once and then once a minute.
 
-    attempt, skip: of the world that this process is in. committed: the newest step that this process knows to be on
-    storage. refused: why storage last refused, if it does.
+    attempt, skip: of the world that this process is in. tries: how often anything was begun to be written. committed:
+    the newest step that this process knows to be on storage. refused: why storage last refused, if it does.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.attempt, self.skip = 0, frozenset[int]()
-        self.committed = 0
+        self.tries = self.committed = 0
         self.refused = ""
         self._clock = clock
         self._buffers = (Staged(), Staged())
@@ -100,13 +100,11 @@ class Writer:
     def news(self) -> list[Event]:
         """What has come of jobs since the last call: commits, and what storage refuses. Raises what a job raised,
         unless storage did."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise()
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
-        """Until nothing is left to write; False if that is not so after `limit_s`.
+        """Until nothing is left to write; False if that is not so after `limit_s`. Raises as `news` does.
 
         Args:
             alive: called all the time, for whoever watches: that storage takes long is no hang.
@@ -116,7 +114,13 @@ class Writer:
             alive()
             with self._changed:
                 self._changed.wait(0.02)
+        self._raise()
         return not self.busy
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _work(self) -> None:
         while True:

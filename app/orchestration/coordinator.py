@@ -10,6 +10,7 @@ import ray
 import torch.distributed as dist
 
 from app.config import Config
+from app.errors import RunConflict
 from app.faults.watchdog import Snapshot, Stall, Watchdog, straggler
 from app.orchestration.internals.nodes import draining
 from app.orchestration.journal import Journal
@@ -140,6 +141,9 @@ class Coordinator:
         except OSError as error:
             self._record({"event": "waiting_for_storage", "error": str(error)})
             asyncio.get_running_loop().call_later(_STORAGE_S, self._form, names)
+            return
+        except RunConflict as error:
+            self._give_up(str(error))
             return
         self._journal.begin_attempt()
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)

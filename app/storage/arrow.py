@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class ArrowStore:
             if files.type_name in _WHOLE_ON_CLOSE:
                 return _write(files, path, [data])
             folder, _, last = path.rpartition("/")
-            temporary = f"{folder}/.{last}.{os.getpid()}"
+            temporary = f"{folder}/.{last}.{socket.gethostname()}-{os.getpid()}"
             _write(files, temporary, [data])
             files.move(temporary, path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class LocalStore:
             return []
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        with (self.path / name).open("rb", buffering=0) as file:
+        with (self.path / name).open("rb") as file:  # unbuffered it would give two gigabytes at most
             file.seek(max(0, start + os.fstat(file.fileno()).st_size) if start < 0 else start)
             return file.read(-1 if num_bytes is None else num_bytes)
 
@@ -42,7 +43,7 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes) -> None:
         path = self.path / name
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
         try:
             self.write(str(temporary.relative_to(self.path)), [data])
             temporary.replace(path)

@@ -19,7 +19,8 @@ def narrate(event: Event, verbose: bool = False) -> str:
             return _joined([f"validation at step {event['step']}", *_metrics(event)])
         case "checkpoint":
             cost = f"{size(event['bytes'])} in {event['seconds']:.1f} s"
-            return _joined([f"checkpoint at step {event['step']}", cost, event["path"]])
+            stays = f"older ones cannot be deleted: {event['not_deleted']}" if event.get("not_deleted") else ""
+            return _joined([f"checkpoint at step {event['step']}", cost, event["path"], stays])
         case "snapshot":
             cost = f"{size(event['bytes'])} a worker, {1e3 * event['stall_s']:.0f} ms each"
             return f"snapshots in the memory of other nodes from step {event['step']} on: {cost}"

@@ -10,6 +10,7 @@ import pytest
 import app.step
 from app.checkpoint.catalog import Catalog
 from app.rundir import RunDirectory
+from app.storage import LocalStore
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
@@ -39,6 +40,31 @@ def check_run_but_for_losses(run: Any, config: Any) -> None:
         if line["loss"] is None:
             line["loss"] = expected.losses[line["step"] - 1]
     check_run(run, expected)
+
+
+def refuse_to_overwrite() -> None:
+    honest = LocalStore.write
+
+    def write(store: LocalStore, name: str, parts: Any) -> None:
+        assert not (store.path / name).exists() or not name.endswith(".safetensors"), f"{name} is written twice"
+        honest(store, name, parts)
+
+    LocalStore.write = write
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
+def test_a_checkpoint_of_that_step_stays_whole_and_so_does_one_of_each_other_rank(
+    tmp_path: Path, ranks: list[int]
+) -> None:
+    bugs = ", ".join(f"{{kind: fail_at, step: 9, rank: {rank}}}" for rank in ranks)
+    config = small(tmp_path, f"faults.inject=[{bugs}]", "checkpoint.every=8 steps", "checkpoint.keep_last=1")
+    with pytest.raises(MemberFailed, match="InjectedFault"):
+        drill(config, worlds=[3], patch=refuse_to_overwrite)
+    catalog = Catalog(RunDirectory.of(config).store)
+    manifest = catalog.manifest(8)
+    assert manifest is not None
+    catalog.verify(manifest)
+    assert (catalog.steps(), catalog.quarantined()) == ([8], {})
 
 
 def break_updates() -> None:

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from app.checkpoint.catalog import Catalog, Damaged, path_of
+from app.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
 from app.checkpoint.doctor import examine
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from app.checkpoint.retention import kept as kept_of
+from app.checkpoint.writer import Dropped
 from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
 LAST_TWO = CheckpointConfig(keep_last=2)
+
+
+def go_on() -> None:
+    pass
 
 
 def commit(catalog: Catalog, step: int, skipped: tuple[int, ...] = (), **metrics: float) -> Manifest:
@@ -118,7 +123,7 @@ def test_the_last_ones_stay_and_what_was_never_committed_goes(catalog: Catalog) 
     for step in (3, 5, 7):
         newest = commit(catalog, step)
     catalog.write(9, "a", [b"under way"])
-    catalog.retire(newest, LAST_TWO, NOTHING)
+    catalog.retire(newest, LAST_TWO, NOTHING, go_on)
     assert catalog.steps() == [9, 7, 5]
     assert catalog.quarantined() == {}
 
@@ -128,7 +133,7 @@ def test_nothing_is_deleted_before_its_successor_reads_back(catalog: Catalog, st
         newest = commit(catalog, step)
     del store.files[f"{path_of(7)}/a"]
     with pytest.raises(Damaged, match="a is missing"):
-        catalog.retire(newest, LAST_TWO, NOTHING)
+        catalog.retire(newest, LAST_TWO, NOTHING, go_on)
     assert catalog.steps() == [7, 5, 3]
 
 
@@ -136,14 +141,19 @@ def test_a_checkpoint_that_a_bad_step_went_into_is_deleted(catalog: Catalog) -> 
     commit(catalog, 3)
     commit(catalog, 9)
     newest = commit(catalog, 7, (5,))
-    catalog.retire(newest, LAST_TWO, frozenset({5}))
+    catalog.retire(newest, LAST_TWO, frozenset({5}), go_on)
     assert catalog.steps() == [7, 3]
 
 
-def test_what_an_earlier_attempt_has_left_in_the_same_folder_goes(catalog: Catalog, store: MemoryStore) -> None:
-    catalog.write(7, "of an earlier attempt", [b"x"])
-    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING)
-    assert store.list(path_of(7)) == ["a", "b", "manifest.json"]
+def test_what_former_attempts_have_left_in_the_same_folder_goes_and_what_others_are_writing_there_stays(
+    catalog: Catalog, store: MemoryStore
+) -> None:
+    for attempt in (8, 9, 10):
+        catalog.write(7, f"{of_attempt(attempt)}-rank-00001-0001", [b"x"])
+    newest = replace(commit(catalog, 7), attempt=9)
+    catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+    left = [f"{of_attempt(attempt)}-rank-00001-0001" for attempt in (9, 10)]
+    assert store.list(path_of(7)) == ["a", *left, "b", "manifest.json"]
 
 
 def test_a_marker_that_was_being_written_when_the_process_died_goes_and_what_others_put_there_stays(
@@ -152,8 +162,49 @@ def test_a_marker_that_was_being_written_when_the_process_died_goes_and_what_oth
     catalog.quarantine(9, "damaged")
     store.files["checkpoints/.step-00000009.quarantined.json.123"] = b"{"
     store.files["checkpoints/README"] = b"mine"
-    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING)
+    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING, go_on)
     assert store.list("checkpoints") == ["README", "step-00000007", "step-00000009.quarantined.json"]
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else(catalog: Catalog, store: MemoryStore) -> None:
+    for step in (3, 5, 7, 9):
+        newest = commit(catalog, step)
+    delete = store.delete
+
+    def refuse(name: str) -> None:
+        if name.startswith(path_of(5)):
+            raise PermissionError(f"{name}: not permitted")
+        delete(name)
+
+    store.delete = refuse
+    with pytest.raises(PermissionError, match="step-00000005"):
+        catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+    assert catalog.steps() == [9, 7, 5]
+
+
+def test_who_is_told_to_stop_deletes_nothing_more(catalog: Catalog) -> None:
+    for step in (3, 5, 7):
+        newest = commit(catalog, step)
+
+    def stop() -> None:
+        raise Dropped
+
+    with pytest.raises(Dropped):
+        catalog.retire(newest, LAST_TWO, NOTHING, stop)
+    assert catalog.steps() == [7, 5, 3]
+
+
+def test_a_folder_that_was_renamed_is_no_checkpoint_of_its_new_name(catalog: Catalog, store: MemoryStore) -> None:
+    manifest = commit(catalog, 7)
+    store.files[f"{path_of(9)}/manifest.json"] = manifest.dump()
+    with pytest.raises(Damaged, match=r"step-00000009: manifest.json is of step 7"):
+        catalog.manifest(9)
+
+
+def test_a_marker_counts_whatever_is_in_it(catalog: Catalog, store: MemoryStore) -> None:
+    commit(catalog, 7)
+    store.files[f"{path_of(7)}.quarantined.json"] = b""
+    assert (catalog.steps(), catalog.quarantined()) == ([], {7: "the marker does not say why"})
 
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
@@ -173,12 +224,21 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
 def test_which_are_kept(config: CheckpointConfig, kept: set[int]) -> None:
     blank = Manifest(0, 1, 1, 0.0, "", {})
     manifests = [replace(blank, step=step, metrics={"loss": loss}) for step, loss in LOSSES.items()]
-    assert kept_of(config, manifests) == kept
+    assert kept_of(config, manifests, NOTHING) == kept
 
 
 def test_what_is_kept_for_good_stays_so_when_its_neighbours_have_gone() -> None:
     blank, config = Manifest(0, 1, 1, 0.0, "", {}), CheckpointConfig(keep_last=1, keep_every=100)
     steps: set[int] = set()
     for step in range(40, 1000, 40):
-        steps = kept_of(config, [replace(blank, step=each) for each in steps | {step}])
+        steps = kept_of(config, [replace(blank, step=each) for each in steps | {step}], NOTHING)
     assert steps == {120, 200, 320, 400, 520, 600, 720, 800, 920, 960}
+
+
+@pytest.mark.parametrize(
+    ("skip", "steps"),
+    [({58, 59, 60}, {50, 60}), ({60}, {50, 60}), ({51, 60}, {50, 60}), ({51, 52}, {60}), ({10, 60}, {50, 60})],
+)
+def test_while_a_rollback_may_go_further_back_there_is_something_to_go_back_to(skip: set[int], steps: set[int]) -> None:
+    manifests = [Manifest(step, 1, 1, 0.0, "", {}) for step in (40, 50, 60)]
+    assert kept_of(CheckpointConfig(keep_last=1), manifests, frozenset(skip)) == steps

@@ -1,5 +1,6 @@
 """Who runs a run, also where a process has several threads that say so."""
 
+import pickle
 import threading
 from pathlib import Path
 
@@ -40,5 +41,18 @@ def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None
         Ownership.claim(LocalStore(tmp_path))
     first.release()
     second = Ownership.claim(LocalStore(tmp_path))
-    assert not first.holds()
-    assert second.holds()
+    with pytest.raises(RunConflict, match="another command has taken over"):
+        first.next_attempt()
+    first.release()
+    assert second.next_attempt() == 1
+    written = read_owner(LocalStore(tmp_path))
+    assert written is not None
+    assert (written.attempt, written.alive) == (1, True)
+
+
+def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path: Path) -> None:
+    ownership = Ownership.claim(LocalStore(tmp_path))
+    handed_over = pickle.loads(pickle.dumps(ownership))
+    assert [handed_over.next_attempt() for _ in range(3)] == [1, 2, 3]
+    ownership.release()
+    assert Ownership.claim(LocalStore(tmp_path)).next_attempt() == 4

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from app.checkpoint.shards import Piece, Staged, load_pieces, pieces_of, whole_tensors
+from app.checkpoint.shards import Piece, Staged, load_pieces, pieces_of, pieces_to_write, whole_tensors
 from app.errors import StorageError
 from app.storage.memory import MemoryStore
 
@@ -142,3 +142,25 @@ def test_the_header_says_where_a_piece_belongs() -> None:
     store, names = written(3)
     header = json.loads(store.files[names[1]][8 : 8 + int.from_bytes(store.files[names[1]][:8], "little")])
     assert json.loads(header["__metadata__"]["boxes"])["model.weight"] == [[7, 5], [3, 0]]
+
+
+def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
+    state = {"model": {"weight": torch.ones(2), "nothing": torch.empty(0, 3)}}
+    pieces = pieces_to_write(state, replicas=True)
+    store = MemoryStore()
+    store.files["rank-0"] = staged(pieces)
+    load_pieces(store, ["rank-0"], pieces_of(empty(state)))
+    assert whole_tensors(store, ["rank-0"], "model")["nothing"].shape == (0, 3)
+    assert safetensors.torch.load(store.files["rank-0"])["model.nothing"].shape == (0, 3)
+
+
+def test_who_does_not_write_replicas_writes_shards_alone() -> None:
+    assert pieces_to_write(STATE, replicas=False) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
+    state = {"model": {"ids": torch.arange(5).to(dtype)}}
+    store = MemoryStore()
+    store.files["rank-0"] = staged(pieces_to_write(state, replicas=True))
+    assert torch.equal(whole_tensors(store, ["rank-0"], "model")["ids"], state["model"]["ids"])

@@ -58,10 +58,19 @@ def test_errors_of_this_machine_keep_their_kind_and_are_not_tried_again(tmp_path
 def test_a_half_committed_file_of_a_file_system_leaves_the_old_one(tmp_path: Path) -> None:
     store = ArrowStore(f"file://{tmp_path}")
     store.commit("file", b"old")
-    (tmp_path / f".file.{os.getpid()}").mkdir()  # stands in the way
+    (tmp_path / f".file.{socket.gethostname()}-{os.getpid()}").mkdir()  # stands in the way
     with pytest.raises(OSError, match=r"file"):
         store.commit("file", b"new")
     assert store.read("file") == b"old"
+
+
+def test_a_file_of_more_than_two_gigabytes_is_read_whole(tmp_path: Path) -> None:
+    """A system call returns no more than 2 GiB less a page."""
+    with (tmp_path / "file").open("wb") as file:
+        file.seek(2**31 + 2)
+        file.write(b"end")
+    data = LocalStore(tmp_path).read("file", 1)
+    assert (len(data), data[-3:]) == (2**31 + 4, b"end")
 
 
 def test_google_storage_that_does_not_answer_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

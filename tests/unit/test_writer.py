@@ -130,6 +130,5 @@ def test_what_is_not_storage_s_is_raised() -> None:
 
     writer = Writer()
     writer.put(1, pieces(1.0), write)
-    writer.wait(nothing, LONG_S)
     with pytest.raises(ZeroDivisionError):
-        writer.news()
+        writer.wait(nothing, LONG_S)
