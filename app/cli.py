@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from app.config import Config, load_config
 from app.errors import SteadfastError, UsageError
@@ -133,13 +132,13 @@ def _of_a_run(verb: str, runs: list[str], options: argparse.Namespace) -> int:
         print(scale(runs[0], options.workers))
         return 0
     from app.checkpoint.catalog import Catalog
-    from app.rundir import find_run
+    from app.rundir import base, find_run
 
     catalog = Catalog(find_run(runs[0]).store)
     if verb == "export":
         from app.checkpoint.export import export
 
-        print(export(catalog, options.step, Path(options.out)))
+        print(export(catalog, options.step, base() / options.out))  # where run.init_from looks for it
         return 0
     from app.checkpoint.doctor import examine
 

@@ -18,6 +18,7 @@ from app.checkpoint.writer import Writer
 from app.config import Config
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.loader import own_randomness
+from app.ledger import Ledger
 from app.models import build_model
 from app.optim import build_optimizer
 from app.plan import Plan
@@ -31,8 +32,8 @@ class Kept:
     """The data with its loader workers, and the replica that a survivor brings to its next world.
 
     held: the step whose state `model` and `optimizer` hold complete, 0 for the initial one, or NO_STATE.
-    skip: the steps that are left out of the run. writer, shelf: of checkpoints and snapshots. Its triggers know how
-    long ago something was done last, whatever attempt did it.
+    skip: the steps that are left out of the run. ledger: of the attempt under way. writer, shelf: of checkpoints and
+    snapshots. Its triggers know how long ago something was done last, whatever attempt did it.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -46,6 +47,7 @@ class Kept:
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
         self.fingerprint = fingerprint(self.dataset)
         self.skip: frozenset[int] = frozenset()
+        self.ledger: Ledger | None = None
         self.writer = Writer()
         self.shelf = Shelf()
         steps_per_epoch = self.order.num_train / config.batch.global_size
@@ -81,6 +83,12 @@ class Kept:
         if skip != self.skip:
             self.forget()
         self.skip = skip
+
+    def close_ledger(self) -> None:
+        """Before the next attempt, whose leader reads what this one has written."""
+        if self.ledger:
+            self.ledger.close()
+        self.ledger = None
 
     @property
     def num_steps(self) -> int:

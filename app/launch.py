@@ -24,7 +24,7 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
         ResourcesMissing: the cluster has no room for the smallest number of workers.
     """
     directory = RunDirectory.of(config)
-    directory.create()
+    new = directory.create()
     ownership = Ownership.claim(directory.store)
     with closing(Console(verbose)) as console:
         try:
@@ -34,7 +34,8 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
                 return _run(config, directory, ownership, console, interrupts, verbose)
         finally:
             ownership.release()
-            directory.discard_if_unused()
+            if new:
+                directory.discard_if_unused()
 
 
 def _run(

@@ -12,7 +12,7 @@ from typing import Any
 from app.checkpoint.catalog import Catalog
 from app.config import Change, Config, diff, dump_config, parse_config
 from app.errors import RunConflict, StorageError, UsageError
-from app.owner import OWNER, read_owner
+from app.owner import read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
 from app.stream import Stream, last_lines, open_stream, read_lines
@@ -21,6 +21,7 @@ from app.telemetry.narrate import already_finished
 
 STEPS = "steps.jsonl"  # the sample ledger
 _PROBE, _CONFIG, _SUMMARY, _SCALE, _EVENTS = ".writable", "config.yaml", "summary.json", "scale.json", "events.jsonl"
+_ENVIRONMENT, _FOLDERS = "environment.json", ("checkpoints", "faults", "stacks", "tensorboard")
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 
 
@@ -58,14 +59,21 @@ class RunDirectory:
     def __truediv__(self, name: str) -> str:
         return join(self.uri, name)
 
-    def create(self) -> None:
+    def create(self) -> bool:
+        """Whether nothing is there yet.
+
+        Raises:
+            UsageError: nothing can be written there.
+        """
         try:
+            new = not self.store.list("")
             self.store.commit(_PROBE, b"")
             self.store.delete(_PROBE)
         except OSError as error:
             raise UsageError(
                 f"run.storage: {self.uri} cannot be written: {error.strerror or error}. Choose another run.storage"
             ) from error
+        return new
 
     def check_shared(self) -> None:
         """
@@ -122,15 +130,21 @@ class RunDirectory:
         return bool(catalog.quarantined()) or catalog.newest() is not None
 
     def discard_if_unused(self) -> None:
-        """Leaves nothing of a command that failed before its first step."""
+        """Leaves nothing of a command that failed before its first step, in a folder that was new."""
         if not self.has_checkpoint() and self.last_step_line() is None:
             self.store.delete("")
 
     def stored_config(self) -> Config | None:
+        """
+        Raises:
+            StorageError: storage does not say whether there is one.
+        """
         try:
             return parse_config(self.store.read(_CONFIG).decode())
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
 
 
 def find_run(name: str) -> RunDirectory:
@@ -188,7 +202,7 @@ def begin(
         if exists and not change.identity and not change.free:
             say(f"changed {change.key}: {change.old} -> {change.new}")
     directory.record({"event": "run_started", "time_s": started_s, "launcher": launcher})
-    write_json(directory.store, "environment.json", environment())
+    write_json(directory.store, _ENVIRONMENT, environment())
     return True
 
 
@@ -203,6 +217,5 @@ def _said(changes: list[Change]) -> str:
 
 
 def _clear(directory: RunDirectory) -> None:
-    for name in directory.store.list(""):
-        if name != OWNER:
-            directory.store.delete(name)
+    for name in (_CONFIG, _SUMMARY, _SCALE, _EVENTS, STEPS, _ENVIRONMENT, *_FOLDERS):
+        directory.store.delete(name)

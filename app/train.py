@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from time import perf_counter
 
 from app.agree import ControlWord, Flags
@@ -11,6 +12,7 @@ from app.checkpoint.restore import NO_STATE, restore
 from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import app_state
 from app.config import Config
+from app.errors import StorageError
 from app.faults.inject import Faults
 from app.faults.numerics import left_out
 from app.kept import Kept
@@ -126,7 +128,8 @@ def train(
     leaving = step < num_steps and control.wished.leave and not control.wished.stop
     by_survivors = leaving and parallel.replicated and not control.wished.checkpoint  # the state goes on
     if step and not by_survivors:
-        save(last=True)
+        with suppress(StorageError) if leaving else nullcontext():  # then the next world has what else there is
+            save(last=True)
     if step == num_steps and held_out:
         run_validation()
     outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)

@@ -43,3 +43,4 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
         finally:
             world.progress.leave()
             world.groups.destroy()
+            kept.close_ledger()

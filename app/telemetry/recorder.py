@@ -66,7 +66,7 @@ class Recorder:
         """
         self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
         self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
-        self._ledger = Ledger(directory.store, world, plan)
+        self._ledger = kept.ledger = Ledger(directory.store, world, plan)
         self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.store, restored.step))
         self._running: dict[int, _Ran] = {}
         self.metrics: dict[str, float] = {}
@@ -187,7 +187,7 @@ class Recorder:
         self._world.progress.enter("end")
         self._publish("attempt_ended", cause=cause, step=step)
         self._trackers.close()
-        self._ledger.close()
+        self._kept.close_ledger()
         if cause == "resized":
             return
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}

@@ -168,6 +168,8 @@ class DrillRuntime:
         """A bad step ends an attempt as a wish to leave does: the schedule goes on."""
         if not isinstance(error, BadStep):
             raise error
+        self._events.close()  # which step is to be left out is read there
+        self._events = self._directory.open_events()
 
     def _wants(self, after: int | None) -> bool:
         return self._wishes and after is not None and self._num_steps >= after

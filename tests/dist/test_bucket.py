@@ -52,6 +52,13 @@ def test_a_network_that_fails_costs_no_step_and_no_checkpoint(proxy: Proxy) -> N
     assert all(fault.times == 0 for fault in proxy.faults), "not all faults have struck"
 
 
+def test_what_an_attempt_did_is_in_the_bucket_before_the_next_one_begins(proxy: Proxy, tmp_path) -> None:
+    words = ["checkpoint.every=4 steps", "trackers=[]", "faults.inject=[{kind: nan_at, step: 7}]"]
+    places = proxy.uri("runs-failed"), tmp_path
+    in_bucket, on_disk = (drill(small(place, *words), worlds=[2, 2]).told("restore", "lost_steps") for place in places)
+    assert in_bucket == on_disk == [2]
+
+
 def test_a_damaged_object_is_not_resumed_from(proxy: Proxy) -> None:
     config = small(proxy.uri("runs-damaged"), "checkpoint.every=4 steps", "trackers=[]")
     drill(config, worlds=[2], stop_after=6)

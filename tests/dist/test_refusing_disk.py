@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from app.checkpoint.catalog import of_attempt
 from app.rundir import RunDirectory
 from app.storage import LocalStore
 from app.stream import FileStream
-from tests.dist.checks import check_run
+from tests.dist.checks import check_checkpoint, check_run, check_weights
 from tests.dist.drill import Drilled, drill
 from tests.dist.reference import reference
 from tests.dist.small import small
@@ -53,6 +56,27 @@ def test_a_full_disk(disk: Path, tmp_path: Path) -> None:
     run = trained_while(disk, fill, has_been_full, filler.unlink, partial(count_refusals, refused))
     assert any("No space left on device" in error for error in run.told("checkpoint_failed", "error"))
     assert all(needed > 1000 for needed in run.told("checkpoint_failed", "needed_bytes"))
+
+
+def refuse_the_first_attempt() -> None:
+    honest = LocalStore.write
+
+    def write(store: LocalStore, name: str, parts: Any) -> None:
+        if of_attempt(1) in name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        honest(store, name, parts)
+
+    LocalStore.write = write  # type: ignore[method-assign]
+
+
+def test_shards_that_storage_does_not_take_are_no_reason_to_end_when_a_worker_leaves(tmp_path: Path) -> None:
+    """What the next world goes on from is a copy in memory, of one of the steps before."""
+    config = small(tmp_path, "parallel.kind=fsdp", "recovery.wait_s=1")
+    run = drill(config, worlds=[3, 2], leave_after=[8], patch=refuse_the_first_attempt)
+    check_weights(run, reference(config))
+    check_checkpoint(run)
+    assert run.told("restore", "source") == ["snapshot"]
+    assert "No space left on device" in run.told("checkpoint_failed", "error")[0]
 
 
 def count_refusals(path: Path) -> None:

@@ -58,8 +58,9 @@ def test_a_checkpoint_of_that_step_stays_whole_and_so_does_one_of_each_other_ran
 ) -> None:
     bugs = ", ".join(f"{{kind: fail_at, step: 9, rank: {rank}}}" for rank in ranks)
     config = small(tmp_path, f"faults.inject=[{bugs}]", "checkpoint.every=8 steps", "checkpoint.keep_last=1")
-    with pytest.raises(MemberFailed, match="InjectedFault"):
+    with pytest.raises(MemberFailed, match="InjectedFault") as failure:
         drill(config, worlds=[3], patch=refuse_to_overwrite)
+    assert "written twice" not in str(failure.value)
     catalog = Catalog(RunDirectory.of(config).store)
     manifest = catalog.manifest(8)
     assert manifest is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.shards import Staged, pieces_of
 from app.cli import main
 from app.config import Config, parse_config
+from app.errors import UsageError
 from app.kept import Kept
 from app.owner import Ownership
 from app.storage import LocalStore
@@ -132,3 +134,12 @@ def test_weights_of_another_model_are_refused(run: Path) -> None:
         with pytest.raises(Exception, match=said) as raised:
             Kept(config(path), torch.device("cpu"))
         assert "run.init_from" in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1, 2], 2)])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_what_holds_no_weights_is_refused(tmp_path: Path, suffix: str, data: bytes) -> None:
+    path = tmp_path / f"weights.{suffix}"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):
+        Kept(config(path), torch.device("cpu"))
