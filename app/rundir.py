@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ class RunDirectory:
         Raises:
             StorageError: this machine does not see what the command has put there.
         """
-        if read_owner(self.store) is None:
+        with suppress(OSError):  # storage that does not answer may be shared all the same
+            if read_owner(self.store):
+                return
             raise StorageError(
                 f"{socket.gethostname()} does not see {self.uri}, where the command keeps the run. Mount one folder "
                 f"on all nodes, at {_SHARED} for example, or give run.storage a bucket or a path that all of them share"

@@ -46,3 +46,12 @@ def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: Ru
     (directory.store.path / "config.yaml").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"config.yaml cannot be read"):
         directory.stored_config()
+
+
+def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
+    directory: RunDirectory,
+) -> None:
+    with pytest.raises(StorageError, match=r"does not see .*run"):
+        directory.check_shared()
+    (directory.store.path / "owner.json").mkdir(parents=True)
+    directory.check_shared()
