@@ -84,7 +84,7 @@ class StoreContract:
         with pytest.raises(FileNotFoundError):
             store.read("a/1")
 
-    def test_what_the_source_of_the_chunks_raises_is_raised_as_it_is(self, store: Store) -> None:
+    def test_what_the_source_of_the_chunks_raises_is_raised_as_it_is_and_nothing_is_written(self, store: Store) -> None:
         failure = TimeoutError("the world has ended")
 
         def chunks() -> Iterator[bytes]:
@@ -94,6 +94,7 @@ class StoreContract:
         with pytest.raises(TimeoutError) as raised:
             store.write("file", chunks())
         assert raised.value is failure
+        assert store.list("") == []
 
     def test_another_process_has_the_same_files(self, store: Store) -> None:
         store.commit("a", b"x")

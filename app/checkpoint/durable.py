@@ -166,23 +166,10 @@ class Checkpoints:
             )
 
     def _write(self, metrics: dict[str, float], job: Job) -> Event | None:
-        """On the writer's thread. No name is ever written twice: a manifest may list it already."""
-        self._writer.tries += 1
-        origin = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}"
-        name = f"{origin}-{self._writer.tries:04d}.safetensors"
-        digest = hashlib.sha256()
-        with ThreadPoolExecutor(1) as hasher:
-
-            def chunks() -> Iterator[Bytes]:
-                for chunk in job.staged.chunks():
-                    job.check()
-                    hasher.submit(digest.update, chunk)
-                    yield chunk
-
-            self._catalog.write(job.step, name, chunks())
-        files = {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
+        """On the writer's thread; again and again, until it succeeds."""
+        job.files = files = job.files or self._write_file(job)
         if not self._replicated:
-            files = self._files_of_all(job, files)
+            files = self._files_of_all(job)
             if not self._world.leader:
                 self._writer.committed = job.step
                 return None
@@ -213,7 +200,8 @@ class Checkpoints:
             self._catalog.retire(manifest, self._config, self._world.skip, job.check)
         except Damaged as error:
             self._catalog.quarantine(job.step, str(error))
-            if self._replicated:  # it is worth another try; of other ranks' files their memory is gone
+            if self._replicated:  # it is worth another try; what was in the others' files is gone
+                job.files = {}
                 raise OSError(f"{error}, and was written a moment ago") from error
             return failure(job.step, f"{error}, and was written a moment ago", 0)
         except OSError as error:  # perhaps it can be deleted after the next one
@@ -230,12 +218,29 @@ class Checkpoints:
             "not_deleted": not_deleted,
         }
 
-    def _files_of_all(self, job: Job, own: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    def _write_file(self, job: Job) -> dict[str, FileDigest]:
+        """Under a name that no manifest lists."""
+        self._writer.num_files += 1
+        origin = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}"
+        name = f"{origin}-{self._writer.num_files:04d}.safetensors"
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(1) as hasher:
+
+            def chunks() -> Iterator[Bytes]:
+                for chunk in job.staged.chunks():
+                    job.check()
+                    hasher.submit(digest.update, chunk)
+                    yield chunk
+
+            self._catalog.write(job.step, name, chunks())
+        return {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
+
+    def _files_of_all(self, job: Job) -> dict[str, FileDigest]:
         """For the leader; for the others it is over once the leader has committed them."""
         store, leader = self._world.groups.store, self._world.leader
         keys = [f"checkpoint/{job.step}/{rank}" for rank in range(self._world.size)]
         try:
-            store.set(keys[self._world.rank], json.dumps({name: asdict(file) for name, file in own.items()}))
+            store.set(keys[self._world.rank], json.dumps({name: asdict(file) for name, file in job.files.items()}))
             while not store.check(keys if leader else [f"checkpoint/{job.step}/done"]):
                 job.check()
                 time.sleep(_POLL_S)  # a wait would keep the store from all other threads

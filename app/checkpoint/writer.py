@@ -6,8 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from app.checkpoint.manifest import FileDigest
 from app.checkpoint.shards import Piece, Staged
 from app.runtime import Event
 
@@ -30,6 +31,7 @@ class Job:
         write: writes and commits what has been staged, and returns the event that tells of it. Now and then it calls
             `check`.
         blocked_s: how long training has waited.
+        files: what of it is on storage already, for another try.
     """
 
     step: int
@@ -37,6 +39,7 @@ class Job:
     began_s: float
     blocked_s: float
     write: Callable[[Job], Event | None]
+    files: dict[str, FileDigest] = field(default_factory=dict)
     dropped: bool = False
 
     def check(self) -> None:
@@ -48,13 +51,13 @@ class Writer:
     """Writes one state at a time; of those that come meanwhile, the newest waits. What storage refuses is tried again,
     and told at once and then once a minute.
 
-    attempt, skip: of the world that this process is in. tries: how often anything was begun to be written. committed:
-    the newest step that this process knows to be on storage. refused: why storage last refused, if it does.
+    attempt, skip: of the world that this process is in. num_files: begun to be written so far. committed: the
+    newest step that this process knows to be on storage. refused: why storage last refused, if it does.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.attempt, self.skip = 0, frozenset[int]()
-        self.tries = self.committed = 0
+        self.num_files = self.committed = 0
         self.refused = ""
         self._clock = clock
         self._buffers = (Staged(), Staged())

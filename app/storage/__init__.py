@@ -34,7 +34,8 @@ class Store(Protocol):
         ...
 
     def write(self, name: str, parts: Iterable[Bytes]) -> None:
-        """Whoever reads meanwhile, or after a crash, may find a part of it; once this returns, all of it stays."""
+        """Whoever reads meanwhile, or after a crash, may find a part of it; once this returns, all of it stays. When it
+        raises, nothing does."""
         ...
 
     def commit(self, name: str, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -200,6 +201,10 @@ def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview])
     except BaseException:
         if files.type_name in _WHOLE_ON_CLOSE:
             _abandon(stream)
+        else:
+            with contextlib.suppress(OSError):
+                stream.close()
+                files.delete_file(path)
         raise
 
 

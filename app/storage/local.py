@@ -35,17 +35,22 @@ class LocalStore:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self.path / name
         _make_folder(path.parent)
-        with path.open("wb", buffering=0) as file:
-            for part in parts:
-                while part:
-                    part = part[file.write(part) :]  # a disk that fills up takes a part of it first
-            os.fsync(file.fileno())
+        try:
+            with path.open("wb", buffering=0) as file:
+                for part in parts:
+                    while part:
+                        part = part[file.write(part) :]  # a disk that fills up takes a part of it first
+                os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def commit(self, name: str, data: bytes) -> None:
         path = self.path / name
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+        self.write(str(temporary.relative_to(self.path)), [data])
         try:
-            self.write(str(temporary.relative_to(self.path)), [data])
             temporary.replace(path)
         except OSError:
             with contextlib.suppress(OSError):

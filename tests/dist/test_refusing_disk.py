@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint.catalog import of_attempt
+from app.checkpoint.catalog import Catalog, of_attempt, path_of
 from app.rundir import RunDirectory
 from app.storage import LocalStore
 from app.stream import FileStream
@@ -131,7 +131,16 @@ def trained_while(
     check_run(run, reference(config))
     assert run.told("checkpoint", "step")[-1] == NUM_STEPS
     assert len(run.told("checkpoint_failed", "step")) == 1, "once a minute is enough"
+    check_that_nothing_else_lies_there(Catalog(RunDirectory.of(config).store))
     return run
+
+
+def check_that_nothing_else_lies_there(catalog: Catalog) -> None:
+    """Tries that fail must not fill what room there is."""
+    for step in catalog.steps():
+        manifest = catalog.manifest(step)
+        assert manifest is not None
+        assert {*catalog.store.list(path_of(step))} == {"manifest.json", *manifest.files}
 
 
 def awaited(condition: Callable[[], bool]) -> bool:
