@@ -7,7 +7,6 @@ who wait are not, however long they do.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import threading
@@ -16,12 +15,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from tempfile import TemporaryFile
 from typing import TypeVar
 
 import torch
 
 from app import groups
+from app.faults.stacks import stacks
 
 T = TypeVar("T")
 
@@ -152,28 +151,14 @@ class Progress:
         return self._at[0]
 
     def stacks(self) -> str:
-        """What every other thread of this process is doing, innermost call first, the training thread first of all.
-
-        By faulthandler, which holds everybody still meanwhile: to walk the frames of a thread that runs is not safe.
-        """
-        with TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            blocks = [block for block in file.read().split("\n\n") if not block.startswith("Current")]
-        text = "\n\n".join(sorted(blocks, key=lambda block: not block.startswith(_heading(self._thread))))
-        for thread in threading.enumerate():
-            text = text.replace(_heading(thread.ident or 0), thread.name)
-        return text
+        """What every other thread of this process is doing, the training thread first of all."""
+        return stacks(self._thread)
 
     def _is_in_collective(self) -> int:
         """Of two who have come equally far, one that is in a collective waits for one that is in anything else. Asked
         of those alone who have been where they are for a while."""
         frame = sys._current_frames().get(self._thread) if self._seconds > _A_WHILE_S else None
         return int(frame is not None and frame.f_code.co_filename.startswith((_TORCH, groups.__file__)))
-
-
-def _heading(thread: int) -> str:
-    return f"Thread 0x{thread:016x}"
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.checkpoint.durable import Checkpoints
 from app.config import Config
 from app.kept import Kept
+from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_weights
-from tests.dist.drill import Drilled, drill
+from tests.dist.drill import Drilled
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import CPU, reference
 from tests.dist.small import small
@@ -19,6 +23,20 @@ from tests.dist.small import small
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
+
+
+def wait_for_storage() -> None:
+    """So that each checkpoint is there that the schedule names, however slow the disk is."""
+    honest = Checkpoints.save
+
+    def save(self: Checkpoints, *args: Any, **named: Any) -> None:
+        honest(self, *args, **named)
+        self.finish(60.0)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
+
+
+drill = partial(drills.drill, patch=wait_for_storage)
 
 
 def check_left_out(run: Drilled, config: Config, *steps: int) -> None:
