@@ -93,7 +93,7 @@ class Ownership:
                 time.sleep(_RENEW_S)
                 # Locked, or it would renew what is released in this moment; and a full disk is no reason to give up.
                 with _writing, contextlib.suppress(RunConflict, OSError):
-                    if self._owner.renewed:
+                    if self._owner.renewed and read_owner(self._store):  # or the run has been deleted
                         self.renew()
 
         threading.Thread(target=renew_for_ever, daemon=True, name="owner").start()

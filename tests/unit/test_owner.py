@@ -2,13 +2,16 @@
 
 import pickle
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+import app.owner
 from app.errors import RunConflict
 from app.owner import Ownership, read_owner
 from app.storage import LocalStore
+from app.storage.memory import MemoryStore
 
 COUNT = 300
 
@@ -56,3 +59,15 @@ def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path
     assert [handed_over.next_attempt() for _ in range(3)] == [1, 2, 3]
     ownership.release()
     assert Ownership.claim(LocalStore(tmp_path)).next_attempt() == 4
+
+
+def test_a_run_that_is_deleted_is_not_claimed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.owner._RENEW_S", 0.001)
+    store = MemoryStore()
+    Ownership.claim(store).keep()
+    with app.owner._writing:  # not in the midst of a renewal
+        store.delete("owner.json")
+    num_before = len(store.operations)
+    while len(store.operations) < num_before + 20:
+        time.sleep(0.001)
+    assert store.files == {}
