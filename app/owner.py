@@ -17,7 +17,7 @@ from app.errors import RunConflict
 from app.storage import Store
 from app.storage.documents import write_json
 
-OWNER = "owner.json"
+_OWNER = "owner.json"
 _RENEW_S = 5.0
 _STALE_S = 20.0  # several renewals may fail before another command takes over
 _writing = threading.RLock()  # the thread that renews is not alone
@@ -66,7 +66,7 @@ class Ownership:
             pid=os.getpid(),
             renewed=time.time(),
         )
-        write_json(store, OWNER, asdict(owner))
+        write_json(store, _OWNER, asdict(owner))
         return cls(store, owner)
 
     @property
@@ -106,7 +106,7 @@ class Ownership:
                 raise RunConflict(f"another command has taken over {self._store.uri}: on {found.host}, pid {found.pid}")
             renewed = time.time() if held else 0.0
             self._owner = replace(found, attempt=found.attempt + begun, renewed=renewed)
-            write_json(self._store, OWNER, asdict(self._owner))
+            write_json(self._store, _OWNER, asdict(self._owner))
 
 
 def read_owner(store: Store) -> Owner | None:
@@ -115,6 +115,6 @@ def read_owner(store: Store) -> Owner | None:
         OSError: storage does not say whether there is one.
     """
     try:
-        return Owner(**json.loads(store.read(OWNER)))
+        return Owner(**json.loads(store.read(_OWNER)))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None

@@ -177,6 +177,7 @@ def begin(
 
     Raises:
         RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
+        StorageError: storage does not say what it holds.
     """
     stored, exists = directory.stored_config(), directory.has_checkpoint()
     if config.run.resume == "must" and not exists:

@@ -137,8 +137,8 @@ class Catalog:
         ours = [each for each in found.values() if each and each.skipped == left_out(skip, each.step)]
         keep = {newest.step, *kept(config, ours, skip)}
         unfinished = {step for step, manifest in found.items() if manifest is None and step > newest.step}
-        # The manifest first, so that no half-deleted one looks whole.
         names: list[tuple[str, ...]]
+        # The manifest first, so that no half-deleted one looks whole.
         names = [(f"{path_of(step)}/{_MANIFEST}", path_of(step)) for step in found.keys() - keep - unfinished]
         names += [(path_of(step), f"{path_of(step)}{_MARK}") for step in self.quarantined() if step < min(keep)]
         half_written = [name for name in self.store.list(_FOLDER) if _MARK in name and not name.endswith(_MARK)]

@@ -27,7 +27,7 @@ def rescue(
     others the state is on storage, with a survivor, or not to be trusted."""
     if kept.held <= 0 or isinstance(error, BadStep | SteadfastError) or is_peer_loss(error):
         return
-    if kept.writer.committed == kept.held:
+    if kept.held == kept.writer.committed:  # it is on storage
         return
     said = {"attempt": world.attempt, "step": kept.held}
     optimizer = cast(torch.optim.Optimizer, kept.optimizer)

@@ -14,10 +14,9 @@ def kept(config: CheckpointConfig, checkpoints: Sequence[Manifest], skip: frozen
     that were left out, the last one before: the next bad step would put the step before these under suspicion."""
     steps = sorted(each.step for each in checkpoints)
     found = set(steps[-config.keep_last :])
-    suspect = steps[-1] if steps else 0
-    while suspect in skip:
-        suspect -= 1
-    found |= set([step for step in steps if step < suspect][-1:]) if suspect not in steps[-1:] else set()
+    if steps and steps[-1] in skip:
+        suspect = max(step for step in range(steps[-1]) if step not in skip)
+        found |= set([step for step in steps if step < suspect][-1:])
     if every := config.keep_every:
         found |= {step for step, before in zip(steps, [0, *steps], strict=False) if step // every > before // every}
     if best := config.keep_best:

@@ -11,7 +11,7 @@ from types import FrameType
 
 _USUAL_S = sys.getswitchinterval()
 _ALONE_S = 0.25  # a hundred times what it takes; and how long a busy thread may keep it waiting
-_PAUSE_S = 0.001
+_PAUSE_S = 0.001  # in which another has its turn
 
 
 def stacks(first: int) -> str:
