@@ -1,8 +1,11 @@
 # Each target is enough by itself on a fresh machine: it makes .venv and installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+# Test processes at a time, where tests do not mind their neighbours.
+JOBS ?= 2
 
-.PHONY: install train test e2e check
+.PHONY: install train unit test test-slow test-all e2e check
 
 .venv/.train: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -22,17 +25,28 @@ install: .venv/.train
 train: .venv/.train
 	$(BIN)/python main.py --config ddp.yaml
 
-# The cheap failures come first.
-test: .venv/.dev
-	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/dist
-	$(BIN)/python -m pytest tests/cluster
+# Half a minute: what to run after each edit.
+unit: .venv/.dev
+	$(PYTEST) -n $(JOBS) tests/unit -m "not slow"
+
+# Every claim once. The cheap failures come first.
+test: unit
+	$(PYTEST) -n $(JOBS) tests/dist -m "not slow"
+	$(PYTEST) tests/cluster -m "not slow"
+
+# What `make test` leaves out: more worlds, more points to be killed at, more seeds.
+test-slow: .venv/.dev
+	$(PYTEST) -n $(JOBS) tests/unit tests/dist -m slow
+	$(PYTEST) tests/cluster -m slow
+
+test-all: test test-slow
 
 # Needs root and, on Debian, apt-get install openssh-server rsync iproute2.
 e2e: .venv/.e2e
-	$(BIN)/python -m pytest tests/e2e
+	$(PYTEST) tests/e2e
 
 check: .venv/.dev
 	$(BIN)/ruff check app cluster main.py tests
 	$(BIN)/ruff format --check app cluster main.py tests
-	$(BIN)/mypy --strict app cluster
+	$(BIN)/mypy --strict app cluster tests main.py
+	$(BIN)/lint-imports

@@ -1,4 +1,4 @@
-"""Everything this program raises on purpose, and the exit code each ends with.
+"""The exceptions that this program raises on purpose, and the exit code of each.
 
 SteadfastError
 ├── UsageError            2  the command cannot be carried out as given
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 class SteadfastError(Exception):
-    """One clear message, the remedy with it."""
+    """An error told to the user in one clear message, with its remedy and without a traceback."""
 
     exit_code = 1
 
@@ -27,25 +27,27 @@ class UsageError(SteadfastError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration."""
+    """One thing that is wrong with a configuration."""
 
     where: str  # "configs/ddp.yaml:12" or "override"
     path: str  # "optimizer.lr"
     what: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.path, self.what) if part)
+        known = [part for part in (self.where, self.path, self.what) if part]
+        return ": ".join(known)
 
 
 class ConfigError(UsageError):
-    """Raised once with every problem, so that one edit mends them all."""
+    """All problems of a configuration at once, so that one edit mends them all."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return ConfigError, (self.problems,)  # Exception would hand its message back to the constructor
+        # Workers raise it across processes, and Exception would unpickle it from its message.
+        return ConfigError, (self.problems,)
 
 
 class RunConflict(UsageError):

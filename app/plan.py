@@ -1,4 +1,4 @@
-"""Which worker runs which microbatch. Pure arithmetic: the one place where world size and shares enter.
+"""Assign microbatches to workers. Pure arithmetic: the one place where world size and shares enter.
 
 Theorem. The training samples form one endless stream of positions. Step s (counted from 1) is the positions
 [(s - 1) * global_size, s * global_size), cut into a fixed grid of microbatches, and its gradient is
@@ -12,82 +12,63 @@ What breaks it: anything that couples samples beyond their microbatch (BatchNorm
 wall time, a mean taken before the sum over ranks, or another `microbatch_size` together with dropout (another draw).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count, islice
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 Shares = tuple[int, ...]  # microbatches of each rank in a step
 
 
 class Microbatch(NamedTuple):
-    """Positions [start, stop) of the stream. A pad (weight 0) is one real sample that counts for nothing: it keeps a
-    rank in step with collectives when it has nothing of its own to compute."""
+    """Positions [start, stop) of the stream."""
 
     step: int
     index: int  # type: ignore[assignment]  # hides a method of tuple that nobody calls here
     start: int
     stop: int
+    # A pad has weight 0: one real sample that counts for nothing. It keeps a rank in step with its peers' collectives
+    # when it has nothing of its own to compute.
     weight: int = 1
 
 
 def even_shares(num_microbatches: int, world_size: int) -> Shares:
-    """As equal as whole microbatches allow; the first ranks take the remainder."""
-    each, left = divmod(num_microbatches, world_size)
-    return tuple(each + (rank < left) for rank in range(world_size))
+    """Return shares as equal as whole microbatches allow; the first ranks take the remainder."""
+    each, remainder = divmod(num_microbatches, world_size)
+    return (each + 1,) * remainder + (each,) * (world_size - remainder)
 
 
 def fastest_shares(speeds: Sequence[float], num_microbatches: int) -> Shares:
-    """The shares whose slowest rank is done first, at least one for each rank; even ones where there are not enough.
-
-    Every microbatch goes to the rank that would be done with it first (D'Hondt's highest averages). No other shares
-    end sooner; largest remainders may, by giving a slow rank the microbatch that all others then wait for.
-    """
+    """Return the shares with which a step ends soonest, given relative speeds; at least one for each rank."""
     if num_microbatches <= len(speeds):
         return even_shares(num_microbatches, len(speeds))
+    # Every microbatch goes to the rank that would be done with it first (D'Hondt's highest averages). Not by largest
+    # remainders: they may give a slow rank the one microbatch that all others then wait for.
     shares = [1] * len(speeds)
-    done = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when a rank would be, with one more
-    heapq.heapify(done)
+    next_done = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when each would be done with one more
+    heapq.heapify(next_done)
     for _ in range(num_microbatches - len(speeds)):
-        rank = done[0][1]
+        _, rank = next_done[0]
         shares[rank] += 1
-        heapq.heapreplace(done, ((shares[rank] + 1) / speeds[rank], rank))
+        heapq.heapreplace(next_done, ((shares[rank] + 1) / speeds[rank], rank))
     return tuple(shares)
 
 
 @dataclass
 class Plan:
-    """An assignment of every step's microbatches to ranks. Shares may change from a step on, as long as nobody has read
-    that step yet; whoever changes them does so on all ranks alike.
+    """An assignment of every step's microbatches to ranks."""
 
-    Args:
-        global_size: samples in a step, whatever the world.
-        microbatch_size: samples in a microbatch; the last one of a step may be shorter.
-        shares: microbatches for each rank in the first step; their sum is the size of the grid.
-        lockstep: every rank runs the same number of forwards (parallelisms whose forward is a collective).
-        num_samples: where the stream ends, None for an endless one; the last step may then be short.
-        skip: steps that are left out; their positions belong to nobody.
-    """
-
-    global_size: int
-    microbatch_size: int
-    shares: Shares
-    lockstep: bool = False
-    num_samples: int | None = None
-    skip: frozenset[int] = frozenset()
-    _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # oldest first
-    _read: int = field(default=0, init=False)  # the last step that a stream has given out
+    global_size: int  # samples in a step, whatever the world
+    microbatch_size: int  # samples in a microbatch; the last one of a step may be shorter
+    shares: Shares  # of the first step; their sum is the size of the grid
+    equal_forwards: bool = False  # every rank runs the same number, for strategies whose forward is a collective
+    num_samples: int | None = None  # where the stream ends, None for an endless one; the last step may then be short
+    skip: frozenset[int] = frozenset()  # steps that are left out; no rank runs their positions
+    _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # (first step, shares), oldest first
+    _last_read: int = field(default=0, init=False)  # the last step that a stream has given out
 
     def __post_init__(self) -> None:
         self._check(self.shares)
-
-    def _check(self, shares: Shares) -> None:
-        grid = -(-self.global_size // self.microbatch_size)
-        if len(shares) != len(self.shares) or sum(shares) != grid or min(shares) < 0:
-            raise ValueError(f"shares {shares} do not cover a grid of {grid} microbatches")
 
     @classmethod
     def even(
@@ -96,72 +77,100 @@ class Plan:
         microbatch_size: int,
         world_size: int,
         *,
-        lockstep: bool = False,
+        equal_forwards: bool = False,
         num_samples: int | None = None,
         skip: frozenset[int] = frozenset(),
-    ) -> Plan:
-        shares = even_shares(-(-global_size // microbatch_size), world_size)
-        return cls(global_size, microbatch_size, shares, lockstep, num_samples, skip)
+    ) -> Self:
+        """Make a plan with even shares."""
+        num_microbatches = _ceil_div(global_size, microbatch_size)
+        shares = even_shares(num_microbatches, world_size)
+        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip)
 
     def change(self, first_step: int, shares: Shares) -> None:
-        """Other shares from `first_step` on, which is beyond all earlier changes.
-
-        Raises:
-            ValueError: they do not cover the grid, or a loader has read `first_step` already.
-        """
+        """Set other shares from `first_step` on, on all ranks alike. Raises ValueError if that step has been read."""
         self._check(shares)
-        if first_step <= self._read:
-            raise ValueError(f"shares cannot change from step {first_step} on: step {self._read} has been read")
+        # A loader may have fetched these microbatches for another rank already; some would be run twice, others never.
+        if first_step <= self._last_read:
+            raise ValueError(f"shares cannot change from step {first_step} on: step {self._last_read} has been read")
         self._changes.append((first_step, shares))
 
     def shares_at(self, step: int) -> Shares:
-        """The shares in force in `step`."""
-        return next((shares for first, shares in reversed(self._changes) if first <= step), self.shares)
+        """Return the shares in force in `step`."""
+        for first_step, shares in reversed(self._changes):
+            if first_step <= step:
+                return shares
+        return self.shares
 
     def first_unread(self, step: int, num_ahead: int) -> int:
-        """The first step that no rank's loader has read after `step`, where each is `num_ahead` microbatches ahead; the
-        one with the smallest share has read the most steps."""
-        fewest = max(1, min(self.shares_at(step + 1)))
-        coming = (each for each in count(step + 1) if each not in self.skip)
-        return max(islice(coming, -(-num_ahead // fewest)), default=step) + 1
+        """Return the first step after `step` that no loader has read, if each is `num_ahead` microbatches ahead."""
+        # The same number of microbatches is more steps to a rank with a smaller share: the smallest is the farthest.
+        smallest = max(1, min(self.shares_at(step + 1)))
+        num_steps_ahead = _ceil_div(num_ahead, smallest)
+        last_read = step
+        while num_steps_ahead > 0:
+            last_read += 1
+            if last_read not in self.skip:
+                num_steps_ahead -= 1
+        return last_read + 1
 
     def num_forwards(self, step: int, rank: int) -> int:
-        """Forward passes of one rank in a step, pads included; at least one, or its peers would wait for ever."""
+        """Return the number of forward passes of `rank` in `step`, pads included."""
         shares = self.shares_at(step)
-        return max(shares) if self.lockstep else max(1, shares[rank])
+        if self.equal_forwards:
+            return max(shares)
+        # At least one: a rank that runs nothing would not join the gradients' all-reduce, and its peers would hang.
+        return max(1, shares[rank])
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
-        """What `rank` runs in `step`, in order."""
+        """Return what `rank` runs in `step`, in order."""
         shares = self.shares_at(step)
-        first = list(accumulate(shares, initial=0))[rank]
-        real = [self._microbatch(step, index) for index in range(first, first + shares[rank])]
-        pads = [self._pad(step, first + shares[rank])] * (self.num_forwards(step, rank) - len(real))
-        return real + pads
+        first = sum(shares[:rank])
+        stop = first + shares[rank]
+        share = [self._microbatch(step, index) for index in range(first, stop)]
+        num_pads = self.num_forwards(step, rank) - len(share)
+        return share + [self._pad(step, stop)] * num_pads
 
     def stream(self, rank: int, first_step: int, last_step: int) -> Iterator[Microbatch]:
-        """Everything `rank` runs from `first_step` to `last_step`, both included, less what is left out. Each step is
-        read when it is asked for, with the shares that it has by then."""
+        """Yield all that `rank` runs from `first_step` to `last_step`, both included, without the steps to skip."""
         for step in range(first_step, last_step + 1):
-            self._read = step
+            # Noted before the shares are looked up: from here on they may not change for this step.
+            self._last_read = step
             if step not in self.skip:
                 yield from self.microbatches(step, rank)
 
     def num_samples_in(self, step: int) -> int:
-        """Samples of all ranks in `step`: global_size, less where the stream ends."""
-        begin = (step - 1) * self.global_size
-        return self.global_size if self.num_samples is None else min(self.global_size, self.num_samples - begin)
+        """Return the samples of all ranks in `step`: global_size, or fewer where the stream ends."""
+        if self.num_samples is None:
+            return self.global_size
+        return min(self.global_size, self.num_samples - self._begin(step))
 
     def positions(self, step: int) -> tuple[int, int]:
-        """[start, stop) of the stream, of all ranks in `step`."""
-        begin = (step - 1) * self.global_size
+        """Return the positions [start, stop) of the stream that all ranks together run in `step`."""
+        begin = self._begin(step)
         return begin, begin + self.num_samples_in(step)
 
+    def _begin(self, step: int) -> int:
+        return (step - 1) * self.global_size
+
     def _microbatch(self, step: int, index: int) -> Microbatch:
-        begin = (step - 1) * self.global_size
+        begin, end = self.positions(step)
         start = begin + index * self.microbatch_size
-        stop = min(start + self.microbatch_size, begin + self.num_samples_in(step))
-        return Microbatch(step, index, start, stop) if start < stop else self._pad(step, index)
+        stop = min(start + self.microbatch_size, end)
+        # The last step of a stream that ends has fewer samples than the grid has room for.
+        if start >= stop:
+            return self._pad(step, index)
+        return Microbatch(step, index, start, stop)
 
     def _pad(self, step: int, index: int) -> Microbatch:
-        begin = (step - 1) * self.global_size
+        # The first sample of the step: it exists in a short step too.
+        begin = self._begin(step)
         return Microbatch(step, index, begin, begin + 1, weight=0)
+
+    def _check(self, shares: Shares) -> None:
+        num_microbatches = _ceil_div(self.global_size, self.microbatch_size)
+        if len(shares) != len(self.shares) or sum(shares) != num_microbatches or min(shares) < 0:
+            raise ValueError(f"shares {shares} do not cover a grid of {num_microbatches} microbatches")
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)

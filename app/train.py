@@ -1,137 +1,123 @@
 """The page: one attempt at the run, as one worker sees it."""
 
-from __future__ import annotations
+from torch import nn
 
-from contextlib import nullcontext, suppress
-from time import perf_counter
-
-from app.agree import ControlWord, Flags
-from app.balance import build_balance
+from app.balance.shares import build_balance
 from app.checkpoint.durable import Checkpoints
-from app.checkpoint.restore import NO_STATE, restore
+from app.checkpoint.restore import restore
 from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import app_state
+from app.components.periodic import Periodic
+from app.components.probes import Probes
+from app.components.schedule import build_schedule
+from app.components.validate import Validator
+from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import StorageError
+from app.faults.guard import Guard
 from app.faults.inject import Faults
-from app.faults.numerics import left_out
-from app.kept import Kept
-from app.optim import build_optimizer, learning_rate
-from app.parallel import build_parallel
-from app.rundir import RunDirectory
-from app.runtime import Outcome, Runtime, World
+from app.parallel import Parallel, build_parallel
+from app.plan import Plan
+from app.run.directory import RunDirectory
+from app.run.ledger import recent_losses
 from app.step import Stepper
-from app.telemetry.phases import Phases
 from app.telemetry.recorder import Recorder
-from app.validate import validate
+from app.telemetry.startup import StartupTimer
+from app.world.control import ControlChannel
+from app.world.runtime import Outcome, Runtime, World
 
 
 def train(
-    config: Config, runtime: Runtime, world: World, kept: Kept, directory: RunDirectory, phases: Phases
+    config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, timer: StartupTimer
 ) -> Outcome:
-    """One attempt. Whatever ended the last one, this one begins the same way: build, restore, go on."""
-    parallel = build_parallel(config, world, kept.precision)
-    kept.leave_out(world.skip)
-    plan = kept.plan(world.size, parallel.lockstep)
-    held_out = kept.validation_plan(world.size, parallel.lockstep)
-    balance = build_balance(config, plan, kept.loader.num_ahead, world, runtime)
-    faults = Faults(config.faults.inject, directory, world, runtime)
-    if not parallel.replicated or kept.held == NO_STATE:
-        kept.forget()
-    model = parallel.wrap(kept.model)
-    kept.optimizer = optimizer = kept.optimizer or build_optimizer(config.optimizer, kept.model)
-    stepper = Stepper(
+    """Run one attempt. Whatever ended the last one, this one begins the same way: build, restore, step, leave."""
+    # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
+    parallel = build_parallel(config.parallel, world, worker.precision)
+    worker.prepare(world.skip, parallel)
+    plan = worker.plan(world.size, parallel)  # which rank runs which microbatch
+    probes = _build_probes(config, runtime, world, directory, plan, worker)
+    model = parallel.wrap(worker.model)
+    state = worker.state(parallel.unwrap(model))
+    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
+    validator = Validator(config.validation, worker, parallel, world)
+    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer)
+    snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
+    timer.mark("built")
+
+    # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.
+    restored = restore(state, worker.held, checkpoints, snapshots, parallel, world)
+    stepper.warm_up(worker.example())
+    checkpoints.reserve(state)
+    timer.mark("restored")
+
+    # Step until the run or the attempt ends. All ranks are told of every request at the same step.
+    guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
+    recorder = Recorder(config, directory, runtime, world, plan, worker)
+    recorder.begin(restored, timer, snapshots.refused)
+
+    def save(step: int, ending: Outcome | None = None) -> None:
+        recorder.commit(guard.accept(control.drain()))  # the last message says whether this state is finite
+        probes.enter("checkpoint")
+        checkpoints.save(step, state, recorder.metrics, ending)
+        recorder.checkpoints(checkpoints.news())
+
+    periodic = Periodic(world.leader, worker.num_steps)
+    periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(model)))
+    periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, state)))
+    periodic.add("checkpoint", worker.trigger("checkpoint", config.checkpoint.every, restored.age_s), save)
+    trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
+    periodic.add("gradient_norms", trigger, lambda step: recorder.gradient_norms(result))
+    control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
+    batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))
+    while worker.step < worker.num_steps and not control.ending:
+        result = stepper.step(worker.step + 1, batches)
+        worker.advance_to(result.step)
+        recorder.ran(result)
+        requests = periodic.requests(probes.signals(runtime.signals()))
+        recorder.commit(guard.accept(control.exchange(result, requests)))
+        periodic.run(worker.step, control)
+        recorder.checkpoints(checkpoints.news())
+
+    # Leave. Survivors carry a state that one of them has all of to the next world; any other is written down first.
+    recorder.commit(guard.accept(control.drain()))
+    outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
+    if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
+        save(outcome.step, ending=outcome)
+    if outcome.kind == "finished":
+        recorder.validation(outcome.step, validator.run(model))
+    recorder.end(outcome, parallel.whole(model), state)
+    return outcome
+
+
+def _build_probes(
+    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState
+) -> Probes:
+    """Return faults and timing. A collective where workers are weighted by label, which changes `plan`."""
+    num_ahead = worker.loader.num_ahead
+    balance = build_balance(config.batch.balance, config.parallel.kind, plan, num_ahead, world, runtime)
+    return Probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
+
+
+def _build_stepper(
+    config: Config, world: World, plan: Plan, worker: WorkerState, parallel: Parallel, model: nn.Module, probes: Probes
+) -> Stepper:
+    return Stepper(
         model,
-        optimizer,
-        balance.task(faults.task(kept.task)),
+        worker.optimizer,
+        probes.task(worker.task),
         parallel,
-        kept.precision,
-        units_per_sample=kept.units_per_sample,
-        counts_vary=kept.counts_vary,
+        worker.precision,
+        build_schedule(config.schedule, worker.num_steps),
+        plan,
+        world,
+        units_per_sample=worker.units_per_sample,
+        counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
-        progress=world.progress,
     )
-    state = app_state(parallel.plain(model), optimizer)
-    checkpoints = faults.store(
-        Checkpoints(config, directory, world, kept.fingerprint, parallel.replicated, kept.writer)
-    )
-    phases.mark("built")
 
-    snapshots = Snapshots(world, kept.shelf, None if parallel.replicated else state)
-    world.progress.enter("restore")
-    restored = restore(state, kept, checkpoints, world.groups, parallel.replicated)
-    step = restored.step
-    if parallel.replicated:  # shards have no buckets to lay out
-        stepper.rehearse(kept.example())
-    checkpoints.prepare(state)
-    phases.mark("restored")
 
-    num_steps = kept.num_steps
-    kept.validation_trigger.begin()
-    kept.checkpoint_trigger.begin(restored.age_s)
-    control = ControlWord(faults.group(world.groups.control), int(kept.precision.device.type == "cuda"), balance)
-    recorder = Recorder(config, runtime, world, directory, plan, kept, restored, phases, snapshots.why_not)
-    fetched = faults.batches(kept.loader.steps(plan.stream(world.rank, step + 1, num_steps)))
-    batches = balance.batches(world.progress.fetching(fetched))
-
-    def settle() -> None:
-        recorder.commit(control.drain())
-
-    def run_validation() -> None:
-        assert held_out
-        metrics = validate(parallel.plain(model), kept.task, kept.loader, held_out, world, kept.precision)
-        recorder.validation(step, metrics)
-        kept.validation_trigger.done()
-        control.granted(validate=True)
-
-    def save(last: bool = False) -> None:
-        settle()  # the last word says whether this state is finite
-        world.progress.enter("checkpoint")
-        checkpoints.save(step, state, recorder.metrics, last)
-        recorder.checkpoints(checkpoints.news())
-        kept.checkpoint_trigger.done()
-        control.granted(checkpoint=True)
-
-    def copy() -> None:
-        world.progress.enter("snapshot")
-        snapshots.take(step, state)
-        recorder.snapshot(snapshots)
-        control.granted(snapshot=True)
-
-    while step < num_steps and not control.ending:
-        began = perf_counter()
-        lr = learning_rate(config.schedule, config.optimizer.lr, step + 1, num_steps)
-        run = left_out if step + 1 in plan.skip else stepper.step
-        result = run(step + 1, lr, batches, plan, world.rank)
-        kept.held = step = step + 1
-        signals = faults.signals(runtime.signals())
-        wishes = Flags(
-            stop=signals.stop,
-            leave=signals.leave,
-            checkpoint=signals.checkpoint or (world.leader and kept.checkpoint_trigger.wanted()),
-            snapshot=snapshots.wanted() and world.leader,
-            validate=world.leader and kept.validation_trigger.wanted(),
-        )
-        recorder.ran(step, perf_counter() - began, lr)
-        recorder.commit(control.exchange(result, wishes))
-        if held_out and step < num_steps and (kept.validation_trigger.due(step) or control.wished.validate):
-            run_validation()
-        if control.wished.snapshot and not control.ending:
-            copy()
-        wished = control.wished.checkpoint and not control.ending
-        if step < num_steps and (kept.checkpoint_trigger.due(step) or wished):
-            save()
-        recorder.checkpoints(checkpoints.news())
-
-    settle()
-    leaving = step < num_steps and control.wished.leave and not control.wished.stop
-    by_survivors = leaving and parallel.replicated and not control.wished.checkpoint  # the state goes on
-    if step and not by_survivors:
-        with suppress(StorageError) if leaving else nullcontext():  # then the next world has what else there is
-            save(last=True)
-    if step == num_steps and held_out:
-        run_validation()
-    outcome = Outcome("finished" if step == num_steps else "resized" if leaving else "stopped", step)
-    recorder.end(outcome.kind, step, parallel.plain(model) if parallel.replicated else None, state)
-    return outcome
+def _build_guard(
+    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState, step: int
+) -> Guard:
+    units_per_sample = None if worker.counts_vary else worker.units_per_sample
+    losses = recent_losses(directory.store, step)
+    return Guard(config.recovery, runtime, world, plan, units_per_sample, losses)

@@ -1,46 +1,97 @@
 """A worker process: it outlives attempts."""
 
-from __future__ import annotations
-
 import traceback
 
-from app.checkpoint.rescue import rescue
+from torch import nn
+
+from app.checkpoint.durable import Checkpoints
+from app.checkpoint.state import Tensors, flatten
+from app.components.worker_state import WorkerState
 from app.config import Config
-from app.kept import Kept
-from app.rundir import RunDirectory
-from app.runtime import Outcome, Runtime
-from app.telemetry.phases import Phases
+from app.errors import SteadfastError
+from app.faults.numerics import BadStep
+from app.parallel import Parallel, arrange, build_parallel
+from app.run import events
+from app.run.directory import RunDirectory
+from app.telemetry.startup import StartupTimer
 from app.train import train
+from app.world.groups import is_peer_loss
+from app.world.runtime import Outcome, Runtime, World
+
+_RESCUE_S = 60.0  # in which an emergency checkpoint must be written
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
-    """Trains in world after world until the run ends, or this worker is not needed any more (None)."""
+    """Train in world after world until the run ends, or this worker is not needed any more (None)."""
     try:
-        kept = Kept(config, runtime.device)  # before joining, so that nobody waits for a newcomer's data and model
+        # Before joining, so that nobody waits for a newcomer's data and model.
+        worker = WorkerState(config, runtime.device)
     except Exception as error:
         runtime.failed(0, error)
         return None
     while True:
-        phases = Phases()
+        timer = StartupTimer()
         world = runtime.next_world()
         if world is None:
             return None
-        phases.mark("formed")
+        world = arrange(world, config.parallel)
+        timer.mark("formed")
         try:
-            outcome = train(config, runtime, world, kept, directory, phases)
+            outcome = train(config, runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
                 return outcome
         except Exception as error:
             try:
-                runtime.failed(max(0, kept.held), error)
+                runtime.failed(worker.step, error)
             except Exception:
                 world.groups.abort()  # the others need not wait for storage
-                rescue(config, runtime, world, kept, directory, error)
+                rescue(config, runtime, world, worker, directory, error)
                 raise
             finally:
-                world.groups.abort()  # after the word is out why: this is how the others learn that something is wrong
-                traceback.clear_frames(error.__traceback__)  # they hold the model as it was wrapped for this world
+                # The abort is how the others learn that something is wrong, so it comes once the reason is known.
+                world.groups.abort()
+                # The frames hold the model as it was wrapped for this world.
+                traceback.clear_frames(error.__traceback__)
         finally:
             world.progress.leave()
             world.groups.destroy()
-            kept.close_ledger()
+            worker.close_attempt()
+
+
+def rescue(
+    config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, error: BaseException
+) -> None:
+    """Write a checkpoint of the last step that was done, or say why not. It is a worker's last act."""
+    step = worker.step
+    if not step or step == worker.writer.committed:
+        return
+    # After an error that is not the user's own the state is on storage, with a survivor, or not to be trusted.
+    if isinstance(error, BadStep | SteadfastError) or is_peer_loss(error):
+        return
+    parallel = build_parallel(config.parallel, world, worker.precision)
+    state = worker.state(worker.model) if parallel.survivors_hold_all else {}
+    if reason := _reason_not_to_save(state, worker.model, parallel, world):
+        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
+        return
+    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer)
+    checkpoints.stage(step, state, {})
+    try:
+        checkpoints.wait_for_commit(_RESCUE_S)
+    except SteadfastError as late:
+        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=str(late)))
+    for news in checkpoints.news():
+        runtime.publish(news.of_attempt(world.attempt))
+
+
+def _reason_not_to_save(state: dict[str, Tensors], model: nn.Module, parallel: Parallel, world: World) -> str:
+    """Return why the state is not worth a checkpoint; "" if it is."""
+    if not parallel.survivors_hold_all:
+        return "the state is spread over workers that have stopped"
+    if world.progress.phase == "update":
+        return "the exception came while the weights were being updated"
+    # Parameters, not buffers: a mask may hold infinities.
+    learned = [*model.parameters(), *flatten(state.get("optimizer", {})).values()]
+    for tensor in learned:
+        if not bool(tensor.isfinite().all()):
+            return "some of the weights are not finite"
+    return ""

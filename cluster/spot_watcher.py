@@ -38,7 +38,7 @@ log = logging.getLogger("spot watcher")
 
 @dataclass(frozen=True)
 class Notice:
-    """This machine goes away at `deadline_s` (unix time)."""
+    """Says that this machine goes away at `deadline_s` (Unix time)."""
 
     deadline_s: float
     reason: str
@@ -49,7 +49,10 @@ Drain = Callable[[Notice], None]  # raises unless Ray accepted
 
 
 def fetch(host: str, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-    """Status and body. Follows no redirect and no proxy of the environment: neither leads to this machine's data."""
+    """Return status and body of an answer.
+
+    No redirect is followed and no proxy of the environment is used: neither leads to this machine's data.
+    """
     connection = HTTPConnection(host, timeout=REQUEST_TIMEOUT_S)
     connection.connect()
     # The socket's time-out is per read: a server that drips bytes would hold the watcher for ever.
@@ -83,7 +86,10 @@ def unix_s(moment: datetime) -> float:
 
 
 class Aws:
-    """IMDSv2: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
+    """Asks AWS, by IMDSv2.
+
+    docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+    """
 
     def __init__(self, host: str, drain_on_rebalance: bool) -> None:
         self.host, self.drain_on_rebalance = host, drain_on_rebalance
@@ -101,7 +107,7 @@ class Aws:
         return None
 
     def _get(self, item: str) -> str | None:
-        """None where there is no such item (404)."""
+        """Return an item of the metadata, or None where there is no such item (404)."""
         status, body = self._get_with_token(item)
         if status == 401:  # the token has expired
             self.token = ""
@@ -117,8 +123,10 @@ class Aws:
 
 
 def gcp(host: str, now: Callable[[], float] = time.time) -> Notice | None:
-    """cloud.google.com/compute/docs/instances/preemptible. Says that, not when; host maintenance is left out, since
-    its notice is an hour with GPUs and a minute without, and Ray cannot take a drain back."""
+    """Ask Google, which says that a machine goes and not when: cloud.google.com/compute/docs/instances/preemptible.
+
+    Host maintenance is left out: its notice is an hour with GPUs and a minute without, and Ray takes no drain back.
+    """
     answer = fetch_ok(host, "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}).strip()
     if answer not in ("TRUE", "FALSE"):
         raise ValueError(f"preempted: {answer[:40]!r}")
@@ -126,8 +134,11 @@ def gcp(host: str, now: Callable[[], float] = time.time) -> Notice | None:
 
 
 def azure(host: str, now: Callable[[], float] = time.time) -> Notice | None:
-    """learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Events of other machines of a scale set are
-    in the answer too. The first answer may take Azure two minutes, in which the watcher sees time-outs."""
+    """Ask Azure: learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
+
+    Events of other machines of a scale set are in the answer too. The first answer may take Azure two minutes, in which
+    the watcher sees time-outs.
+    """
     item = functools.partial(fetch_ok, host, headers={"Metadata": "true"})
     events = json.loads(item("/metadata/scheduledevents?api-version=2020-07-01"))["Events"]
     events = [event for event in events if event["EventType"] in ("Preempt", "Terminate")]
@@ -146,8 +157,10 @@ def _not_before_s(event: dict[str, str], now: Callable[[], float]) -> float:
 
 
 class FirstToAnswer:
-    """The cloud that first gives a sensible answer is this machine's. Asks them all anew until one does: the metadata
-    service may come up after the watcher."""
+    """Takes the cloud that first gives a sensible answer for this machine's.
+
+    All are asked anew until one does: the metadata service may come up after the watcher.
+    """
 
     def __init__(self, clouds: dict[str, Ask]) -> None:
         self.clouds = clouds
@@ -167,8 +180,11 @@ class FirstToAnswer:
 
 
 class Watcher:
-    """Drains once a notice, retried until Ray accepts. A sooner deadline in a later answer drains again; a later one
-    does not, so that a notice without a moment of its own counts from when it was first seen."""
+    """Drains the node once for each notice, and tries again until Ray accepts.
+
+    A sooner deadline in a later answer drains again; a later one does not, so that a notice without a moment of its own
+    counts from when it was first seen.
+    """
 
     def __init__(self, ask: Ask, drain: Drain) -> None:
         self.ask, self.drain = ask, drain
@@ -177,7 +193,7 @@ class Watcher:
         self.told: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Never raises: whatever the metadata service or Ray answers, the next poll asks again."""
+        """Ask once. Never raises: whatever the metadata service or Ray answers, the next poll asks again."""
         try:
             self._take(self.ask())
         except Exception as error:
@@ -214,8 +230,11 @@ def _in_short(error: Exception) -> str:
 
 
 def drain_in_child(notice: Notice, address: str, node_ip: str) -> None:
-    """In another process because Ray's client ends its own when the head does not answer, and takes 50 MB. The
-    deadline goes as a moment: `ray drain-node` takes whole seconds, and counts them from when Ray is loaded."""
+    """Drain this machine's node from another process.
+
+    Ray's client ends its own process when the head does not answer, and takes 50 MB. The deadline is given as a moment,
+    since `ray drain-node` takes whole seconds, and counts them from when Ray is loaded.
+    """
     options = [f"--drain-until={notice.deadline_s}", f"--reason={notice.reason}"]
     command = [sys.executable, __file__, *options, f"--address={address}", f"--node-ip={node_ip}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_TIMEOUT_S)
@@ -224,7 +243,7 @@ def drain_in_child(notice: Notice, address: str, node_ip: str) -> None:
 
 
 def drain_now(deadline_s: float, reason: str, address: str, node_ip: str) -> None:
-    """Every living Ray node at this machine's address: the machine goes with all of them."""
+    """Drain every living Ray node at this machine's address: the machine goes with all of them."""
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die, get_node_ip_address
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from app.checkpoint.catalog import Catalog
-from app.checkpoint.export import read_whole
+from app.checkpoint.weights import read_whole
 from app.config import Config, parse_config
 from app.data import SampleOrder, build_dataset
 from app.data.order import samples_digest
-from app.ledger import History, read_ledger
+from app.run.ledger import History, read_ledger
 from app.storage import LocalStore
 from tests.command import Running
 
@@ -73,4 +74,4 @@ def differences(one: Path, other: Path) -> list[Tensor]:
 
 def distance(one: Path, other: Path) -> float:
     """Euclidean, of all weights."""
-    return sum(float(each.double().square().sum()) for each in differences(one, other)) ** 0.5
+    return math.sqrt(sum(float(each.double().square().sum()) for each in differences(one, other)))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.chaos import processes
-from app.ledger import History, read_ledger
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
+from app.run.ledger import History, read_ledger
 from app.storage import LocalStore
+from tests.chaos import processes
+from tests.events import event_lines
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,21 +34,44 @@ SMALL = [
 ]
 
 
+@dataclass(frozen=True)
+class Head:
+    """A Ray head that runs already.
+
+    Attributes:
+        address: what `cluster.address` takes.
+        pid: of its raylet, below which all of its workers are.
+    """
+
+    address: str
+    pid: int
+
+
 @dataclass
 class Command:
-    """`python main.py --config ddp.yaml ...` against a run directory below `storage`."""
+    """`python main.py --config ddp.yaml ...` against a run directory below `storage`.
+
+    Attributes:
+        head: the head to run on; None leaves it to the overrides.
+        started: all that were, for whoever has to see to it that they end.
+    """
 
     storage: Path
     name: str = "run"
     launcher: list[str] = field(default_factory=list)
     config: str = "ddp.yaml"
+    head: Head | None = None
+    started: list[Running] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
         return self.storage / self.name
 
     def start(self, *overrides: str, small: bool = True, log: str = "output.txt") -> Running:
-        words = [f"run.storage={self.storage}", f"run.name={self.name}", *(SMALL if small else ()), *overrides]
+        words = [f"run.storage={self.storage}", f"run.name={self.name}", *(SMALL if small else ())]
+        if self.head is not None:
+            words.append(f"cluster.address={self.head.address}")
+        words += overrides
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.storage)}
         output = (self.storage / log).open("w+")
         process = subprocess.Popen(
@@ -58,10 +82,17 @@ class Command:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        return Running(process, self.directory, Path(output.name))
+        output.close()
+        running = Running(process, self.directory, Path(output.name), self.head)
+        self.started.append(running)
+        return running
 
     def run(self, *overrides: str, timeout_s: float = 120, small: bool = True) -> Finished:
         return self.start(*overrides, small=small).wait(timeout_s)
+
+
+# Makes a command from a name and options, in a storage that it knows.
+Commands = Callable[..., Command]
 
 
 @dataclass(frozen=True)
@@ -72,9 +103,10 @@ class Finished:
 
 @dataclass
 class Running:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[Any]
     directory: Path
     output_path: Path
+    head: Head | None = None
 
     def wait(self, timeout_s: float = 120) -> Finished:
         try:
@@ -107,11 +139,15 @@ class Running:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return RunDirectory(LocalStore(self.directory)).read_events()
+        return event_lines(RunDirectory(LocalStore(self.directory)))
 
     def worker_pids(self, title: str = "RayTrainWorker") -> list[int]:
-        """Pids of the training processes below this command, oldest first."""
-        return sorted(pid for pid, name in descendants(self.process.pid) if title in name)
+        """Return the pids of this command's training processes, oldest first.
+
+        On a shared head they are below its raylet, and all of them this command's: one at a time uses it.
+        """
+        below = [self.process.pid] if self.head is None else [self.process.pid, self.head.pid]
+        return sorted(pid for root in below for pid, name in descendants(root) if title in name)
 
     def kill_workers(self, count: int) -> None:
         for pid in self.worker_pids()[:count]:

@@ -1,10 +1,31 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.leaks import forbid_leaks
 from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
+
+# Tests share the machine with each other and with the processes that they start, which inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs CUDA where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs CUDA")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves changed environment variables, threads or processes behind."""
+    with forbid_leaks():
+        yield
 
 
 @pytest.fixture(scope="module")

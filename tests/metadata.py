@@ -77,7 +77,7 @@ class MetadataService(ThreadingHTTPServer):
         self.tokens: list[str] = []
         self.asked: list[str] = []
         self.ill: Any = None
-        self.ill_at = (INSTANCE_ACTION, PREEMPTED, EVENTS)
+        self.ill_at: tuple[str, ...] = (INSTANCE_ACTION, PREEMPTED, EVENTS)
         self.released = threading.Event()  # ends answers that hang
 
     @property

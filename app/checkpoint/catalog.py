@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from app.checkpoint.retention import kept
+from app.checkpoint.retention import steps_to_keep
 from app.config import CheckpointConfig
 from app.errors import StorageError
-from app.storage import Bytes, Store
+from app.storage import Bytes, Read, Store
 from app.storage.documents import read_json
 
 _FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
-_MARK = ".quarantined.json"
+_MARK = ".quarantined.json"  # after the name of a folder that is not trusted any more
 _READ_BYTES = 2**24
 
 
@@ -28,29 +30,37 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Catalog:
-    """A folder a step, `checkpoints/step-00001200/`. One without a manifest is not a checkpoint (yet), and one with a
-    marker beside it is not trusted any more."""
+    """The checkpoints of a run: folders such as `checkpoints/step-00001200/` that have a manifest in them."""
 
     store: Store
 
     def steps(self) -> list[int]:
-        """Of all that have not been found to be damaged, newest first; some may turn out to be."""
+        """List steps with a folder that is not quarantined, newest first. Folders may be unfinished or damaged."""
         names = self.store.list(_FOLDER)
-        return sorted((_step(name) for name in names if _is_step(name) and name + _MARK not in names), reverse=True)
+        steps = []
+        for name in names:
+            if name.startswith("step-") and name.removeprefix("step-").isdigit() and name + _MARK not in names:
+                steps.append(_step(name))
+        return sorted(steps, reverse=True)
 
     def quarantined(self) -> dict[int, str]:
-        """Why, by step."""
-        names = [name for name in self.store.list(_FOLDER) if name.endswith(_MARK)]
-        marks = {_step(name): read_json(self.store, f"{_FOLDER}/{name}") for name in names}
-        return {step: (mark or {}).get("why", "the marker does not say why") for step, mark in marks.items()}
+        """Return why checkpoints are not trusted any more, by step."""
+        reasons = {}
+        for name in self.store.list(_FOLDER):
+            if name.endswith(_MARK):
+                mark = read_json(self.store, f"{_FOLDER}/{name}") or {}
+                reasons[_step(name)] = mark.get("why", "the marker does not say why")
+        return reasons
+
+    def newest(self) -> int | None:
+        """Return the newest step that is committed, whether or not it turns out to be damaged."""
+        for step in self.steps():
+            if _MANIFEST in self.store.list(path_of(step)):
+                return step
+        return None
 
     def manifest(self, step: int) -> Manifest | None:
-        """None where there is no checkpoint of this step.
-
-        Raises:
-            Damaged: there is, and its manifest cannot be read.
-            StorageError: another version of this program has written it.
-        """
+        """Return the manifest of a committed checkpoint. Raises Damaged, or StorageError for another version."""
         try:
             manifest = parse_manifest(self.store.read(f"{path_of(step)}/{_MANIFEST}"))
             if manifest.step != step:
@@ -63,23 +73,20 @@ class Catalog:
         except StorageError as error:
             raise StorageError(f"{self.store.uri}/{path_of(step)}: {error}") from error
 
-    def newest(self) -> int | None:
-        """Of those that are committed, whether or not it turns out to be damaged."""
-        return next((step for step in self.steps() if _MANIFEST in self.store.list(path_of(step))), None)
+    def readers(self, manifest: Manifest) -> list[Read]:
+        """Return what reads the files of a checkpoint."""
+        return [partial(self.store.read, f"{path_of(manifest.step)}/{name}") for name in manifest.files]
 
     def verify(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Reads files and compares them with what their writers saw; by default all of them.
-
-        Raises:
-            Damaged: one is missing, is of another size or has other contents.
-        """
+        """Read files, by default all, and compare them with what their writers saw. Raises Damaged if they differ."""
         folder = path_of(manifest.step)
         with ThreadPoolExecutor(4) as threads:
             chosen = manifest.files if names is None else names
             list(threads.map(lambda name: self._verify_file(f"{folder}/{name}", manifest.files[name]), chosen))
 
     def _verify_file(self, name: str, expected: FileDigest) -> None:
-        digest, num_bytes = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        num_bytes = 0
         try:
             while chunk := self.store.read(name, num_bytes, _READ_BYTES):
                 digest.update(chunk)
@@ -94,64 +101,79 @@ class Catalog:
             raise Damaged(f"{name} has other contents than were written: its sha256 differs")
 
     def quarantine(self, step: int, why: str) -> None:
-        """For good: nothing reads it any more, and it stays for whoever wants to look."""
+        """Have nothing read a checkpoint any more. It stays for whoever wants to look."""
         mark = json.dumps({"time_s": round(time.time(), 3), "why": why}).encode()
         self.store.commit(f"{path_of(step)}{_MARK}", mark)
 
-    def write(self, step: int, name: str, chunks: Iterable[Bytes]) -> None:
-        self.store.write(f"{path_of(step)}/{name}", chunks)
+    def write(self, step: int, name: str, chunks: Iterable[Bytes]) -> str:
+        """Write a file of a checkpoint that is not committed yet. Return its sha256."""
+        digest = hashlib.sha256()
+        # Hashed on a thread of its own, beside the write: both let go of the GIL.
+        with ThreadPoolExecutor(1) as hasher:
+
+            def hashed() -> Iterator[Bytes]:
+                for chunk in chunks:
+                    hasher.submit(digest.update, chunk)
+                    yield chunk
+
+            self.store.write(f"{path_of(step)}/{name}", hashed())
+        return digest.hexdigest()
 
     def commit(self, manifest: Manifest) -> None:
-        """From here on it is a checkpoint. What was damaged in its place has been replaced."""
+        """Make the folder a checkpoint. If it replaces a damaged one, it is trusted again."""
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
     def retire(
         self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int], check: Callable[[], None]
     ) -> None:
-        """Deletes what need not be kept, after it has read `newest` back: nothing goes before its successor is sure.
+        """Delete what need not be kept. `check` is called before each deletion, and may raise.
 
-        Args:
-            skip: steps that are left out of the run. A checkpoint that one of them went into is worth nothing.
-            check: called before each deletion; may raise.
-
-        Raises:
-            Damaged: `newest` is; nothing has been deleted.
-            OSError: something cannot be deleted; what can be has been.
+        Raises Damaged if `newest` is, and OSError if something cannot be deleted; what can be has been.
         """
+        # Nothing goes before its successor has been read back.
         self.verify(newest)
-        refused: list[OSError] = []
+        refused: OSError | None = None
         for names in self._outdated(newest, config, skip):
             check()
             try:
                 for name in names:
                     self.store.delete(name)
             except OSError as error:
-                refused.append(error)
+                refused = refused or error
         if refused:
-            raise refused[0]
+            raise refused
 
-    def _outdated(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> list[tuple[str, ...]]:
-        """What belongs together, in the order in which it is to go."""
-        found = {step: self._manifest_or_none(step) for step in self.steps()}
-        ours = [each for each in found.values() if each and each.skipped == left_out(skip, each.step)]
-        keep = {newest.step, *kept(config, ours, skip)}
-        unfinished = {step for step, manifest in found.items() if manifest is None and step > newest.step}
-        names: list[tuple[str, ...]]
-        # The manifest first, so that no half-deleted one looks whole.
-        names = [(f"{path_of(step)}/{_MANIFEST}", path_of(step)) for step in found.keys() - keep - unfinished]
-        names += [(path_of(step), f"{path_of(step)}{_MARK}") for step in self.quarantined() if step < min(keep)]
-        half_written = [name for name in self.store.list(_FOLDER) if _MARK in name and not name.endswith(_MARK)]
-        names += [(f"{_FOLDER}/{name}",) for name in half_written]  # markers, when a process was killed in the act
-        # What lies beside the newest was left there by former attempts; others of its own may be writing there still.
-        beside = [name for name in self.store.list(path_of(newest.step)) if name.startswith("attempt-")]
-        return names + [(f"{path_of(newest.step)}/{name}",) for name in beside if name < of_attempt(newest.attempt)]
-
-    def _manifest_or_none(self, step: int) -> Manifest | None:
-        try:
-            return self.manifest(step)
-        except (Damaged, StorageError):
-            return None
+    def _outdated(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> list[list[str]]:
+        """Return the names of what need not be kept: in each list the order in which they have to go."""
+        manifests: dict[int, Manifest | None] = {}
+        valid: list[Manifest] = []
+        for step in reversed(self.steps()):
+            manifests[step] = None
+            with contextlib.suppress(Damaged, StorageError):
+                manifests[step] = manifest = self.manifest(step)
+                # One that contains an update from a step that is left out by now is worth nothing.
+                if manifest and manifest.skipped == skipped_up_to(step, skip):
+                    valid.append(manifest)
+        keep = {newest.step, *steps_to_keep(config, valid, skip)}
+        outdated = []
+        for step, found in manifests.items():
+            # Without a manifest it was never committed; if it is newer, it is being written.
+            if step not in keep and (found or step < newest.step):
+                # The manifest first, so that no half-deleted checkpoint looks whole.
+                outdated.append([f"{path_of(step)}/{_MANIFEST}", path_of(step)])
+        leftovers = []
+        for name in self.store.list(_FOLDER):
+            if name.endswith(_MARK):
+                if _step(name) < min(keep):
+                    outdated.append([path_of(_step(name)), f"{_FOLDER}/{name}"])
+            elif _MARK in name:  # its process was killed while it wrote the marker
+                leftovers.append([f"{_FOLDER}/{name}"])
+        # Beside the newest only what former attempts have left: others of its own may be writing there still.
+        for name in self.store.list(path_of(newest.step)):
+            if name.startswith("attempt-") and name < of_attempt(newest.attempt):
+                leftovers.append([f"{path_of(newest.step)}/{name}"])
+        return outdated + leftovers
 
 
 def path_of(step: int) -> str:
@@ -159,17 +181,13 @@ def path_of(step: int) -> str:
 
 
 def of_attempt(attempt: int) -> str:
-    """How the names of its files begin; they sort by it."""
+    """Return how the names of an attempt's files begin; they sort by it."""
     return f"attempt-{attempt:06d}"
 
 
-def left_out(skip: frozenset[int], step: int) -> list[int]:
-    """What of `skip` a checkpoint of `step` lacks."""
+def skipped_up_to(step: int, skip: frozenset[int]) -> list[int]:
+    """Return the skipped steps that a checkpoint of `step` lacks."""
     return sorted(each for each in skip if each <= step)
-
-
-def _is_step(name: str) -> bool:
-    return name.startswith("step-") and name.removeprefix("step-").isdigit()
 
 
 def _step(name: str) -> int:

@@ -3,79 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
 
 import torch.distributed as dist
 
-from app.agree import any_rank
-from app.checkpoint.catalog import Catalog, Damaged, left_out, of_attempt, path_of
+from app.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of, skipped_up_to
 from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import Piece, load_pieces, pieces_of, pieces_to_write
-from app.checkpoint.state import Tensors
-from app.checkpoint.writer import Dropped, Job, Superseded, Writer, failure
+from app.checkpoint.shards import load_shards, shards_of, shards_to_write
+from app.checkpoint.state import State
+from app.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
 from app.config import Config
 from app.errors import StorageError
-from app.owner import read_owner
-from app.rundir import RunDirectory
-from app.runtime import Event, World
-from app.storage import Bytes
+from app.parallel import Parallel
+from app.run import events
+from app.run.directory import RunDirectory
+from app.run.owner import read_owner
+from app.world.control import any_rank
+from app.world.runtime import Outcome, World
 
 _POLL_S = 0.05
+_DONE = "checkpoint/{}/done"  # tells the other ranks that their leader has committed a step
 
 
 class Checkpoints:
-    """`find` is a collective; `save` and `finish` are where state is sharded. Replicated state is read and written by
-    the leader alone, who has all of it, and nobody waits for anybody's word.
-
-    Args:
-        fingerprint: of the dataset.
-        writer: the process's own. What it still has to write is dropped, unless this rank can commit it now as well.
-    """
+    """Finds, loads and saves checkpoints in one attempt. `find` is a collective; so is `save` if state is sharded."""
 
     def __init__(
-        self,
-        config: Config,
-        directory: RunDirectory,
-        world: World,
-        fingerprint: str,
-        replicated: bool,
-        writer: Writer,
+        self, config: Config, directory: RunDirectory, world: World, dataset: str, parallel: Parallel, writer: Writer
     ) -> None:
-        self._directory, self._world, self._fingerprint = directory, world, fingerprint
-        self._replicated, self._writer = replicated, writer
-        self._catalog, self._config = Catalog(directory.store), config.checkpoint
+        self._config = config.checkpoint
         self._limit_s = config.recovery.wait_s
+        self._directory = directory
+        self._catalog = Catalog(directory.store)
+        self._world = world
+        self._dataset = dataset  # its fingerprint
         self._newest = 0  # on storage, or on its way there
-        if not (replicated and world.leader and world.skip == writer.skip):
-            writer.drop()
-        if world.skip != writer.skip:
-            writer.committed = 0
-        writer.attempt, writer.skip = world.attempt, world.skip
+        self._writer = writer  # the process's own, which knows of earlier attempts
+        # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
+        self._replicated = parallel.survivors_hold_all
+        self._writes = parallel.writes(world)
+        writer.begin_attempt(world.attempt, world.skip, commits_alone=self._replicated and world.leader)
 
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
-        """The newest checkpoint whose files are what was written; and the steps of those that were found damaged on the
-        way, with the reason. They are quarantined.
+        """Return the manifest of the newest checkpoint that is whole, and why newer ones are damaged, by step.
 
-        Each rank reads a part of the files, none of which is trusted before.
-
-        Raises:
-            StorageError: the newest was written over another dataset.
+        Raises StorageError if it was written over another dataset.
         """
+        control = self._world.groups.control
         damaged: dict[int, str] = {}
         while True:
             candidate = [self._candidate(damaged) if self._world.leader else None]
-            dist.broadcast_object_list(candidate, src=0, group=self._world.groups.control)
+            dist.broadcast_object_list(candidate, src=0, group=control)
             manifest = candidate[0]
             if manifest is None:
                 return None, damaged
+            # Nothing is trusted before it has been read back. Each rank reads a part of the files.
+            why = ""
+            try:
+                self._catalog.verify(manifest, sorted(manifest.files)[self._world.rank :: self._world.size])
+            except Damaged as error:
+                why = str(error)
             whys: list[str] = [""] * self._world.size
-            dist.all_gather_object(whys, self._verify(manifest), group=self._world.groups.control)
+            dist.all_gather_object(whys, why, group=control)
             if not any(whys):
                 self._newest = manifest.step
                 return manifest, damaged
@@ -84,6 +74,7 @@ class Checkpoints:
                 self._catalog.quarantine(manifest.step, damaged[manifest.step])
 
     def _candidate(self, damaged: dict[int, str]) -> Manifest | None:
+        """Return the newest manifest that fits this run."""
         for step in self._catalog.steps():
             try:
                 manifest = self._catalog.manifest(step)
@@ -91,9 +82,10 @@ class Checkpoints:
                 damaged[step] = str(error)
                 self._catalog.quarantine(step, str(error))
                 continue
-            if manifest is None or manifest.skipped != left_out(self._world.skip, step):
+            if manifest is None or manifest.skipped != skipped_up_to(step, self._world.skip):
                 continue
-            if manifest.dataset != self._fingerprint:
+            # The state would fit, but the samples that it has seen would be others than the ledger says.
+            if manifest.dataset != self._dataset:
                 raise StorageError(
                     f"{self._directory / path_of(step)} was written over another dataset than this one. "
                     "Restore the data, or choose another run.name"
@@ -101,150 +93,145 @@ class Checkpoints:
             return manifest
         return None
 
-    def _verify(self, manifest: Manifest) -> str:
-        try:
-            self._catalog.verify(manifest, sorted(manifest.files)[self._world.rank :: self._world.size])
-        except Damaged as error:
-            return str(error)
-        return ""
-
-    def load(self, manifest: Manifest, state: dict[str, Tensors]) -> None:
-        """Fills this rank's part of `state` in place, whatever world and strategy wrote it.
-
-        Raises:
-            StorageError: the checkpoint does not fit this model.
-        """
+    def load(self, manifest: Manifest, state: State) -> None:
+        """Fill this rank's part of `state` in place. Raises StorageError if the checkpoint is of another model."""
         self._world.progress.enter("load")
-        files = [f"{path_of(manifest.step)}/{name}" for name in manifest.files]
-        load_pieces(self._directory.store, files, pieces_of(state))
+        load_shards(self._catalog.readers(manifest), shards_of(state))
 
-    def save(self, step: int, state: dict[str, Tensors], metrics: dict[str, float], last: bool = False) -> None:
-        """Returns once the state has been copied. A step that is on storage already, or that comes while sharded state
-        is still being written, is left out.
+    def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
+        """Return once the state has been copied; at the `ending` of an attempt, once it is on storage.
 
-        Args:
-            last: nothing is left out, and it returns once the state is on storage.
-
-        Raises:
-            StorageError: it is to wait for storage, and that takes longer than recovery.wait_s.
+        Raises StorageError if the run ends, and storage takes longer than recovery.wait_s.
         """
-        if last:
-            self.finish(self._limit_s)
-        if step != self._newest and (self._replicated or not any_rank(self._writer.busy, self._world.groups.control)):
-            self._newest = step
-            if self._world.leader or not self._replicated:
-                self.save_alone(step, state, metrics)
-        if last:
-            self.finish(self._limit_s)
+        if ending is None:
+            self._save(step, state, metrics)
+            return
+        # The run's last state has to be on storage. If another world follows, it goes on from what else there is.
+        with contextlib.suppress(StorageError) if ending.kind == "resized" else contextlib.nullcontext():
+            # While shards are being written, `_save` would leave this state out.
+            self.wait_for_commit(self._limit_s)
+            self._save(step, state, metrics)
+            self.wait_for_commit(self._limit_s)
 
-    def prepare(self, state: dict[str, Tensors]) -> None:
-        """Makes room for the first copy while training goes on: to touch new memory takes longer than to fill it."""
-        if self._world.leader or not self._replicated:
-            self._writer.prepare(self._pieces(state))
+    def _save(self, step: int, state: State, metrics: dict[str, float]) -> None:
+        if step == self._newest:
+            return
+        # Shards are committed once those of all ranks are there, so all ranks must write the same steps.
+        if not self._replicated and any_rank(self._writer.busy, self._world.groups.control):
+            return
+        self._newest = step
+        if self._writes:
+            self.stage(step, state, metrics)
 
-    def save_alone(self, step: int, state: dict[str, Tensors], metrics: dict[str, float]) -> None:
-        """The same for a rank that asks nobody: one that has all of the state, or whom the others follow."""
-        self._writer.put(step, self._pieces(state), partial(self._write, metrics))
+    def stage(self, step: int, state: State, metrics: dict[str, float]) -> None:
+        """Copy the state and have it written, without any collective: if it is replicated, or all ranks do the same."""
+        shards = shards_to_write(state, replicas=self._replicated or self._world.leader)
+        self._writer.put(step, shards, metrics, self)
 
-    def _pieces(self, state: dict[str, Tensors]) -> list[Piece]:
-        return pieces_to_write(state, replicas=self._replicated or self._world.leader)
+    def reserve(self, state: State) -> None:
+        """Make room for the first copy while training goes on: to touch new memory takes longer than to fill it."""
+        if self._writes:
+            self._writer.reserve(shards_to_write(state, replicas=self._replicated or self._world.leader))
 
-    def news(self) -> list[Event]:
-        """What has come of earlier calls of `save`; see `Writer.news`."""
+    @property
+    def committed(self) -> int:
+        """Return the newest step that this rank knows to be on storage, 0 if none."""
+        return self._writer.committed
+
+    def news(self) -> list[events.Event]:
+        """Return what has come of earlier calls of `save`. See `Writer.news`."""
         return self._writer.news()
 
-    def finish(self, limit_s: float) -> None:
-        """Waits until all that was saved is committed.
-
-        Raises:
-            StorageError: it was not in `limit_s`.
-        """
+    def wait_for_commit(self, limit_s: float) -> None:
+        """Wait until all that was saved is committed. Raises StorageError if that takes longer than `limit_s`."""
         if not self._writer.wait(lambda: self._world.progress.mark("checkpoint"), limit_s):
             raise StorageError(
                 f"the checkpoint of step {self._newest} could not be written to {self._directory.uri} in "
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
-    def _write(self, metrics: dict[str, float], job: Job) -> Event | None:
-        """On the writer's thread; again and again, until it succeeds."""
-        job.files = files = job.files or self._write_file(job)
-        if not self._replicated:
-            files = self._files_of_all(job)
-            if not self._world.leader:
-                self._writer.committed = job.step
-                return None
+    # The writer's thread calls the rest, in this order, and again where storage refuses. Nothing of `self` changes.
+
+    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
+        """Write this rank's file. Return its name and digest."""
+        # The number differs between all files of a process, so that none is written over that a manifest may list.
+        name = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}-{number:04d}.safetensors"
+        sha256 = self._catalog.write(pending.step, name, pending.chunks())
+        return name, FileDigest(sha256, pending.buffer.num_bytes)
+
+    def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
+        """Write the manifest, on the leader. Other ranks return None once it has."""
+        files = self._gather_files(pending)
+        if not (self._replicated or self._world.leader):
+            return None
         manifest = Manifest(
-            step=job.step,
+            step=pending.step,
             attempt=self._world.attempt,
             world_size=self._world.size,
             time_s=round(time.time(), 3),
-            dataset=self._fingerprint,
+            dataset=self._dataset,
             files=files,
-            skipped=left_out(self._world.skip, job.step),
-            metrics=metrics,
+            skipped=skipped_up_to(pending.step, self._world.skip),
+            metrics=pending.metrics,
         )
-        job.check()
+        pending.check()
+        # A process that was cut off may find others at work when it comes back. Its own attempt may be a later one than
+        # that of the copy: a leader brings to storage what it had no time to write before.
         owner = read_owner(self._directory.store)
-        if owner and owner.attempt > self._writer.attempt:  # either this worker gets there too, or it is cut off
-            raise Superseded(
-                f"attempt {owner.attempt} on {owner.host} has taken over; step {job.step} is not committed"
-            )
+        if owner and owner.attempt > attempt:
+            who = f"attempt {owner.attempt} on {owner.host}"
+            raise Superseded(f"{who} has taken over; step {pending.step} is not committed")
         self._catalog.commit(manifest)
-        self._writer.committed = job.step
-        seconds = time.monotonic() - job.began_s
-        if not self._replicated:
-            with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
-                self._world.groups.store.set(f"checkpoint/{job.step}/done", "")
-        not_deleted = None
+        return manifest
+
+    def _gather_files(self, pending: PendingWrite) -> dict[str, FileDigest]:
+        """Return the files of all ranks on the leader. The others return once it has committed them."""
+        assert pending.file is not None
+        name, digest = pending.file
+        if self._replicated:
+            return {name: digest}
+        files = {}
+        store = self._world.groups.store
+        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self._world.size)]
         try:
-            self._catalog.retire(manifest, self._config, self._world.skip, job.check)
-        except Damaged as error:
-            self._catalog.quarantine(job.step, str(error))
-            if self._replicated:  # it is worth another try; what was in the others' files is gone
-                job.files = {}
-                raise OSError(f"{error}, and was written a moment ago") from error
-            return failure(job.step, f"{error}, and was written a moment ago", 0)
-        except OSError as error:  # perhaps it can be deleted after the next one
-            not_deleted = str(error)
-        except Dropped:  # another attempt sees to it
-            pass
-        return {
-            "event": "checkpoint",
-            "step": job.step,
-            "path": self._directory / path_of(job.step),
-            "seconds": round(seconds, 4),  # from the copy to the commit
-            "blocked_s": round(job.blocked_s, 4),  # those of them in which training waited
-            "bytes": manifest.num_bytes,
-            "not_deleted": not_deleted,
-        }
-
-    def _write_file(self, job: Job) -> dict[str, FileDigest]:
-        """Under a name that no manifest lists."""
-        self._writer.num_files += 1
-        origin = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}"
-        name = f"{origin}-{self._writer.num_files:04d}.safetensors"
-        digest = hashlib.sha256()
-        with ThreadPoolExecutor(1) as hasher:
-
-            def chunks() -> Iterator[Bytes]:
-                for chunk in job.staged.chunks():
-                    job.check()
-                    hasher.submit(digest.update, chunk)
-                    yield chunk
-
-            self._catalog.write(job.step, name, chunks())
-        return {name: FileDigest(digest.hexdigest(), job.staged.num_bytes)}
-
-    def _files_of_all(self, job: Job) -> dict[str, FileDigest]:
-        """For the leader; for the others it is over once the leader has committed them."""
-        store, leader = self._world.groups.store, self._world.leader
-        keys = [f"checkpoint/{job.step}/{rank}" for rank in range(self._world.size)]
-        try:
-            store.set(keys[self._world.rank], json.dumps({name: asdict(file) for name, file in job.files.items()}))
-            while not store.check(keys if leader else [f"checkpoint/{job.step}/done"]):
-                job.check()
-                time.sleep(_POLL_S)  # a wait would keep the store from all other threads
-            said = [json.loads(store.get(key)) for key in keys] if leader else []
-            return {name: FileDigest(**file) for each in said for name, file in each.items()}
+            store.set(keys[self._world.rank], json.dumps([name, digest.sha256, digest.bytes]))
+            while not store.check(keys if self._world.leader else [_DONE.format(pending.step)]):
+                pending.check()
+                # Asked again and again, because the store's own wait would keep it from all other threads.
+                time.sleep(_POLL_S)
+            if self._world.leader:
+                for key in keys:
+                    name, sha256, num_bytes = json.loads(store.get(key))
+                    files[name] = FileDigest(sha256, num_bytes)
         except RuntimeError:  # the store ends with its attempt
             raise Dropped from None
+        return files
+
+    def finish(self, pending: PendingWrite, manifest: Manifest) -> events.Event:
+        """Tell the other ranks of the commit, and delete older checkpoints. Return the event that tells of it."""
+        seconds = time.monotonic() - pending.began_s
+        if not self._replicated:
+            with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
+                self._world.groups.store.set(_DONE.format(pending.step), "")
+        not_deleted = None
+        try:
+            self._catalog.retire(manifest, self._config, self._world.skip, pending.check)
+        except Damaged as error:
+            self._catalog.quarantine(pending.step, str(error))
+            why = f"{error}, and was written a moment ago"
+            if self._replicated:
+                raise OSError(why) from error
+            # There is no other try, since the other ranks have given up their copies.
+            return events.CheckpointFailed(step=pending.step, error=why, needed_bytes=0)
+        except OSError as error:
+            not_deleted = str(error)  # perhaps it can be deleted after the next checkpoint
+        except Dropped:
+            pass  # another attempt sees to it
+        return events.Checkpoint(
+            step=pending.step,
+            path=self._directory / path_of(pending.step),
+            seconds=round(seconds, 4),
+            blocked_s=round(pending.blocked_s, 4),
+            bytes=manifest.num_bytes,
+            not_deleted=not_deleted,
+        )

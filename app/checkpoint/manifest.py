@@ -20,23 +20,16 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """
-    Args:
-        time_s: when it was committed, Unix time.
-        dataset: fingerprint.
-        files: by name.
-        skipped: the steps up to this one that were left out.
-        metrics: of the last validation before it.
-    """
+    """The contents of `manifest.json`."""
 
     step: int
     attempt: int
     world_size: int
-    time_s: float
-    dataset: str
-    files: dict[str, FileDigest]
-    skipped: list[int] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    time_s: float  # Unix time of the commit
+    dataset: str  # its fingerprint
+    files: dict[str, FileDigest]  # by name
+    skipped: list[int] = field(default_factory=list)  # the steps up to this one that are left out of the run
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation before this step
     version: int = VERSION
 
     @property
@@ -49,21 +42,18 @@ class Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """
-    Raises:
-        ValueError: it is damaged.
-        StorageError: another version of this program has written it.
-    """
+    """Return what `Manifest.dump` has dumped. Raises ValueError for damage, StorageError for another version."""
     try:
         content: dict[str, Any] = json.loads(data)
         signature = content.pop("sha256", None)
-        version, signed = content["version"], signature == _digest(content)
-        if version == VERSION and signed:
+        is_signed = signature == _digest(content)
+        version = content["version"]
+        if version == VERSION and is_signed:
             files = {name: FileDigest(**digest) for name, digest in content.pop("files").items()}
             return Manifest(files=files, **content)
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError("manifest.json is damaged") from None
-    if version != VERSION and (signed or signature is None):  # version 1 was not signed
+    if version != VERSION and (is_signed or signature is None):  # version 1 was not signed
         raise StorageError(
             f"its manifest is of version {version}, and this program reads version {VERSION}. Go on with the release "
             "that wrote it, or choose another run.name"

@@ -1,27 +1,39 @@
-"""Which checkpoints are kept."""
+"""Decide which checkpoints are kept."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 from app.checkpoint.manifest import Manifest
 from app.config import CheckpointConfig
 
 
-def kept(config: CheckpointConfig, checkpoints: Sequence[Manifest], skip: frozenset[int]) -> set[int]:
-    """The steps of the last ones, of the best one, and of every so many steps one. And while the last ones are of steps
-    that were left out, the last one before: the next bad step would put the step before these under suspicion."""
+def steps_to_keep(config: CheckpointConfig, checkpoints: Sequence[Manifest], skip: frozenset[int]) -> set[int]:
+    """Return the steps of the last N checkpoints, of the best one, and of the first one in every K steps."""
     steps = sorted(each.step for each in checkpoints)
-    found = set(steps[-config.keep_last :])
+    keep = set(steps[-config.keep_last :])
     if steps and steps[-1] in skip:
-        suspect = max(step for step in range(steps[-1]) if step not in skip)
-        found |= set([step for step in steps if step < suspect][-1:])
-    if every := config.keep_every:
-        found |= {step for step, before in zip(steps, [0, *steps], strict=False) if step // every > before // every}
-    if best := config.keep_best:
-        sign = 1 if best.mode == "min" else -1
-        measured = [(sign * each.metrics.get(best.metric, math.nan), each.step) for each in checkpoints]
-        comparable = [each for each in measured if not math.isnan(each[0])]
-        found |= {min(comparable)[1]} if comparable else set()
-    return found
+        # Should the next step be bad too, the last step that is not skipped is under suspicion, and the run goes back
+        # to before it.
+        suspect = steps[-1]
+        while suspect in skip:
+            suspect -= 1
+        older = steps[: bisect_left(steps, suspect)]
+        keep.update(older[-1:])
+    if config.keep_every:
+        for before, step in pairwise([0, *steps]):
+            if step // config.keep_every > before // config.keep_every:
+                keep.add(step)
+    if config.keep_best:
+        sign = 1 if config.keep_best.mode == "min" else -1
+        candidates = []
+        for each in checkpoints:
+            value = each.metrics.get(config.keep_best.metric, math.nan)
+            if not math.isnan(value):
+                candidates.append((sign * value, each.step))
+        if candidates:
+            keep.add(min(candidates)[1])
+    return keep

@@ -1,290 +1,250 @@
-"""What one rank holds of the state, as one safetensors file (https://github.com/huggingface/safetensors#format).
+"""Write what one rank holds of the state as one safetensors file, and read any part of such files back."""
 
-A tensor that is spread over ranks is in as many files; each says in its header where its piece belongs. So any number
-of ranks can read what any other number wrote, and no rank needs another's word to write its own.
-"""
+# A tensor that is spread over ranks is in as many files. Each says in its header where its shard belongs, so any number
+# of ranks can read what any other number wrote. The format: https://github.com/huggingface/safetensors#format
+#
+# Why not DCP's HuggingFaceStorageWriter, which writes such files too: its planner needs collectives in every save, so a
+# dead rank hangs the plan of all others, and training waits 5.8 times as long for DCP's `async_save` as for this
+# (tests/benchmarks/README.md). Here no rank needs another's word to write its own file.
 
 from __future__ import annotations
 
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from app.checkpoint.state import Tensors, flatten
 from app.errors import StorageError
-from app.storage import Bytes, Store
+from app.storage import Bytes, Read
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# The format's names. safetensors has such a table too, but it is private.
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SIGNED = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_UNSIGNED = {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
+_DTYPES = {**_FLOATS, **_SIGNED, **_UNSIGNED, "BOOL": torch.bool}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
 _CHUNK_BYTES = 2**24
 _HEADER_BYTES = 2**16  # most headers, in one request
-Place = tuple[int, ...]
-Read = Callable[[int, int], bytes]  # of a file: from which byte on, and how many
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor, held by this rank.
-
-    shape: of the whole tensor. offset: where the box begins in it. sharded: other ranks hold other boxes of it.
-    """
+class Shard:
+    """The part of a tensor that one rank holds."""
 
     name: str
     tensor: Tensor
-    shape: Place
-    offset: Place
-    sharded: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where this part begins in it
+    sharded: bool = False  # other ranks hold other parts; else each holds all of it
 
 
-def pieces_of(state: Tensors) -> list[Piece]:
-    """What this rank holds of each tensor."""
-    return [_piece(name, tensor) for name, tensor in flatten(state).items()]
+def shards_of(state: Tensors) -> list[Shard]:
+    """Return what this rank holds of each tensor, by reference."""
+    return [_shard(name, tensor) for name, tensor in flatten(state).items()]
 
 
-def pieces_to_write(state: dict[str, Tensors], replicas: bool) -> list[Piece]:
-    """What this rank's file has in it: its shards, and the tensors that every rank has where it is the one to write
-    `replicas`. Of a tensor that holds nothing at all there is still its name."""
-    held = [piece for piece in pieces_of(state) if piece.tensor.numel() or not math.prod(piece.shape)]
-    return [piece for piece in held if replicas or piece.sharded]
+def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
+    """Return what belongs into this rank's file; on one rank also the `replicas`, which all have."""
+    shards = []
+    for shard in shards_of(state):
+        # Empty tensors are written too, so that their names are in a file; empty parts of other tensors are not.
+        is_empty_part = shard.tensor.numel() == 0 and math.prod(shard.shape) > 0
+        if (shard.sharded or replicas) and not is_empty_part:
+            shards.append(shard)
+    return shards
 
 
-def _piece(name: str, tensor: Any) -> Piece:
+def _shard(name: str, tensor: Any) -> Shard:
+    shape = tuple(tensor.shape)
+    # Not `isinstance`: DTensor's module takes a second to import.
     if not hasattr(tensor, "to_local"):
-        return Piece(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        return Shard(name, tensor.detach(), shape, (0,) * len(shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(name, tensor.detach().to_local(), tuple(tensor.shape), tuple(offset), sharded=True)
+    return Shard(name, tensor.detach().to_local(), shape, tuple(offset), sharded=True)
 
 
-class Staged:
-    """A copy of pieces in host memory, byte for byte as their file will be. Its memory is kept and used again."""
+class StagingBuffer:
+    """A copy of shards in host memory, byte for byte as their file will be. Its memory is used again and again."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0  # of the file
-        self._filling = threading.Lock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
 
-    def reserve(self, pieces: Sequence[Piece]) -> None:
-        """Makes room for the pieces, if there is none yet. From any thread; `fill` waits for it."""
-        ordered = _in_order(pieces)
-        num_bytes = len(_header_of(ordered)) + sum(piece.num_bytes for piece in ordered)
-        with self._filling:
-            if len(self._buffer) < num_bytes:  # else a copy may be in it that is still being written
-                self._buffer = _new_buffer(ordered, num_bytes).zero_()  # which makes the system find the memory
+    def reserve(self, shards: Iterable[Shard]) -> None:
+        """Make room for the shards if there is none yet. From any thread; `fill` waits for it."""
+        ordered, _, num_bytes = _lay_out(shards)
+        with self._lock:
+            # Memory that is large enough may hold a copy that is still on its way to storage.
+            if len(self._memory) < num_bytes:
+                self._memory = _allocate(num_bytes, ordered)
+                self._memory.zero_()  # the system finds memory only when it is touched
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        """Copies the pieces; when this returns, they may change."""
-        with self._filling:
-            self._fill(_in_order(pieces))
-
-    def _fill(self, pieces: Sequence[Piece]) -> None:
-        header = _header_of(pieces)
-        at = len(header)
-        self.num_bytes = at + sum(piece.num_bytes for piece in pieces)
-        if len(self._buffer) < self.num_bytes:
-            self._buffer = _new_buffer(pieces, self.num_bytes)
-        self._buffer[:at] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for piece in pieces:
-            end = at + piece.num_bytes
-            target = self._buffer[at:end].view(piece.tensor.dtype).view(piece.tensor.shape)
-            target.copy_(piece.tensor, non_blocking=True)
-            at = end
-        if any(piece.tensor.is_cuda for piece in pieces):
-            torch.cuda.synchronize()
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Copy the shards. When this returns, they may change."""
+        ordered, header, num_bytes = _lay_out(shards)
+        with self._lock:
+            self.num_bytes = num_bytes
+            if len(self._memory) < num_bytes:
+                self._memory = _allocate(num_bytes, ordered)
+            start = len(header)
+            self._memory[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            for shard in ordered:
+                stop = start + shard.tensor.nbytes
+                target = self._memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
+                target.copy_(shard.tensor, non_blocking=True)
+                start = stop
+            if _on_device(ordered):
+                torch.cuda.synchronize()
 
     def file(self) -> Tensor:
-        return self._buffer[: self.num_bytes]
+        """Return the bytes of the file, by reference."""
+        return self._memory[: self.num_bytes]
 
     def chunks(self) -> Iterator[Bytes]:
-        """The file, a few megabytes at a time."""
+        """Yield the file, a few megabytes at a time."""
         data = memoryview(self.file().numpy().data)
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
 
 
-def _new_buffer(pieces: Iterable[Piece], num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=any(piece.tensor.is_cuda for piece in pieces))
+def _on_device(shards: Iterable[Shard]) -> bool:
+    return any(shard.tensor.is_cuda for shard in shards)
 
 
-def _in_order(pieces: Iterable[Piece]) -> list[Piece]:
-    """Those of the widest numbers first, so that each begins where its type wants it."""
-    return sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name))
+def _allocate(num_bytes: int, shards: Iterable[Shard]) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=_on_device(shards))
 
 
-def _header_of(pieces: Iterable[Piece]) -> bytes:
+def _lay_out(shards: Iterable[Shard]) -> tuple[list[Shard], bytes, int]:
+    """Return the shards as they follow each other in a file, its header, and its length in bytes."""
+    # Those of the widest numbers come first, so that each begins at a multiple of its width, as views of it must.
+    ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), shard.name))
     header: dict[str, object] = {}
-    boxes: dict[str, tuple[Place, Place]] = {}
-    at = 0
-    for piece in pieces:
-        end = at + piece.num_bytes
-        dtype = _NAMES[piece.tensor.dtype]
-        header[piece.name] = {"dtype": dtype, "shape": list(piece.tensor.shape), "data_offsets": [at, end]}
-        boxes[piece.name] = piece.shape, piece.offset
-        at = end
+    boxes: dict[str, object] = {}
+    start = 0
+    for shard in ordered:
+        stop = start + shard.tensor.nbytes
+        dtype = _NAMES[shard.tensor.dtype]
+        header[shard.name] = {"dtype": dtype, "shape": list(shard.tensor.shape), "data_offsets": [start, stop]}
+        boxes[shard.name] = (shard.shape, shard.offset)
+        start = stop
+    # The format allows only strings in here.
     header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return ordered, len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A piece in a file. start: the byte of the file where its numbers begin. box: of the whole tensor."""
-
-    name: str
-    start: int
-    dtype: torch.dtype
-    box: Place
-    offset: Place
-    shape: Place
-
-    @property
-    def row_bytes(self) -> int:
-        """A number counts as one row."""
-        return math.prod(self.box[1:]) * self.dtype.itemsize
+def reader_of(file: Tensor) -> Read:
+    data = memoryview(file.numpy().data)
+    return lambda start, num_bytes: bytes(data[start : start + num_bytes])
 
 
-class Filling:
-    """Fills pieces in place, file by file, whatever boxes they and the files are cut into.
-
-    Args:
-        prefix: of the names in the files that are not passed over.
-    """
-
-    def __init__(self, pieces: Iterable[Piece], prefix: str = "") -> None:
-        self._pieces = {piece.name: piece for piece in pieces}
-        self._missing = {piece.name: piece.tensor.numel() for piece in self._pieces.values()}
-        self._seen: set[str] = set()
-        self._prefix = prefix
-
-    def take(self, read: Read) -> None:
-        """
-        Raises:
-            StorageError: the file holds another model's tensors.
-        """
-        parts = []
-        for stored in _read_header(read, self._prefix):
-            if stored.name not in self._pieces:
-                raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
-            self._seen.add(stored.name)
-            parts += _overlap(stored, self._pieces[stored.name])
-        if not parts:
-            return
-        first, stop = min(part.first for part in parts), max(part.stop for part in parts)
-        wanted = sum(part.stop - part.first for part in parts)
-        # One request for all of it where that is most of what lies between; a bucket takes long to answer each.
-        data = read(first, stop - first) if 2 * wanted > stop - first else b""
-        for part in parts:
-            found = data[part.first - first : part.stop - first] or read(part.first, part.stop - part.first)
-            part.fill(found)
-            self._missing[part.name] -= part.target.numel()
-
-    def finish(self) -> None:
-        """
-        Raises:
-            StorageError: something of the pieces was in none of the files.
-        """
-        if absent := self._pieces.keys() - self._seen:
-            raise StorageError(f"the checkpoint is of another model: it lacks {min(absent)}")
-        for name, missing in self._missing.items():
-            if missing:
-                raise StorageError(f"the checkpoint lacks {missing} of the numbers of {name}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a file has of a piece: so many bytes of whole rows, of which the target is a box."""
-
-    name: str
-    first: int
-    stop: int
-    dtype: torch.dtype
-    rows: Place
-    within: tuple[slice, ...]
-    target: Tensor
-
-    def fill(self, data: bytes) -> None:
-        found = torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.rows)
-        self.target.copy_(found[self.within])
-
-
-def _overlap(stored: _Stored, piece: Piece) -> list[_Part]:
-    if stored.shape != piece.shape:
-        raise StorageError(
-            f"the checkpoint is of another model: {piece.name} is {list(stored.shape)} there, {list(piece.shape)} here"
-        )
-    offsets = list(zip(piece.offset, stored.offset, strict=True))
-    first = [max(each) for each in offsets]
-    last = [min(p + n, q + m) for (p, q), n, m in zip(offsets, piece.tensor.shape, stored.box, strict=True)]
-    if any(low >= high for low, high in zip(first, last, strict=True)):
-        return []
-    here = tuple(slice(low - p, high - p) for low, high, (p, _) in zip(first, last, offsets, strict=True))
-    there = tuple(slice(low - q, high - q) for low, high, (_, q) in zip(first, last, offsets, strict=True))
-    low, high = (there[0].start, there[0].stop) if there else (0, 1)
-    start = stored.start + low * stored.row_bytes
-    rows = (high - low, *stored.box[1:]) if there else ()
-    within = (slice(None), *there[1:]) if there else ()
-    stop = start + (high - low) * stored.row_bytes
-    return [_Part(piece.name, start, stop, stored.dtype, rows, within, piece.tensor[here])]
-
-
-def load_pieces(store: Store, files: Iterable[str], pieces: Iterable[Piece], prefix: str = "") -> None:
-    """Fills the pieces in place.
-
-    Raises:
-        StorageError: the files do not hold all of the pieces, or hold other tensors too.
-    """
-    filling = Filling(pieces, prefix)
-    for file in files:
-        filling.take(partial(store.read, file))
-    filling.finish()
-
-
-def whole_tensors(store: Store, files: Sequence[str], part: str) -> dict[str, Tensor]:
-    """Those of one part of the state ("model", say), by the names that they have in it."""
-    prefix = f"{part}."
-    stored = [each for file in files for each in _read_header(partial(store.read, file), prefix)]
-    whole = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in stored}
-    load_pieces(store, files, pieces_of(whole), prefix)
-    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
-
-
-def _read_header(read: Read, prefix: str) -> Iterator[_Stored]:
+def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
+    """Yield what a file holds, as shards without memory, and the byte at which each begins; in the file's order."""
     head = read(0, _HEADER_BYTES)
-    length = int.from_bytes(head[:8], "little")
-    if len(head) < 8 + length:
-        head = read(0, 8 + length)
-    header = json.loads(head[8 : 8 + length])
+    data_start = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < data_start:
+        head = read(0, data_start)
+    header = json.loads(head[8:data_start])
     boxes = json.loads(header.pop("__metadata__")["boxes"])
     for name, entry in header.items():
-        if not name.startswith(prefix):
-            continue
-        shape, offset = map(tuple, boxes[name])
-        start = 8 + length + entry["data_offsets"][0]
-        yield _Stored(name, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]), offset, shape)
+        if name.startswith(prefix):
+            shape, offset = boxes[name]
+            tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+            yield Shard(name, tensor, tuple(shape), tuple(offset)), data_start + entry["data_offsets"][0]
+
+
+class _Overlap(NamedTuple):
+    """What a file has of a shard: a `part` of some `rows`, which begin at byte `start`."""
+
+    start: int
+    rows: Tensor  # on the meta device
+    part: tuple[slice, ...]
+    target: Tensor
+
+
+def _overlap(stored: Shard, start: int, shard: Shard) -> _Overlap | None:
+    """Compare a shard of a file, which begins at byte `start`, with one to be filled."""
+    if stored.shape != shard.shape:
+        raise StorageError(
+            f"the checkpoint is of another model: {shard.name} is {list(stored.shape)} there, {list(shard.shape)} here"
+        )
+    if not shard.shape:  # a single number
+        return _Overlap(start, stored.tensor, (), shard.tensor)
+    here: list[slice] = []
+    there: list[slice] = []
+    for dim, (ours, theirs) in enumerate(zip(shard.offset, stored.offset, strict=True)):
+        first = max(ours, theirs)
+        stop = min(ours + shard.tensor.shape[dim], theirs + stored.tensor.shape[dim])
+        if first >= stop:
+            return None
+        here.append(slice(first - ours, stop - ours))
+        there.append(slice(first - theirs, stop - theirs))
+    # Only whole rows lie together in a file, so these are read.
+    start += stored.tensor[: there[0].start].nbytes
+    return _Overlap(start, stored.tensor[there[0]], (slice(None), *there[1:]), shard.tensor[tuple(here)])
+
+
+def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
+    """Copy overlaps, which are in the order of their file."""
+    first = overlaps[0].start
+    num_bytes = overlaps[-1].start + overlaps[-1].rows.nbytes - first
+    num_wanted = 0
+    for overlap in overlaps:
+        num_wanted += overlap.rows.nbytes
+    # One request for all of them where they are most of what lies between: a bucket takes long to answer each.
+    data = read(first, num_bytes) if 2 * num_wanted > num_bytes else b""
+    for overlap in overlaps:
+        at = overlap.start - first
+        found = data[at : at + overlap.rows.nbytes] or read(overlap.start, overlap.rows.nbytes)
+        rows = torch.frombuffer(bytearray(found), dtype=overlap.rows.dtype).view(overlap.rows.shape)
+        overlap.target.copy_(rows[overlap.part])
+
+
+def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = "") -> None:
+    """Fill shards in place, however they and the files are cut. Names without `prefix` are passed over.
+
+    Raises StorageError if the files do not hold all of the shards, or hold other tensors too.
+    """
+    targets = {shard.name: shard for shard in shards}
+    num_filled: dict[str, int] = {}
+    for read in files:
+        overlaps: list[_Overlap] = []
+        for stored, start in _read_header(read, prefix):
+            if stored.name not in targets:
+                raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
+            num_filled.setdefault(stored.name, 0)
+            overlap = _overlap(stored, start, targets[stored.name])
+            if overlap is not None:
+                overlaps.append(overlap)
+                num_filled[stored.name] += overlap.target.numel()
+        if overlaps:
+            _copy(overlaps, read)
+
+    if absent := targets.keys() - num_filled.keys():
+        raise StorageError(f"the checkpoint is of another model: it lacks {min(absent)}")
+    for name, num in num_filled.items():
+        if num_missing := targets[name].tensor.numel() - num:
+            raise StorageError(f"the checkpoint lacks {num_missing} of the numbers of {name}")
+
+
+def whole_tensors(files: Sequence[Read], part: str) -> dict[str, Tensor]:
+    """Return the tensors of one part of the state ("model", say), unsharded, by their names in it."""
+    prefix = f"{part}."
+    whole: dict[str, Tensor] = {}
+    for read in files:
+        for stored, _ in _read_header(read, prefix):
+            whole[stored.name] = torch.empty(stored.shape, dtype=stored.tensor.dtype)
+    load_shards(files, shards_of(whole), prefix)
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}

@@ -1,37 +1,81 @@
-"""The state of a training run: two named parts, tensors only, whatever the strategy that holds them."""
+"""The state of a training run: named parts, tensors only, whatever the strategy that holds them."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from app.parallel.dtensor import unsharded
+
+# Tensors by name; a value may be a dictionary of them in turn.
 Tensors = dict[str, Any]
+# The parts of a run by name.
+State = dict[str, Tensors]
 
 
-def app_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensors]:
-    """Live references under the model's own parameter names, so loading in place is loading.
+class Stateful(Protocol):
+    """A part of a run that a checkpoint must hold."""
 
-    The optimizer's hyperparameters are left out: they come from the configuration, which may change on resume.
-    The order of the data, dropout, learning rate and loss scale all follow from the step and need no state.
-    """
-    _materialize(optimizer)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        "model": model.state_dict(),
-        "optimizer": {names[parameter]: tensors for parameter, tensors in optimizer.state.items()},
-    }
+    def state_dict(self) -> Tensors:
+        """Return live references, so that loading in place is loading. Empty if there is nothing to hold."""
+        ...
+
+
+class NamedOptimizer:
+    """An optimizer's state under the names of the model's parameters, so that another strategy finds it."""
+
+    # Hyperparameters are left out: they come from the configuration, which may change on resume. So are the order of
+    # the data, dropout and the learning rate, which follow from the step.
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def state_dict(self) -> Tensors:
+        _materialize(self._optimizer)
+        names: dict[Tensor, str] = {}
+        for name, parameter in self._model.named_parameters():
+            names[parameter] = name
+        return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
+
+
+class HeldState:
+    """Knows the step whose state this process's model and optimizer hold. Only its verbs write it."""
+
+    def __init__(self) -> None:
+        self.step: int | None = 0  # 0 for the initial state, None while there is no whole state
+
+    def complete(self, step: int) -> None:
+        """Take note that the state is whole, and of `step`."""
+        self.step = step
+
+    def begin_overwriting(self) -> None:
+        """Take note that the state is about to be overwritten."""
+        # A process that is interrupted in the midst of it holds none: half of another state is worth nothing.
+        self.step = None
+
+
+def app_state(parts: Mapping[str, Stateful]) -> State:
+    """Return the state of all parts that have any, by the parts' names."""
+    state = {}
+    for name, part in parts.items():
+        if tensors := part.state_dict():
+            state[name] = tensors
+    return state
 
 
 def _materialize(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer create its state, which it otherwise does in its first step: one step that changes nothing,
-    and whose count is taken back."""
+    """Make the optimizer create its state, which it otherwise does in its first step."""
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    # A step that changes nothing does it: its rate and gradients are zero, and its traces in the state are wiped.
+    rates = []
     for group in optimizer.param_groups:
+        rates.append(group["lr"])
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -40,12 +84,13 @@ def _materialize(optimizer: torch.optim.Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():
-        for tensor in state.values():
-            tensor.zero_()
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
 
 
 def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
-    """`{"a": {"b": t}}` as `{"a.b": t}`, in name order."""
+    """Return `{"a": {"b": t}}` as `{"a.b": t}`, in name order."""
     flat: dict[str, Tensor] = {}
     for name in sorted(state):
         value = state[name]
@@ -56,14 +101,8 @@ def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
-def unsharded(tensor: Tensor) -> Tensor:
-    """All of a tensor. A collective for a DTensor, whose module takes a second to import: hence not `isinstance`."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
-
-
 def sha256(state: Tensors) -> str:
-    """The digest of all tensors, unsharded, in name order. A collective where tensors are sharded."""
+    """Return the digest of all tensors, unsharded, in name order. A collective where tensors are sharded."""
     digest = hashlib.sha256()
     for name, tensor in flatten(state).items():
         digest.update(name.encode())

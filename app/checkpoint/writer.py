@@ -1,69 +1,79 @@
-"""Brings states to storage while training goes on: a thread of the worker process, which outlives attempts."""
+"""Bring checkpoints to storage on a thread of the worker process, while training goes on and attempts come and go."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from app.checkpoint.manifest import FileDigest
-from app.checkpoint.shards import Piece, Staged
-from app.runtime import Event
+from app.checkpoint.manifest import FileDigest, Manifest
+from app.checkpoint.shards import Shard, StagingBuffer
+from app.run.events import CheckpointFailed, Event
+from app.storage import Bytes
 
 _TELL_EVERY_S = 60.0
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0  # between two tries
+_FIRST_DELAY_S = 1.0  # between two tries
+_LONGEST_DELAY_S = 30.0
 
 
 class Dropped(Exception):
-    """What was to be written is not wanted any more."""
+    """What was being written is not wanted any more."""
 
 
+# An OSError, so that it is tried again: this process may be a part of that attempt, and only be late to join it.
 class Superseded(OSError):
-    """Another attempt has begun. That is worth another try: perhaps this process is a part of it, and is only late."""
+    """Another attempt has begun, so this one may not commit."""
 
 
 @dataclass(eq=False)
-class Job:
-    """
-    Args:
-        write: writes and commits what has been staged, and returns the event that tells of it. Now and then it calls
-            `check`.
-        blocked_s: how long training has waited.
-        files: what of it is on storage already, for another try.
-    """
+class PendingWrite:
+    """A checkpoint that this rank has copied, and that is not committed yet."""
 
     step: int
-    staged: Staged
-    began_s: float
-    blocked_s: float
-    write: Callable[[Job], Event | None]
-    files: dict[str, FileDigest] = field(default_factory=dict)
+    metrics: dict[str, float]
+    buffer: StagingBuffer
+    target: Target
+    began_s: float  # when the copy began
+    blocked_s: float  # how long training waited for it
+    file: tuple[str, FileDigest] | None = None  # this rank's, once it is on storage
     dropped: bool = False
 
     def check(self) -> None:
+        """Raise Dropped if this is not wanted any more."""
         if self.dropped:
             raise Dropped
 
+    def chunks(self) -> Iterator[Bytes]:
+        """Yield the contents of the file. Raises as `check` does."""
+        for chunk in self.buffer.chunks():
+            self.check()
+            yield chunk
+
+
+class Target(Protocol):
+    """Carries out the steps of a checkpoint. An OSError means that storage refuses, so that another try is due."""
+
+    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]: ...
+    def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None: ...
+    def finish(self, pending: PendingWrite, manifest: Manifest) -> Event: ...
+
 
 class Writer:
-    """Writes one state at a time; of those that come meanwhile, the newest waits. What storage refuses is tried again,
-    and told at once and then once a minute.
+    """Writes one checkpoint at a time. Of those that come meanwhile, the newest waits and the others are dropped."""
 
-    attempt, skip: of the world that this process is in. num_files: begun to be written so far. committed: the
-    newest step that this process knows to be on storage. refused: why storage last refused, if it does.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.attempt, self.skip = 0, frozenset[int]()
-        self.num_files = self.committed = 0
-        self.refused = ""
-        self._clock = clock
-        self._buffers = (Staged(), Staged())
+    def __init__(self) -> None:
+        self.committed = 0  # the newest step that this process knows to be on storage
+        self.refused = ""  # why storage refuses, if it does
+        self._attempt = 0
+        self._skip: frozenset[int] = frozenset()
+        self._num_files = 0
+        self._buffers = (StagingBuffer(), StagingBuffer())
         self._changed = threading.Condition()
-        self._waiting: Job | None = None
-        self._under_way: Job | None = None
+        self._waiting: PendingWrite | None = None
+        self._under_way: PendingWrite | None = None
         self._news: deque[Event] = deque()
         self._error: BaseException | None = None
         self._told_s = -_TELL_EVERY_S
@@ -73,48 +83,56 @@ class Writer:
     def busy(self) -> bool:
         return self._waiting is not None or self._under_way is not None
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
-        """For the first `put` of such pieces, on a thread of its own."""
-        threading.Thread(target=self._buffers[0].reserve, args=(pieces,), daemon=True, name="prepare").start()
+    def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
+        """Go on in another attempt, which leaves out the steps in `skip`."""
+        # What needs the other ranks of its attempt to be committed will never be. And what may contain an update from a
+        # step that is left out by now is worth nothing.
+        if not commits_alone or skip != self._skip:
+            self.drop()
+        if skip != self._skip:
+            self.committed = 0
+        self._attempt = attempt
+        self._skip = skip
 
-    def put(self, step: int, pieces: Sequence[Piece], write: Callable[[Job], Event | None]) -> None:
-        """Copies the pieces, which is what training waits for, and leaves the rest to the thread."""
-        began = self._clock()
+    def reserve(self, shards: Sequence[Shard]) -> None:
+        """Make room for the first `put` of such shards, on a thread of its own."""
+        threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
+
+    def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
+        """Copy the shards, which is what training waits for, and leave the rest to the thread."""
+        began_s = time.monotonic()
         with self._changed:
             self._waiting = None
-            used = self._under_way.staged if self._under_way else None
-        staged = self._buffers[self._buffers[0] is used]
-        staged.fill(pieces)
+            buffer = self._buffers[0]
+            if self._under_way is not None and self._under_way.buffer is buffer:
+                buffer = self._buffers[1]
+        buffer.fill(shards)
         with self._changed:
-            self._waiting = Job(step, staged, began, self._clock() - began, write)
+            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="checkpoints")
+            self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoints")
             self._thread.start()
 
     def drop(self) -> None:
-        """Whatever is not committed yet: another attempt has begun, in which nobody would commit it."""
+        """Give up whatever is not committed yet."""
         with self._changed:
-            if self._under_way:
+            if self._under_way is not None:
                 self._under_way.dropped = True
-            self._waiting = self._under_way = None
+            self._waiting = None
+            self._under_way = None
             self._changed.notify_all()
 
     def news(self) -> list[Event]:
-        """What has come of jobs since the last call: commits, and what storage refuses. Raises what a job raised,
-        unless storage did."""
+        """Return the commits and failures since the last call. Raises what the thread met, unless it was storage's."""
         self._raise()
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
-        """Until nothing is left to write; False if that is not so after `limit_s`. Raises as `news` does.
-
-        Args:
-            alive: called all the time, for whoever watches: that storage takes long is no hang.
-        """
-        until = self._clock() + limit_s
-        while self.busy and self._error is None and self._clock() < until:
-            alive()
+        """Wait until nothing is left to write; return False if that takes longer. Raises as `news` does."""
+        deadline_s = time.monotonic() + limit_s
+        while self.busy and self._error is None and time.monotonic() < deadline_s:
+            alive()  # to wait for storage is no hang
             with self._changed:
                 self._changed.wait(0.02)
         self._raise()
@@ -122,52 +140,60 @@ class Writer:
 
     def _raise(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
-                job, self._waiting = self._waiting, None
-                self._under_way = job
-            if job is not None:
-                self._bring(job)
+                pending = self._waiting
+                self._waiting = None
+                self._under_way = pending
+            assert pending is not None
+            self._write_until_done(pending)
             with self._changed:
-                if self._under_way is job:
-                    self._under_way = None
+                self._under_way = None
                 self._changed.notify_all()
 
-    def _bring(self, job: Job) -> None:
+    def _write_until_done(self, pending: PendingWrite) -> None:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                news = job.write(job)
+                self._write(pending)
                 self.refused = ""
-                if news:
-                    self._news.append(news)
                 return
             except Dropped:
                 return
             except OSError as error:
                 self.refused = str(error)
-                if not isinstance(error, Superseded):
-                    self._tell_of_refusal(job)
+                # Told at once, and then once a minute. Storage has not refused what was superseded.
+                if not isinstance(error, Superseded) and time.monotonic() - self._told_s >= _TELL_EVERY_S:
+                    self._told_s = time.monotonic()
+                    needed = pending.buffer.num_bytes
+                    self._news.append(CheckpointFailed(step=pending.step, error=self.refused, needed_bytes=needed))
             except BaseException as error:
                 self._error = error
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or job.dropped, delay_s)
-                if self._waiting is not None:  # newer, so this one is not worth another try
+                # A newer state, or none at all, is worth another try. Without this a dropped write that storage refuses
+                # before it has read a chunk would be tried again and again without a pause.
+                if self._changed.wait_for(lambda: self._waiting is not None or pending.dropped, delay_s):
                     return
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
-    def _tell_of_refusal(self, job: Job) -> None:
-        if self._clock() - self._told_s >= _TELL_EVERY_S:
-            self._told_s = self._clock()
-            self._news.append(failure(job.step, self.refused, job.staged.num_bytes))
-
-
-def failure(step: int, error: str, needed_bytes: int) -> Event:
-    """A checkpoint is not on storage; it is tried again, or the next one is."""
-    return {"event": "checkpoint_failed", "step": step, "error": error, "needed_bytes": needed_bytes}
+    def _write(self, pending: PendingWrite) -> None:
+        # Where only the commit was refused, the file of the last try is good for this one too.
+        if pending.file is None:
+            self._num_files += 1
+            pending.file = pending.target.write_file(pending, self._num_files)
+        manifest = pending.target.commit(pending, self._attempt)
+        self.committed = pending.step
+        if manifest is not None:
+            try:
+                self._news.append(pending.target.finish(pending, manifest))
+            except OSError:
+                # It has been read back, and is not what was written.
+                pending.file = None
+                raise

@@ -1,4 +1,4 @@
-"""One run, written down: what may be said (schema), how it is read (load), what may change (identity)."""
+"""The configuration of a run: its schema, how a file is read (load), and what a resume may change (identity)."""
 
 from app.config.base import Every as Every
 from app.config.base import Target as Target

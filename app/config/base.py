@@ -1,46 +1,32 @@
-"""What sections are made of: a frozen model, the user's own code as a section, and the scalars they hold."""
+"""The parts of the schema: a frozen section, the user's own code as a section, and the scalars that sections hold."""
 
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainSerializer, PlainValidator, Tag
+from pydantic.types import PositiveFloat, PositiveInt
 
 
 class Section(BaseModel):
+    """A part of the configuration. It is frozen, refuses unknown keys and checks its defaults."""
+
     model_config = ConfigDict(
         frozen=True,
+        # A misspelt key that is passed over in silence costs a whole run.
         extra="forbid",
         allow_inf_nan=False,
-        validate_default=True,  # a default may break a rule too, once a field beside it is set
+        # A default may break a rule too, once a field beside it is set.
+        validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        # The arguments of a target may be infinite, and must be written so that they load back equal.
         ser_json_inf_nan="constants",
     )
 
 
-def at_most(limit: int | None, name: str, section: Section, key: str) -> None:
-    """A rule across sections: `key` must not exceed the `limit` that `name` sets, where both are there."""
-    value = getattr(section, key, 0)
-    if limit is not None and value > limit:
-        said = {"key": key, "name": name, "limit": limit, "value": value}
-        raise PydanticCustomError("at_most", "must be at most {name} ({limit}), found {value}", said)
-
-
 class Target(Section):
-    """The user's own code in place of a kind of ours."""
+    """The user's own code, in place of a built-in kind."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+(\.\w+)*$")]
@@ -49,15 +35,15 @@ class Target(Section):
     """keyword arguments of the call"""
 
 
-def _both_ends(value: Any) -> Any:
+def _as_range(value: Any) -> Any:
     return (value, value) if isinstance(value, int) else value
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_both_ends)]
+Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_as_range)]
 
-# Told apart by the value's type, so that what is wrong with one is not also said of the other.
+# Pydantic is told by the value's type which of the two is meant: it would report the errors of both otherwise.
 BALANCES = ("a known balance", "weights")
 Balance = Annotated[
     Annotated[Literal["even", "speed"], Tag(BALANCES[0])]
@@ -70,7 +56,7 @@ Unit = Literal["steps", "epochs", "minutes", "seconds"]
 
 @dataclass(frozen=True)
 class Every:
-    """How often something happens."""
+    """A period: a count of steps, epochs, minutes or seconds."""
 
     count: int | float
     unit: Unit
@@ -81,13 +67,17 @@ class Every:
         if isinstance(value, Every):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
-        count = float(match[1]) if match else 0.0
-        if not match or count == 0 or (match[2] == "step" and count % 1):
-            raise ValueError('must be a count and a unit, such as "200 steps", "3 epochs" or "5 minutes"')
-        return cls(count if count % 1 else int(count), cast(Unit, f"{match[2]}s"))
+        if match:
+            count = float(match[1])
+            whole = count.is_integer()
+            # Half a step is no step; half an epoch or half a minute is fine.
+            if count > 0 and (whole or match[2] != "step"):
+                return cls(int(count) if whole else count, cast(Unit, f"{match[2]}s"))
+        raise ValueError('must be a count and a unit, such as "200 steps", "3 epochs" or "5 minutes"')
 
     def __str__(self) -> str:
-        return f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
+        text = f"{self.count} {self.unit}"
+        return text.removesuffix("s") if self.count == 1 else text
 
 
 Interval = Annotated[Every, PlainValidator(Every.parse), PlainSerializer(str)]

@@ -1,4 +1,4 @@
-"""Faults that a configuration may ask for: for drills, and for users who want to see their own run recover."""
+"""Faults that a configuration may inject, for drills and for users who want to see their own run recover."""
 
 from typing import Annotated, Literal
 
@@ -11,75 +11,76 @@ Phase = Literal["loader", "forward", "collective", "checkpoint"]
 
 class Fault(Section):
     step: PositiveInt
-    """the step in which it strikes; at the collective or checkpoint that comes first from then on, if there is one"""
+    """the step of the fault; one in a collective or a checkpoint strikes at the first of these from this step on"""
     rank: NonNegativeInt = 0
-    """whom it strikes: the worker that has this rank when the step comes"""
+    """the worker that has this rank when the step comes"""
+    # By default once: attempts do the step again, and would never get beyond it.
     times: PositiveInt | None = 1
-    """how often in the run, attempts that do the step again included; null for every time"""
+    """how often it strikes in the whole run, attempts that do the step again included; null for every time"""
 
 
 class FailAt(Fault):
-    """An exception inside the step, as a bug of the user's would raise it."""
+    """Raise an exception inside the step, as a bug in the user's code would."""
 
     kind: Literal["fail_at"] = "fail_at"
 
 
 class OomAt(Fault):
-    """torch.OutOfMemoryError inside the step."""
+    """Raise torch.OutOfMemoryError inside the step."""
 
     kind: Literal["oom_at"] = "oom_at"
 
 
 class DrainAt(Fault):
-    """The worker wishes to leave after the step."""
+    """Let the worker ask to leave after the step."""
 
     kind: Literal["drain_at"] = "drain_at"
 
 
 class NanAt(Fault):
-    """Loss and gradient of the worker's microbatches become NaN."""
+    """Make loss and gradient of the worker's microbatches NaN."""
 
     kind: Literal["nan_at"] = "nan_at"
 
 
 class SpikeAt(Fault):
-    """Loss and gradient of the worker's microbatches are multiplied."""
+    """Multiply loss and gradient of the worker's microbatches."""
 
     kind: Literal["spike_at"] = "spike_at"
     factor: float = 1000.0
-    """what they are multiplied by"""
+    """the multiplier"""
 
 
 class KillAt(Fault):
-    """SIGKILL."""
+    """End the worker's process with SIGKILL."""
 
     kind: Literal["kill_at"] = "kill_at"
     phase: Phase = "forward"
-    """during what"""
+    """the part of the step in which it strikes"""
 
 
 class HangAt(Fault):
-    """The worker does nothing, while its process and its connections live on."""
+    """Stop the worker from doing anything, while its process and its connections live on."""
 
     kind: Literal["hang_at"] = "hang_at"
     phase: Phase = "forward"
-    """during what"""
+    """the part of the step in which it strikes"""
     seconds: PositiveFloat | None = None
-    """for how long; null for ever"""
+    """how long the worker hangs; null for ever"""
 
 
 class SlowAt(Section):
-    """Every microbatch takes longer, as on a slower machine."""
+    """Lengthen every microbatch of some workers, as slower machines would."""
 
     kind: Literal["slow_at"] = "slow_at"
     step: PositiveInt = 1
-    """from this step on"""
+    """the first step that is slowed"""
     until: PositiveInt | None = None
-    """the first step that is not slowed any more; null for never"""
+    """the first step that is not slowed any more; null to slow all"""
     ranks: tuple[NonNegativeInt, ...]
-    """who is slowed: the workers that have these ranks at the time"""
+    """the workers that have these ranks at the time"""
     ms: PositiveFloat
-    """milliseconds that are added to each microbatch"""
+    """milliseconds added to each microbatch"""
 
 
 AnyFault = Annotated[FailAt | OomAt | DrainAt | NanAt | SpikeAt | KillAt | HangAt | SlowAt, Field(discriminator="kind")]
@@ -87,4 +88,4 @@ AnyFault = Annotated[FailAt | OomAt | DrainAt | NanAt | SpikeAt | KillAt | HangA
 
 class FaultsConfig(Section):
     inject: tuple[AnyFault, ...] = ()
-    """what shall go wrong, and when"""
+    """the faults, each with its step"""

@@ -1,4 +1,4 @@
-"""What makes two configurations the same run, and what may change between its attempts."""
+"""Compare configurations: which keys make them the same run, and which may change between its attempts."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,16 @@ from app.config.schema import Config, LoaderConfig
 # Where and how a run executes: any of it may differ from one attempt to the next, and nobody need be told.
 FREE = ("cluster.", "scaling.", "run.resume", *(f"data.{field}" for field in LoaderConfig.model_fields))
 # What the result follows from, together with the lists of steps and samples.
-IDENTITY = ("run.seed", "run.init_from", "batch.global_size", "model.", "task.", "data.")
+IDENTITY = (
+    "run.seed",
+    "run.init_from",
+    "batch.global_size",
+    "model.",
+    "task.",
+    "data.",
+    "optimizer.kind",  # another kind has another state: what a checkpoint holds would be of no use to it
+    "optimizer.target",
+)
 
 
 class Change(NamedTuple):
@@ -21,18 +30,25 @@ class Change(NamedTuple):
 
 
 def diff(old: Config, new: Config) -> list[Change]:
-    """Every flat key in which two configurations differ, in the order of the schema."""
-    before, after = (_flat(config.model_dump(mode="json")) for config in (old, new))
+    """Return every flat key in which two configurations differ, in the order of the schema."""
+    # As JSON, because that is what the change's line shows, and a tuple would differ from the list that was read.
+    before = _flat(old.model_dump(mode="json"))
+    after = _flat(new.model_dump(mode="json"))
     changes = []
     for key in before | after:
-        if before.get(key) != after.get(key):
-            free = key.startswith(FREE)
-            changes.append(Change(key, before.get(key), after.get(key), key.startswith(IDENTITY) and not free, free))
+        if before.get(key) == after.get(key):
+            continue
+        free = key.startswith(FREE)
+        identity = key.startswith(IDENTITY) and not free
+        changes.append(Change(key, before.get(key), after.get(key), identity, free))
     return changes
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
     return flat

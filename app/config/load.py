@@ -17,55 +17,66 @@ from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)  # which pydantic adds to the keys of an error
+QUOTED = re.compile(r"'(.*?)'")  # a name in what pydantic says it expected
+# Pydantic names the member of a union among the keys of an error; nobody wrote these as keys.
+UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     """Read FILE as given, else in configs/, then apply the overrides. Raises ConfigError."""
-    path = next((path for path in (Path(file), CONFIGS / file) if path.is_file()), None)
-    if path is None:
-        near = _nearest(Path(file).name, (known.name for known in CONFIGS.glob("*.yaml")))
-        raise ConfigError([Problem(file, "", f"no such file, here or in configs/{near}")])
-    return parse_config(path.read_text(), file if path == Path(file) else f"configs/{file}", overrides)
+    for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
+        if path.is_file():
+            return parse_config(path.read_text(), name, overrides)
+    known = [path.name for path in CONFIGS.glob("*.yaml")]
+    what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
+    raise ConfigError([Problem(file, "", what)])
 
 
 def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `text` holds. `file` names it in errors, and its stem names the run."""
+    """Return the configuration in `text`. `file` names it in errors, and its stem names the run. Raises ConfigError."""
     document = Document(text, file)
     document.override(overrides)
-    tree = {key: value for key, value in document.tree.items() if value is not None}  # empty: left to its defaults
-    if isinstance(run := tree.setdefault("run", {}), dict):
+    # A section of which only the name is written is None in YAML: it is left to its defaults.
+    tree = {key: value for key, value in document.tree.items() if value is not None}
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict):
         run.setdefault("name", Path(file).stem)
+
     try:
         config = Config.model_validate(tree)
     except ValidationError as invalid:
-        _explain(invalid.errors(include_url=False), document)
-    if problems := document.problems():
+        _report(invalid.errors(include_url=False), document)
+    # A key that is given twice is a problem that only the document knows.
+    problems = document.problems()
+    if problems:
         raise ConfigError(problems)
     return config
 
 
 def dump_config(config: Config) -> str:
-    """YAML that loads back equal."""
+    """Write YAML that loads back equal."""
     tree = config.model_dump(mode="json")
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
-def _explain(errors: list[ErrorDetails], document: Document) -> None:
-    """Add to pydantic's errors the value seen and the nearest name."""
+def _report(errors: list[ErrorDetails], document: Document) -> None:
+    """Record pydantic's errors as problems of the document, with the value seen and the nearest name."""
+    # A value that fits no member of a union has an error for each member; it is still one problem.
     unmet: dict[Keys, list[ErrorDetails]] = {}
     for error in errors:
         path, section = _locate(error["loc"])
         match error["type"]:
             case "extra_forbidden" | "invalid_key":
-                document.problem(path, f"unknown key{_nearest(path[-1], section.model_fields)}")
+                document.problem(path, f"unknown key{_suggestion(path[-1], section.model_fields)}")
             case "missing":
                 document.problem(path, "missing")
             case "at_most":
+                # The rule was attached to the whole section, and says which of its keys is meant.
                 document.problem((*path, error["ctx"]["key"]), error["msg"])
             case "union_tag_invalid":
-                kind, known = error["input"]["kind"], _quoted(error["ctx"]["expected_tags"])
-                document.problem((*path, "kind"), f"unknown kind, found {_shown(kind)}{_nearest(kind, known)}")
+                kind = error["input"]["kind"]
+                known = QUOTED.findall(error["ctx"]["expected_tags"])
+                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{_suggestion(kind, known)}")
             case "union_tag_not_found":
                 document.problem((*path, "kind"), "missing")
             case _:
@@ -75,22 +86,28 @@ def _explain(errors: list[ErrorDetails], document: Document) -> None:
 
 
 def _unmet(alternatives: list[ErrorDetails]) -> str:
-    """One sentence for a value that is none of what its field takes, such as "auto" or a number."""
-    wanted = [error["msg"].removeprefix("Value error, ").replace("Input should", "must") for error in alternatives]
-    names = [name for error in alternatives for name in _quoted(error.get("ctx", {}).get("expected", ""))]
+    """Write one sentence for a value that is none of what its field takes, such as "auto" or a number."""
+    wanted: list[str] = []
+    names: list[str] = []
+    for error in alternatives:
+        wanted.append(error["msg"].removeprefix("Value error, ").replace("Input should", "must"))
+        names += QUOTED.findall(error.get("ctx", {}).get("expected", ""))
     seen = alternatives[0]["input"]
-    close = difflib.get_close_matches(str(seen), names, 1)
-    return f"{' or '.join(wanted)}, found {_shown(seen)}{f'; nearest is {close[0]}' if close else ''}"
+    return f"{' or '.join(wanted)}, found {_shortened(seen)}{_nearest(seen, names)}"
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
-    """The keys that an error is about, without pydantic's names of union members, and the section they lie in."""
+    """Return the keys as written that an error is about, and the section in which the last of them lies."""
     keys: list[str] = []
-    section, members = Config, [Config]
-    for key in (str(key) for key in loc if key not in UNION_MEMBERS):
-        kinds = [member for member in members if len(members) > 1 and key in get_args(_annotation(member, "kind"))]
-        if kinds:
-            members = kinds
+    section: type[Section] = Config
+    members: list[type[Section]] = [Config]  # the sections that the next key may lie in; several for a union
+    for part in loc:
+        key = str(part)
+        if key in UNION_MEMBERS:
+            continue
+        of_this_kind = [member for member in members if key in get_args(_annotation(member, "kind"))]
+        if of_this_kind and len(members) > 1:
+            members = of_this_kind
             continue
         keys.append(key)
         section = members[0]
@@ -99,25 +116,30 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
 
 
 def _annotation(section: type[Section], key: str) -> Any:
-    return section.model_fields[key].annotation if key in section.model_fields else None
+    field = section.model_fields.get(key)
+    return field and field.annotation
 
 
-def _sections(annotation: Any) -> list[type[Any]]:
+def _sections(annotation: Any) -> list[type[Section]]:
+    """Return the sections in an annotation, however deep in unions and tuples."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [section for part in get_args(annotation) for section in _sections(part)]
+    sections: list[type[Section]] = []
+    for part in get_args(annotation):
+        sections += _sections(part)
+    return sections
 
 
-def _quoted(names: str) -> list[str]:
-    return re.findall(r"'(.*?)'", names)
-
-
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _nearest(name: Any, valid: Iterable[str]) -> str:
+def _suggestion(name: Any, valid: Iterable[str]) -> str:
     names = sorted(valid)
+    return _nearest(name, names) or f"; valid: {', '.join(names)}"
+
+
+def _nearest(name: Any, names: list[str]) -> str:
     close = difflib.get_close_matches(str(name), names, 1)
-    return f"; nearest is {close[0]}" if close else f"; valid: {', '.join(names)}"
+    return f"; nearest is {close[0]}" if close else ""

@@ -1,14 +1,16 @@
-"""What a configuration may say. Frozen, parsed once, handed out in slices; every default is right untouched.
+"""The schema of the configuration: every section, its fields and their defaults.
 
-A section that offers a choice is a union told apart by `kind`; the user's own code may stand in by `target`. Rules
-across fields are methods named after the rule; what they raise is said of the field that they are attached to.
+A configuration is parsed once, frozen, and handed out in slices. A section that offers a choice is a union told apart
+by `kind`; `target` puts the user's own code in its place. Rules across fields are methods named after the rule; their
+errors are reported at the field that they are attached to, so a rule is attached to the field that is read later.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from app.config.base import Balance, Every, Fraction, Interval, Range, Section, Target, Text, at_most
+from app.config.base import Balance, Every, Fraction, Interval, Range, Section, Target, Text
 from app.config.faults import FaultsConfig
 
 
@@ -18,13 +20,15 @@ class RunConfig(Section):
     storage: Text = "runs"
     """where run directories live: a path, below /mnt/shared if there is one, or a URI (s3://..., gs://...)"""
     resume: Literal["auto", "must", "never"] = "auto"
-    """go on from an earlier run of this name: if there is one, always, or refuse to"""
+    """auto resumes an earlier run of this name if there is one; must needs one, never allows none"""
     epochs: PositiveInt | None = None
     """length of the run in passes over the training samples, in place of steps"""
+    # No default here: a file that gives epochs need not set it to null.
     steps: PositiveInt | None = None
     """length of the run in optimizer steps; 2000 unless epochs is given"""
     init_from: Text | None = None
     """weights to start from in place of random ones: a file that `export` wrote, or any state_dict of the model"""
+    # torch.manual_seed takes a signed 64-bit integer.
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
     """data order, initial weights and dropout follow from it"""
 
@@ -34,12 +38,14 @@ class RunConfig(Section):
         epochs = info.data.get("epochs")
         if steps and epochs:
             raise ValueError(f"must be null where run.epochs is given ({epochs})")
-        return steps or (None if epochs else 2000)
+        if epochs:
+            return None
+        return steps or 2000
 
 
 class ClusterConfig(Section):
     address: Text = "auto"
-    """a Ray cluster; auto takes RAY_ADDRESS, else this machine's cluster, else an embedded one"""
+    """address of a Ray cluster; auto takes RAY_ADDRESS, else this machine's cluster, else an embedded one"""
 
 
 class ScalingConfig(Section):
@@ -50,9 +56,9 @@ class ScalingConfig(Section):
     cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
-    """how long to wait for room for the smallest number of workers, where no autoscaler may make it"""
+    """how long to wait for room for the smallest number of workers, where no autoscaler may add nodes"""
     placement: Literal["pack", "spread"] = "pack"
-    """workers on few nodes, or on many"""
+    """whether workers share few nodes or are spread over many"""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """nodes that may have workers, by Ray's node labels: {ray.io/accelerator-type: H100}"""
 
@@ -69,6 +75,7 @@ class ScalingConfig(Section):
 
 
 class BatchConfig(Section):
+    # 48 in microbatches of 8 are six: equal shares for 1, 2, 3 or 6 workers. Any other number is as correct.
     global_size: PositiveInt = 48
     """samples in one optimizer step, whatever the number of workers"""
     microbatch_size: PositiveInt = 8
@@ -79,8 +86,9 @@ class BatchConfig(Section):
     @field_validator("microbatch_size")
     @classmethod
     def microbatch_fits_global_batch(cls, size: int, info: ValidationInfo) -> int:
-        if size > (most := info.data.get("global_size", size)):
-            raise ValueError(f"must be at most batch.global_size ({most})")
+        global_size = info.data.get("global_size", size)  # missing where it is itself wrong
+        if size > global_size:
+            raise ValueError(f"must be at most batch.global_size ({global_size})")
         return size
 
 
@@ -93,9 +101,9 @@ class GptConfig(Section):
     num_heads: PositiveInt = 4
     """attention heads in a block"""
     context_length: PositiveInt = 128
-    """most tokens the model can look back on"""
+    """most tokens that the model can take in"""
     vocab_size: PositiveInt = 256
-    """tokens known; 256 for bytes"""
+    """number of tokens; 256 for bytes"""
     dropout: Fraction = 0.0
     """share of activations dropped in training"""
     bias: bool = True
@@ -104,8 +112,9 @@ class GptConfig(Section):
     @field_validator("num_heads")
     @classmethod
     def heads_divide_embed_dim(cls, num_heads: int, info: ValidationInfo) -> int:
-        if (width := info.data.get("embed_dim", 0)) % num_heads:
-            raise ValueError(f"must divide model.embed_dim ({width})")
+        embed_dim = info.data.get("embed_dim", 0)
+        if embed_dim % num_heads:
+            raise ValueError(f"must divide model.embed_dim ({embed_dim})")
         return num_heads
 
 
@@ -126,8 +135,9 @@ class TaskConfig(Section):
 
 
 class LoaderConfig(Section):
-    """How samples are fetched; none of it changes which samples are."""
+    """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
 
+    # By default none: datasets in memory are read faster in place than a process could send them.
     num_workers: NonNegativeInt = 0
     """loader processes for each training worker; 0 loads in the worker itself"""
     prefetch_factor: PositiveInt = 2
@@ -136,7 +146,7 @@ class LoaderConfig(Section):
 
 class DataConfig(LoaderConfig):
     validation_fraction: Fraction = 0.1
-    """share of the samples held out, chosen by the seed"""
+    """share of the samples held out of training, chosen by the seed"""
 
 
 class TextData(DataConfig):
@@ -158,21 +168,47 @@ class TokensData(DataConfig):
 
 
 class TargetData(DataConfig, Target):
-    """The user's own map-style dataset."""
+    """A map-style dataset of the user's own."""
 
 
-class AdamWConfig(Section):
-    kind: Literal["adamw"] = "adamw"
+class OptimizerConfig(Section):
+    """What the program itself has to know of an optimizer."""
+
     lr: PositiveFloat = 1e-3
     """peak learning rate"""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """gradients are scaled down to this norm; null for never"""
+
+
+class AdamWConfig(OptimizerConfig):
+    kind: Literal["adamw"] = "adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """decoupled weight decay, on matrices only"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """decay of the running mean and of the running square"""
     eps: PositiveFloat = 1e-8
     """keeps the division finite"""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """gradients are scaled down to this norm; null for never"""
+
+
+class SgdConfig(OptimizerConfig):
+    kind: Literal["sgd"] = "sgd"
+    momentum: Fraction = 0.9
+    """share of the last update that goes on"""
+    nesterov: bool = False
+    """look ahead by the momentum before the gradient is applied; needs momentum"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """added to the gradient in proportion to the weight, on matrices only"""
+
+    @field_validator("nesterov")
+    @classmethod
+    def nesterov_needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and not info.data.get("momentum"):
+            raise ValueError("needs optimizer.momentum above 0")
+        return nesterov
+
+
+class TargetOptimizer(OptimizerConfig, Target):
+    """An optimizer of the user's own: called with `params`, `lr` and `args`."""
 
 
 class CosineConfig(Section):
@@ -201,7 +237,7 @@ class FsdpConfig(Section):
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """auto is bf16 on a GPU that has it, else fp32"""
+    """auto is bf16 on a GPU that computes in it, else fp32"""
 
 
 class ValidationConfig(Section):
@@ -211,12 +247,13 @@ class ValidationConfig(Section):
 
 class KeepBestConfig(Section):
     metric: Text = "loss"
-    """one of what validation measures"""
+    """the name of a metric of validation"""
     mode: Literal["min", "max"] = "min"
     """whether the least or the greatest is the best"""
 
 
 class CheckpointConfig(Section):
+    # By the clock, so that what a failure costs does not depend on how long a step takes.
     every: Interval = Every(5, "minutes")
     """how often to write a checkpoint; the last step always does"""
     keep_last: PositiveInt = 3
@@ -224,37 +261,44 @@ class CheckpointConfig(Section):
     keep_every: PositiveInt | None = None
     """beside them, the first checkpoint of every so many steps, for good"""
     keep_best: KeepBestConfig | None = None
-    """beside them, the one whose last validation was the best"""
+    """beside them, the checkpoint whose last validation was the best"""
 
 
 class LoggingConfig(Section):
+    # Reading the loss makes the host wait for the device, so it is not done in every step.
     every_steps: PositiveInt = 10
     """steps between log lines; the device is read only then"""
+    gradient_norms_every: Interval | None = None
+    """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
 
 
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
-    """slots: surviving workers keep running; restart: all of them start anew; auto: slots where they can serve"""
+    """slots keeps surviving workers running; restart starts all anew; auto is slots where Ray's version allows it"""
     max_failures: NonNegativeInt = 10
-    """failures of one kind survived without a new step between two of them"""
+    """failures of one kind that are survived in a row, without a new step between two of them"""
+    # Heartbeats come at least five times in this; waiting for less would take a busy machine for a dead one.
     silence_s: PositiveFloat = 5.0
-    """a worker that is not heard of for so long is dead; one whose connection closes is known at once"""
-    stall_s: PositiveFloat = 3.0
-    """a part of a step may take five times what it mostly takes, and never less than this, before it counts as hung"""
+    """without a heartbeat for so long, a worker counts as dead; a connection that closes is noticed at once"""
+    stall_s: PositiveFloat = 60.0
+    """a phase of a step counts as hung after five times its usual duration, but not before this"""
     wait_s: PositiveFloat = 600.0
-    """how long a run that has too few workers waits for more, and for the nodes that are to have them"""
+    """how long a run that has too few workers waits for more, including the start of their nodes"""
     max_skipped_steps: NonNegativeInt = 5
-    """steps in any 1000 that are left out for a loss or gradient that is not finite, or spikes; then the run ends,
-    or lets a spike pass"""
+    """in any 1000 steps, how many are left out because loss or gradient is not finite or spikes; after these, a value
+    that is not finite ends the run, and a spike is let pass"""
+    # Deviations are measured robustly, or the spikes themselves would raise the bar.
     spike: PositiveFloat | None = 10.0
-    """robust deviations above the median of the last losses that make a spike; null to look for none"""
+    """how many robust deviations above the median of the last losses a spike is; null to look for none"""
 
 
 class TensorBoardConfig(Section):
     kind: Literal["tensorboard"] = "tensorboard"
 
 
-ScheduleConfig = CosineConfig | ConstantConfig
+ScheduleConfig = CosineConfig | ConstantConfig | Target
+# A tracker of the user's own is called with `location` (of the run directory), `first_step` and `args`.
+TrackerConfig = Annotated[TensorBoardConfig | Target, Field(discriminator="kind")]
 
 
 class Config(Section):
@@ -265,7 +309,7 @@ class Config(Section):
     model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
     task: TaskConfig | Target = Field(TaskConfig(), discriminator="kind")
     data: TextData | TokensData | TargetData = Field(TextData(), discriminator="kind")
-    optimizer: AdamWConfig = AdamWConfig()
+    optimizer: AdamWConfig | SgdConfig | TargetOptimizer = Field(AdamWConfig(), discriminator="kind")
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
     parallel: DdpConfig | FsdpConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
@@ -274,28 +318,45 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
-    trackers: tuple[TensorBoardConfig, ...] = (TensorBoardConfig(),)
+    trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+
+    def targets(self) -> dict[str, str]:
+        """Return every piece of the user's own code that the run needs: what to call, by its key."""
+        found = {}
+        for name, section in self:
+            if isinstance(section, Target):
+                found[f"{name}.target"] = section.target
+        for index, tracker in enumerate(self.trackers):
+            if isinstance(tracker, Target):
+                found[f"trackers.{index}.target"] = tracker.target
+        return found
 
     @model_validator(mode="before")
     @classmethod
     def kind_may_be_left_out(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """It is "target" where there is one, else that of the default."""
+        """Fill in the kind: "target" where there is one, else that of the default."""
         complete = dict(tree)
         for name, field in cls.model_fields.items():
             section = tree.get(name)
             if field.discriminator and isinstance(section, dict):
                 kind = "target" if "target" in section else field.default.kind
                 complete[name] = {"kind": kind, **section}
+        trackers = tree.get("trackers")
+        if isinstance(trackers, list):
+            complete["trackers"] = []
+            for tracker in trackers:
+                is_target = isinstance(tracker, dict) and "target" in tracker
+                complete["trackers"].append({"kind": "target", **tracker} if is_target else tracker)
         return complete
-
-    @field_validator("schedule")
-    @classmethod
-    def warmup_not_longer_than_run(cls, schedule: ScheduleConfig, info: ValidationInfo) -> ScheduleConfig:
-        at_most(getattr(info.data.get("run"), "steps", None), "run.steps", schedule, "warmup_steps")
-        return schedule
 
     @field_validator("data")
     @classmethod
     def data_context_fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
-        at_most(getattr(info.data.get("model"), "context_length", None), "model.context_length", data, "context_length")
+        limit = getattr(info.data.get("model"), "context_length", None)
+        found = getattr(data, "context_length", 0)
+        if limit is not None and found > limit:
+            # A ValueError would be reported at the section; this error brings the key, and so its line.
+            context = {"key": "context_length", "limit": limit, "found": found}
+            message = "must be at most model.context_length ({limit}), found {found}"
+            raise PydanticCustomError("at_most", message, context)
         return data

@@ -1,4 +1,4 @@
-"""Order (which sample stands where), datasets (what a sample is) and the loader (fetching ahead)."""
+"""Data: the order of samples, the datasets that hold them, and the loader that fetches them ahead."""
 
 from app.data.datasets import Dataset as Dataset
 from app.data.datasets import build_dataset as build_dataset

@@ -10,60 +10,68 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.config import TargetData, TextData, TokensData
+from app.config.target import build_target
 from app.errors import DataError
-from app.imports import build_target
 
 Sample = tuple[Tensor, ...]
 
 
 class Dataset(Protocol):
-    """Optional attributes: `units_per_sample`, what a sample adds to the loss count (1 if absent);
-    `counts_vary = False`, which says that nothing is ever masked and spares a collective in every step;
-    `read_batch(ids)`, samples already collated, for a dataset that draws nothing at random."""
+    """A map-style dataset.
+
+    Optional attributes:
+        units_per_sample: what a sample adds to the loss count; 1 if absent.
+        counts_vary: False promises that no target is ever masked, which spares a collective in every step.
+        read_batch: a method (ids) -> samples already collated, for a dataset that draws nothing at random.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
-class _Windows:
-    """Windows of context_length + 1 tokens that overlap by one: every token but the first is a target."""
+class _TokenWindows:
+    """Tokens cut into windows of context_length + 1 that overlap by one, so that no token is lost as a target."""
 
+    # Every token but the first of a window is a target: nothing is masked.
     counts_vary = False
 
     def __init__(self, tokens: NDArray[Any], context_length: int, source: str) -> None:
         if len(tokens) <= context_length:
             needed = f"context_length {context_length} needs {context_length + 1}"
             raise DataError(f"{source!r} holds {len(tokens)} tokens; {needed}")
-        self.tokens, self.units_per_sample = tokens, context_length
+        self.tokens = tokens
+        self.units_per_sample = context_length
         self._offsets = np.arange(context_length + 1)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.units_per_sample
 
     def __getitem__(self, index: int, /) -> Sample:
-        """(inputs, targets), each int64 (context_length,)."""
+        """Return (inputs, targets), each int64 (context_length,)."""
         inputs, targets = self.read_batch(np.array([index]))
         return inputs[0], targets[0]
 
     def read_batch(self, ids: NDArray[np.int64]) -> Sample:
-        """(inputs, targets), each int64 (len(ids), context_length): one gather, no stacking."""
-        windows = self.tokens[ids[:, None] * self.units_per_sample + self._offsets].astype(np.int64)
-        return torch.from_numpy(windows[:, :-1]).contiguous(), torch.from_numpy(windows[:, 1:]).contiguous()
+        """Return (inputs, targets), each int64 (len(ids), context_length): one gather, no stacking."""
+        places = ids[:, None] * self.units_per_sample + self._offsets  # (ids, context + 1)
+        windows = torch.from_numpy(self.tokens[places].astype(np.int64))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-class TextDataset(_Windows):
-    """Text as bytes: `python-docs`, or the files that match a glob."""
+class TextDataset(_TokenWindows):
+    """Text read as bytes: `python-docs`, or the files that match a glob."""
 
     def __init__(self, source: str, context_length: int) -> None:
         super().__init__(np.frombuffer(_read_text(source), np.uint8), context_length, source)
 
 
-class TokensDataset(_Windows):
+class TokensDataset(_TokenWindows):
     """A flat binary file of token ids, mapped into memory and never read whole."""
 
     def __init__(self, path: str, dtype: str, context_length: int) -> None:
         self._arguments = path, dtype, context_length
+        # A file that is larger than memory can be trained on, and loader processes share its pages.
         try:
             tokens = np.memmap(path, dtype, mode="r")
         except (OSError, ValueError) as error:
@@ -71,17 +79,19 @@ class TokensDataset(_Windows):
         super().__init__(tokens, context_length, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokensDataset, self._arguments  # a mapping would pickle as the whole file
+        # Loader processes map the file anew: a mapping would pickle as the whole file.
+        return TokensDataset, self._arguments
 
 
 def build_dataset(config: TextData | TokensData | TargetData) -> Dataset:
-    """The dataset the config names; DataError if it is unreadable, empty or too short."""
+    """Build the dataset that the config names. Raises DataError if it is unreadable, empty or too short."""
     match config:
         case TextData():
             return TextDataset(config.source, config.context_length)
         case TokensData():
             return TokensDataset(config.path, config.dtype, config.context_length)
     dataset: Dataset = build_target(config.target, config.args, "data")
+    # The user's own is looked at now: in a loader process the same would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{config.target} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
     if not len(dataset):
@@ -90,10 +100,13 @@ def build_dataset(config: TextData | TokensData | TargetData) -> Dataset:
 
 
 def _read_text(source: str) -> bytes:
-    if source == "python-docs":  # in every Python: an example that downloads nothing
+    # Part of every Python: the first run of a newcomer downloads nothing.
+    if source == "python-docs":
         from pydoc_data.topics import topics
 
-        return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+        # Sorted, because the order of samples has to be the same on every machine.
+        pages = [topics[name] for name in sorted(topics)]
+        return "\n\n".join(pages).encode()
     paths = sorted(path for path in glob.glob(source, recursive=True) if Path(path).is_file())
     if not paths:
         raise DataError(f"{source!r} matches no file in {Path.cwd()}")

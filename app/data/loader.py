@@ -1,4 +1,4 @@
-"""Microbatches in, tensors on the device out. Randomness and digest are keyed by sample, not by worker."""
+"""Fetch microbatches as tensors on the device. Randomness and digest are keyed by sample, not by worker."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.errors import DataError
 from app.plan import Microbatch
 
-_WINDOW = 1024  # positions ordered at once: numpy's overhead for eight is that for hundreds
+# Positions ordered at once: numpy's overhead for eight is that for hundreds.
+_WINDOW = 1024
 
-Form = list[tuple[Any, Any]]  # (dtype or type, shape) of each part of a sample
+Layout = list[tuple[Any, Any]]  # (dtype or type, shape) of each part of a sample
 
 
 class Fetched(NamedTuple):
@@ -34,65 +35,52 @@ class Fetched(NamedTuple):
 
 
 class Loader:
-    """Training fetches ahead through one DataLoader; validation, which is rare, fetches in place."""
+    """Fetches training microbatches ahead through one DataLoader, and validation, which is rare, in place."""
 
     def __init__(
         self, dataset: Dataset, order: SampleOrder, config: DataConfig, seed: int, device: torch.device
     ) -> None:
         self._device = device
-        self._train = _Fetch(dataset, order.train, seed)
-        self._validation = _Fetch(dataset, order.validation, seed)
-        self._stream = _Stream()
+        self._train = _Microbatches(dataset, order.train, seed)
+        self._validation = _Microbatches(dataset, order.validation, seed)
+        self._sampler = _Sampler()
+        # One for all attempts: to start its processes again would take each of them seconds.
+        self._loader = _data_loader(self._train, self._sampler, config, pin_memory=device.type == "cuda")
         self.num_ahead = config.num_workers * config.prefetch_factor  # microbatches read before they are asked for
         # Without processes to fetch ahead or memory to pin, a DataLoader is 0.1 ms of overhead a microbatch.
         self._in_place = device.type == "cpu" and not config.num_workers
-        workers: dict[str, Any] = {}
-        if config.num_workers:
-            # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each worker.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch"])
-            workers = {"multiprocessing_context": context, "persistent_workers": True}
-            workers["prefetch_factor"] = config.prefetch_factor
-        self._loader: DataLoader[Fetched | DataError] = DataLoader(
-            self._train,  # type: ignore[arg-type]  # any __getitem__ will do
-            batch_size=None,
-            sampler=self._stream,
-            collate_fn=_as_it_is,
-            num_workers=config.num_workers,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # else every start of the DataLoader draws from the global one
-            **workers,
-        )
 
     def steps(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
-        """Each microbatch, fetched: num_workers x prefetch_factor ahead, from this call on. A call ends the
-        one before it. DataError if a sample cannot be batched."""
+        """Fetch each training microbatch, `num_ahead` in advance. A call ends the one before it. Raises DataError."""
         if self._in_place:
-            return self._fetched_by(self._train, microbatches)
-        self._stream.microbatches = microbatches
-        return map(self._placed, iter(self._loader))
+            return self._fetch_in_place(self._train, microbatches)
+        self._sampler.microbatches = microbatches
+        # `iter` starts the fetching, so that it goes on while the caller gets ready for its first step.
+        return map(self._to_device, iter(self._loader))
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
-        """The same over validation positions."""
-        return self._fetched_by(self._validation, microbatches)
+        """Fetch each microbatch of validation positions. Raises DataError if a sample cannot be batched."""
+        return self._fetch_in_place(self._validation, microbatches)
 
     def digest(self, start: int, stop: int) -> int:
-        """The samples digest of training positions [start, stop), as the order has it rather than as it was fetched."""
+        """Return the samples digest of training positions [start, stop) from their order alone, without fetching."""
         return self._train.digest(start, stop)
 
-    def _fetched_by(self, fetch: _Fetch, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
-        return (self._placed(fetch[microbatch]) for microbatch in microbatches)
+    def _fetch_in_place(self, dataset: _Microbatches, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
+        for microbatch in microbatches:
+            yield self._to_device(dataset[microbatch])
 
-    def _placed(self, fetched: Fetched | DataError) -> Fetched:
+    def _to_device(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
             raise fetched
         if self._device.type == "cpu":
             return fetched
-        return fetched._replace(batch=tuple(part.to(self._device, non_blocking=True) for part in fetched.batch))
+        batch = tuple(part.to(self._device, non_blocking=True) for part in fetched.batch)
+        return fetched._replace(batch=batch)
 
 
-class _Stream:
-    """The DataLoader's sampler: the microbatches of the latest call, read as they are needed."""
+class _Sampler:
+    """The DataLoader's sampler. It gives out the microbatches of the latest call, reading each as it is needed."""
 
     microbatches: Iterator[Microbatch] = iter(())
 
@@ -100,86 +88,126 @@ class _Stream:
         return self.microbatches
 
 
-class _Fetch:
-    """A dataset indexed by microbatch: what lives in the worker processes."""
+class _Microbatches:
+    """A dataset indexed by microbatch. This is what the DataLoader sees, and what its processes hold."""
 
     def __init__(self, dataset: Dataset, ids: Callable[[Int64s], Int64s], seed: int) -> None:
-        self._dataset, self._ids, self._seed = dataset, ids, seed
+        self._dataset = dataset
+        self._ids = ids
+        self._seed = seed
         self._read_batch: Callable[[Int64s], tuple[Tensor, ...]] | None = getattr(dataset, "read_batch", None)
-        self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))
-        self._form: Form | None = None
+        self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, its ids, its keys
+        self._layout: Layout | None = None
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
-        """A DataError is returned, since raising it here would bury its message in the worker's traceback."""
         ids, keys = self._ordered(microbatch.start, microbatch.stop)
         try:
-            batch = self._read_batch(ids) if self._read_batch else self._collated(ids.tolist(), keys.tolist())
+            batch = self._read_batch(ids) if self._read_batch else self._collate(ids.tolist(), keys.tolist())
         except DataError as error:
+            # Raised in a loader process, its message would be buried in that process's traceback.
             return error
-        counted = bool(microbatch.weight)
-        return Fetched(microbatch, batch, len(ids) * counted, int(keys.sum()) * counted)
+        if microbatch.weight == 0:
+            return Fetched(microbatch, batch, num_samples=0, digest=0)
+        return Fetched(microbatch, batch, len(ids), int(keys.sum()))
 
     def digest(self, start: int, stop: int) -> int:
-        return int(self._ordered(start, stop)[1].sum())
+        _, keys = self._ordered(start, stop)
+        return int(keys.sum())
 
     def _ordered(self, start: int, stop: int) -> tuple[Int64s, UInt64s]:
+        """Return ids and keys of the samples at positions [start, stop)."""
         first, ids, keys = self._window
         if not first <= start <= stop <= first + len(ids):
-            first = max(0, start - _WINDOW)  # pads look back
+            # From before `start`, because a pad looks back to the first position of its step.
+            first = max(0, start - _WINDOW)
             positions = np.arange(first, max(stop, start + _WINDOW))
             ids = self._ids(positions)
             keys = sample_keys(ids, positions, self._seed)
-            self._window = first, ids, keys
+            self._window = (first, ids, keys)
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
 
-    def _collated(self, ids: list[int], keys: list[int]) -> tuple[Tensor, ...]:
-        """Every sample must look like the first that this process read."""
-        samples = self._samples(ids, keys)
-        for index, sample in zip(ids, samples, strict=True):
-            form = _form(sample)
-            self._form = self._form or form
-            if form != self._form:
-                raise DataError(f"sample {index} is {_said(form)}, expected {_said(self._form)} as those before it")
+    def _collate(self, ids: list[int], keys: list[int]) -> tuple[Tensor, ...]:
+        """Read samples one by one and stack them."""
+        samples: list[Any] = []
+        for index, key in zip(ids, keys, strict=True):
+            with own_randomness(key):
+                samples.append(self._dataset[index])
+        self._check_layout(ids, samples)
         batch = default_collate(samples)
         if not isinstance(batch, list | tuple) or not all(isinstance(part, Tensor) for part in batch):
             raise DataError(f"sample {ids[0]} is {samples[0]!r:.80}, expected a tuple of tensors, arrays or numbers")
         return tuple(batch)
 
-    def _samples(self, ids: list[int], keys: list[int]) -> list[Any]:
-        samples = []
-        for index, key in zip(ids, keys, strict=True):
-            with own_randomness(key):
-                samples.append(self._dataset[index])
-        return samples
+    def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
+        # default_collate would name neither the sample nor the shape that it expected.
+        for index, sample in zip(ids, samples, strict=True):
+            layout = _layout_of(sample)
+            if not self._layout:
+                # The first sample that this process reads is the measure for all others.
+                self._layout = layout
+            if layout != self._layout:
+                expected = f"expected {_in_words(self._layout)} as those before it"
+                raise DataError(f"sample {index} is {_in_words(layout)}, {expected}")
+
+
+def _data_loader(
+    dataset: _Microbatches, sampler: _Sampler, config: DataConfig, pin_memory: bool
+) -> DataLoader[Fetched | DataError]:
+    processes: dict[str, Any] = {}
+    if config.num_workers:
+        # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
+        processes["multiprocessing_context"] = context
+        processes["persistent_workers"] = True
+        processes["prefetch_factor"] = config.prefetch_factor
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]  # any __getitem__ will do
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_unchanged,
+        num_workers=config.num_workers,
+        pin_memory=pin_memory,
+        # Every start of a DataLoader draws from the global generator unless it has one of its own.
+        generator=torch.Generator(),
+        **processes,
+    )
 
 
 @contextlib.contextmanager
 def own_randomness(key: int) -> Iterator[None]:
-    """Seeds every generator that an augmentation may draw from, and leaves them as they were: without worker processes
-    they are the training loop's."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    """Seed every generator that an augmentation may draw from, and restore their states at the end."""
+    # Without loader processes these are the training loop's generators, and dropout draws from one of them.
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     try:
         yield
     finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
-def _form(sample: Any) -> Form:
-    parts = sample if isinstance(sample, tuple | list) else ()
-    return [(getattr(part, "dtype", type(part)), getattr(part, "shape", ())) for part in parts]
+def _layout_of(sample: Any) -> Layout:
+    # It has the empty layout, and is refused with a message of its own.
+    if not isinstance(sample, tuple | list):
+        return []
+    return [(getattr(part, "dtype", type(part)), getattr(part, "shape", ())) for part in sample]
 
 
-def _said(form: Form) -> str:
-    """`(float32 (64,), int64 ())`."""
-    kinds = [getattr(kind, "__name__", str(kind)).removeprefix("torch.") for kind, _ in form]
-    return "(" + ", ".join(f"{kind} {tuple(shape)}" for kind, (_, shape) in zip(kinds, form, strict=True)) + ")"
+def _in_words(layout: Layout) -> str:
+    """Write a layout as `(float32 (64,), int64 ())`."""
+    parts: list[str] = []
+    for kind, shape in layout:
+        name = getattr(kind, "__name__", str(kind)).removeprefix("torch.")
+        parts.append(f"{name} {tuple(shape)}")
+    return f"({', '.join(parts)})"
 
 
-def _as_it_is(fetched: Any) -> Any:
+def _unchanged(fetched: Any) -> Any:
     return fetched

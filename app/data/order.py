@@ -1,4 +1,4 @@
-"""Which sample stands at which position: a pure function of the seed, in O(1) memory and without any state.
+"""Map positions in the data to samples: a pure function of the seed, in O(1) memory and without any state.
 
 Training positions are one endless stream; position p belongs to epoch p // num_train. Every epoch is a fresh
 keyed permutation, so each sample comes once an epoch whoever reads it, and a run resumes from one integer.
@@ -13,43 +13,51 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
 
-_WORD = (1 << 64) - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WORD_MASK = (1 << 64) - 1
+# The increment of splitmix64: 2^64 over the golden ratio, made odd.
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 6
-_SPLIT, _EPOCH, _DIGEST = range(3)  # keys of different purposes never coincide
+
+# First word of a key, so that keys of different purposes never coincide.
+_SPLIT = 0
+_EPOCH = 1
+_DIGEST = 2
 
 
 class Permutation:
-    """A keyed bijection on range(size): the generalised Feistel network of Black and Rogaway (2002).
-
-    An index is a cell of a grid with sides about the root of size, which exceeds range(size) by less than a
-    row: a result rarely falls outside, and is then permuted again until it is inside (cycle walking). With
-    sides that are powers of two, three of four may fall outside, which makes a short call ten times as long.
-    """
+    """A keyed bijection on range(size): the generalised Feistel network of Black and Rogaway (2002)."""
 
     def __init__(self, size: int, key: UInt64s) -> None:
-        """`key` is one for all indices, shape (1,), or one for each index of the calls to come."""
+        """Permute range(size) by `key`: one for all indices, shape (1,), or one for each index of the calls to come."""
         self.size = size
-        columns = math.isqrt(max(size - 1, 0)) + 1  # the root, rounded up: three samples need a 2 x 2 grid
-        self._grid = (np.uint64(-(-size // columns)), np.uint64(columns))
         self._key = key
+        # An index is a cell of a grid that exceeds range(size) by less than a row, so a result rarely falls outside.
+        # Not powers of two, as is usual for Feistel halves: up to three of four results would, which makes a short call
+        # ten times as long.
+        columns = math.isqrt(max(size - 1, 0)) + 1  # the root, rounded up: three samples need a 2 x 2 grid
+        rows = -(-size // columns)
+        self._grid = (np.uint64(rows), np.uint64(columns))
 
     def __call__(self, index: Int64s) -> Int64s:
-        """Where each index, in range(size), goes. Same shape."""
+        """Return the place in range(size) that each index, in range(size), is moved to. Same shape."""
+        # Cycle walking: what falls outside is permuted again. That ends, because a cycle of the grid's permutation that
+        # starts inside range(size) comes back to it.
         place = self._network(index.astype(np.uint64), self._key)
-        while (outside := place >= self.size).any():
+        while True:
+            outside = place >= self.size
+            if not outside.any():
+                return place.astype(np.int64)
             key = self._key if len(self._key) == 1 else self._key[outside]
             place[outside] = self._network(place[outside], key)
-        return place.astype(np.int64)
 
     def _network(self, place: UInt64s, key: UInt64s) -> UInt64s:
         rows, columns = self._grid
         left, right = np.divmod(place, columns)
         for _ in range(_ROUNDS // 2):
             # A 63-bit round value cannot overflow when a half is added, and leaves no bias worth the name.
-            key = key + _GOLDEN
+            key = key + _GOLDEN_GAMMA
             left = (left + (_mix(right ^ key) >> np.uint64(1))) % rows
-            key = key + _GOLDEN
+            key = key + _GOLDEN_GAMMA
             right = (right + (_mix(left ^ key) >> np.uint64(1))) % columns
         return left * columns + right
 
@@ -58,45 +66,59 @@ class SampleOrder:
     """The split into training and validation samples, and the order of each."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int) -> None:
-        wanted = max(1, round(num_samples * validation_fraction)) if validation_fraction > 0 else 0
-        self.num_validation = min(wanted, num_samples - 1)
+        num_validation = 0
+        if validation_fraction > 0:
+            num_validation = max(1, round(num_samples * validation_fraction))
+        self.num_validation = min(num_validation, num_samples - 1)  # at least one sample is left to train on
         self.num_train = num_samples - self.num_validation
+        # The split is the first num_train places of one permutation of all samples, the same in every epoch.
         self._split = Permutation(num_samples, _key(_SPLIT, seed))
         self._epochs = _key(_EPOCH, seed)
 
     def train(self, positions: Int64s) -> Int64s:
-        """The sample ids at positions of the endless training stream; a call may span epochs."""
+        """Return the sample ids at positions of the endless training stream; a call may span epochs."""
         epoch, place = np.divmod(positions, self.num_train)
-        keys = _mix(self._epochs + epoch.astype(np.uint64) * _GOLDEN)
+        # One key for each position, because neighbours may belong to different epochs.
+        keys = _mix(self._epochs + epoch.astype(np.uint64) * _GOLDEN_GAMMA)
         return self._split(Permutation(self.num_train, keys)(place))
 
     def validation(self, positions: Int64s) -> Int64s:
-        """The sample ids at positions of the validation stream: one fixed order, again and again."""
+        """Return the sample ids at positions of the validation stream: one fixed order, again and again."""
         assert self.num_validation, "no samples are held out"
         return self._split(self.num_train + positions % self.num_validation)
 
 
 def sample_keys(ids: Int64s, positions: Int64s, seed: int) -> UInt64s:
-    """A keyed hash of each (id, position): what the digest sums, and what seeds the sample's augmentation."""
-    return _mix(_mix(ids.astype(np.uint64) + _key(_DIGEST, seed)) + positions.astype(np.uint64) * _GOLDEN)
+    """Return a keyed hash of each (id, position). The digest sums them, and each seeds its sample's augmentation."""
+    # The position is in it too: a sample is augmented anew in every epoch, and two that swap places are noticed.
+    return _mix(_mix(ids.astype(np.uint64) + _key(_DIGEST, seed)) + positions.astype(np.uint64) * _GOLDEN_GAMMA)
 
 
 def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
-    """The sum mod 2^64 of the samples' hashes: the same in any grouping, another if one is lost, repeated or
-    swapped."""
+    """Return the sum mod 2^64 of the samples' hashes. No grouping changes it; one lost, repeated or swapped does."""
     return int(sample_keys(ids, positions, seed).sum())
+
+
+def keyed_hash(*words: int) -> int:
+    """Return a 64-bit hash of integers: the same on every machine, whatever Python's own hash does."""
+    key = 0
+    for word in words:
+        key = (key + word + int(_GOLDEN_GAMMA)) & _WORD_MASK
+        # The finaliser of `_mix`, in Python's integers: for one number numpy would take ten times as long.
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
+        key ^= key >> 31
+    return key
 
 
 @functools.cache
 def _key(*words: int) -> UInt64s:
-    key = np.zeros(1, np.uint64)  # an array, since numpy warns of overflow in scalars only
-    for word in words:
-        key = _mix(key + np.uint64(word & _WORD) + _GOLDEN)
-    return key
+    return np.array([keyed_hash(*words)], np.uint64)  # an array, since numpy warns of overflow in scalars only
 
 
 def _mix(word: UInt64s) -> UInt64s:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection; every bit reaches every bit."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection; every bit reaches every bit."""
+    # Changing a constant changes the order of every run, which no checkpoint survives; a test freezes it.
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

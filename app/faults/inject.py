@@ -1,26 +1,24 @@
-"""Faults by configuration. They are put around what a step is given (its batches, its task, the store), so the loop
-has no line that asks for them, and nothing is put around anything where none are wanted."""
+"""Faults by configuration: what strikes this rank in this attempt, and when.
 
-from __future__ import annotations
+They are put around what a step is given (app/components/probes.py), so the loop has no line that asks for them.
+"""
 
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
 
 from app.config.faults import AnyFault, DrainAt, FailAt, Fault, HangAt, KillAt, NanAt, OomAt, Phase, SlowAt, SpikeAt
 from app.data import Fetched
-from app.rundir import RunDirectory
-from app.runtime import Runtime, Signals, World
-from app.tasks import Sums, Task
+from app.run.directory import RunDirectory
+from app.run.events import FaultInjected
+from app.tasks import Sums
+from app.world.runtime import Runtime, Signals, World
 
-T = TypeVar("T")
 _FOR_EVER_S = 1e9
 
 
@@ -29,78 +27,81 @@ class InjectedFault(Exception):
 
 
 class Faults:
-    """What strikes this rank in this attempt.
-
-    How often a fault has struck is remembered by files in the run directory, since the process that it strikes may be
-    gone: `faults/kill_at-forward-step-7-rank-1-time-1`, created before it strikes.
-    """
+    """The faults that strike this rank in this attempt."""
 
     def __init__(self, wanted: Sequence[AnyFault], directory: RunDirectory, world: World, runtime: Runtime) -> None:
-        self._store, self._world, self._runtime = directory.store, world, runtime
-        self._slow = [each for each in wanted if isinstance(each, SlowAt) and world.rank in each.ranks]
-        self._mine = [each for each in wanted if not isinstance(each, SlowAt) and each.rank == world.rank]
+        self._store = directory.store
+        self._attempt = world.attempt
+        self._runtime = runtime
+        self._slow: list[SlowAt] = []
+        self._mine: list[Fault] = []
+        for fault in wanted:
+            if isinstance(fault, SlowAt):
+                if world.rank in fault.ranks:
+                    self._slow.append(fault)
+            elif fault.rank == world.rank:
+                self._mine.append(fault)
         self._due: list[Fault] = []  # their step has begun, the phase they strike in has not
-        self._step, self._factor = 0, 1.0  # the rehearsal is step 0, of which no fault is
+        self._step = 0  # no fault is of step 0, which is the warm-up
+        self._factor = 1.0
 
-    def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        return self._entering(batches) if self._mine or self._slow else batches
+    @property
+    def active(self) -> bool:
+        """Return whether any fault is for this rank."""
+        return bool(self._mine or self._slow)
 
-    def task(self, task: Task) -> Task:
-        return _FaultyTask(task, self) if self._mine or self._slow else task
+    def entering(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Yield the batches. The first one of a step arms the step's faults."""
+        for fetched in batches:
+            if fetched.microbatch.step != self._step:
+                self._step = fetched.microbatch.step
+                self._factor = 1.0
+                # Added to what is due: a fault in a checkpoint waits for the first one from its step on.
+                self._due += [fault for fault in self._mine if fault.step == self._step]
+            self.reach("loader")
+            yield fetched
 
-    def store(self, store: T) -> T:
-        """`store`, whose `save` is the checkpoint phase."""
-        return self._around(store, "save", "checkpoint")
-
-    def group(self, group: T) -> T:
-        """`group`, whose `allreduce` is the collective phase."""
-        return self._around(group, "allreduce", "collective")
-
-    def signals(self, signals: Signals) -> Signals:
-        drained = [each for each in self._due if isinstance(each, DrainAt) and self._claims(each)]
-        return replace(signals, leave=True) if drained else signals
-
-    def loss(self, task: Task, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        """A microbatch's."""
+    def before_forward(self) -> None:
+        """Strike with what is due in a microbatch's forward."""
         for slow in self._slow:
             if slow.step <= self._step < (slow.until or math.inf):
                 time.sleep(slow.ms / 1000)
-        self._reach("forward")
-        sums = task.loss(model, batch)
+        self.reach("forward")
+
+    def corrupt(self, sums: Sums) -> Sums:
+        """Return what a task has computed, multiplied by what the step's faults say."""
+        # Not times 1.0, which would still cost a kernel on the device.
         return sums if self._factor == 1.0 else replace(sums, loss_sum=sums.loss_sum * self._factor)
 
-    def _entering(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        for fetched in batches:
-            if fetched.microbatch.step != self._step:
-                self._step, self._factor = fetched.microbatch.step, 1.0
-                self._due += [each for each in self._mine if each.step == self._step]
-            self._reach("loader")
-            yield fetched
+    def signals(self, signals: Signals) -> Signals:
+        """Return what is requested of this rank, with the requests to leave that are due."""
+        for fault in list(self._due):
+            if isinstance(fault, DrainAt) and self._claim(fault):
+                signals = replace(signals, leave=True)
+        return signals
 
-    def _around(self, owner: T, verb: str, phase: Phase) -> T:
-        return cast(T, _Before(owner, verb, lambda: self._reach(phase))) if self._mine else owner
-
-    def _reach(self, phase: Phase) -> None:
-        for fault in [each for each in self._due if _phase(each) == phase]:
-            if not isinstance(fault, DrainAt) and self._claims(fault):
+    def reach(self, phase: str) -> None:
+        """Strike with everything that is due in `phase`."""
+        for fault in list(self._due):
+            if _phase(fault) == phase and not isinstance(fault, DrainAt) and self._claim(fault):
                 self._strike(fault)
 
-    def _claims(self, fault: Fault) -> bool:
-        """Whether it strikes now: it does so once in a step, and `times` in the run."""
+    def _claim(self, fault: Fault) -> bool:
+        """Return whether the fault strikes now: once in a step, and `times` in the run."""
         self._due.remove(fault)
-        kind, phase = type(fault).model_fields["kind"].default, _phase(fault)
-        name = f"{kind}-{phase}-step-{fault.step}-rank-{fault.rank}"
-        if fault.times is not None and not self._marked(name, fault.times):
-            return False
-        said = {"kind": kind, "phase": phase, "step": self._step, "rank": self._world.rank}
-        self._runtime.publish({"event": "fault_injected", "attempt": self._world.attempt, **said})
-        return True
-
-    def _marked(self, name: str, times: int) -> bool:
-        struck = [mark for mark in self._store.list("faults") if mark.startswith(f"{name}-time-")]
-        if len(struck) >= times:
-            return False
-        self._store.commit(f"faults/{name}-time-{len(struck) + 1}", b"")
+        kind = type(fault).model_fields["kind"].default
+        phase = _phase(fault)
+        if fault.times is not None:
+            # Counted by files in the run directory, as the process that a fault strikes may be gone. For the same
+            # reason the file is there before it strikes.
+            name = f"{kind}-{phase}-step-{fault.step}-rank-{fault.rank}-time-"
+            num_struck = sum(mark.startswith(name) for mark in self._store.list("faults"))
+            if num_struck >= fault.times:
+                return False
+            self._store.commit(f"faults/{name}{num_struck + 1}", b"")
+        self._runtime.publish(
+            FaultInjected(attempt=self._attempt, kind=kind, phase=phase, step=self._step, rank=fault.rank)
+        )
         return True
 
     def _strike(self, fault: Fault) -> None:
@@ -121,23 +122,3 @@ class Faults:
 
 def _phase(fault: Fault) -> Phase:
     return fault.phase if isinstance(fault, HangAt | KillAt) else "forward"
-
-
-class _FaultyTask:
-    def __init__(self, task: Task, faults: Faults) -> None:
-        self._task, self._faults = task, faults
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        return self._faults.loss(self._task, model, batch)
-
-
-class _Before:
-    """Any object, but for one verb of it, before which something happens; to look it up is to call it."""
-
-    def __init__(self, owner: object, verb: str, happens: Callable[[], None]) -> None:
-        self._owner, self._verb, self._happens = owner, verb, happens
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._verb:
-            self._happens()
-        return getattr(self._owner, name)

@@ -1,30 +1,20 @@
 """What is wrong with the numbers of a step, and what follows from it.
 
-Pure: every rank is told the same numbers in the same order (`Agreed`), so every rank decides alike and none has to ask.
-
-A spike is told by a robust rule, so that the outliers it looks for do not hide each other (Iglewicz and Hoaglin, How to
-Detect and Handle Outliers, 1993: median and 1.4826 times the median absolute deviation in place of mean and standard
-deviation). Losses spread by factors, so the rule looks at their logarithms: a falling curve, a plateau and a loss that
-is almost nothing then differ in nothing but their spread. Only what lies above can be a spike.
+Every rank is given the same numbers in the same order (`StepStats`), so all decide alike without asking each other.
 """
-
-from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
-import torch
-
-from app.agree import Agreed
 from app.config import RecoveryConfig
-from app.step import StepResult
+from app.run.ledger import StepStats
 
 # Losses: short beside a schedule, so the median follows the curve, and long enough to hold what is rare but ordinary.
 # With 128, a classifier that has nearly nothing left to learn raises an alarm for one hard sample in fifty.
-WINDOW = 512
+_WINDOW = 512
 _ENOUGH = 32  # below it a MAD may be half of what it should be
 # Ten such deviations are a doubling. A plateau has a MAD of almost nothing, and real instabilities that heal by
 # themselves do not double a loss that has settled.
@@ -34,105 +24,100 @@ _HORIZON = 1000  # steps in which the budget is spent; those before are forgiven
 
 
 class BadStep(Exception):
-    """Ends the attempt, not the run: the next one begins before `steps`, and leaves them out. On every rank alike."""
+    """Ends the attempt on every rank alike, not the run: the next one begins before `steps` and leaves them out."""
 
     def __init__(self, steps: tuple[int, ...], cause: str) -> None:
         super().__init__(steps, cause)
-        self.steps, self.cause = steps, cause
+        self.steps = steps
+        self.cause = cause
 
     def __str__(self) -> str:
         return f"{self.cause}; a new attempt leaves out step {' and '.join(map(str, self.steps))}"
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """Back to a checkpoint that lies before all of `steps`, which are left out from now on."""
+class Rollback(NamedTuple):
+    """A decision: go back to a checkpoint before all of `steps`, and leave them out."""
 
     steps: tuple[int, ...]
     cause: str
 
 
-@dataclass(frozen=True)
-class Ignore:
-    """A spike that there is no budget for: most of them heal by themselves."""
+class Ignore(NamedTuple):
+    """A decision: let a spike pass that there is no budget for. Most spikes heal by themselves."""
 
     cause: str
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
+    """A decision: end the run."""
+
     why: str
 
 
 class Numerics:
-    """The losses of an attempt, watched.
-
-    Args:
-        skip: the steps that are left out already.
-        losses: of the steps before this attempt, oldest first.
-    """
+    """Judges the steps of an attempt. `skip` are left out already; `losses` are those before it, oldest first."""
 
     def __init__(self, config: RecoveryConfig, skip: frozenset[int], losses: Iterable[float]) -> None:
-        self._config, self._skip = config, skip
-        self._losses = deque(losses, maxlen=WINDOW)
+        self._config = config
+        self._skip = skip
+        self._losses = deque(losses, maxlen=_WINDOW)
 
-    def judge(self, agreed: Agreed) -> Rollback | Ignore | Stop | None:
-        """What follows from a step, told in order; None if nothing."""
-        cause = self._not_finite(agreed) or self._spike(agreed)
+    def judge(self, agreed: StepStats) -> Rollback | Ignore | Stop | None:
+        """Return what follows from the next step, None if nothing is wrong with it."""
+        cause = self._cause(agreed)
         if cause:
-            steps = suspects(agreed.step, self._skip)
-            spent = sum(agreed.step - _HORIZON < each <= agreed.step for each in self._skip)
-            if spent + len(steps) <= self._config.max_skipped_steps:
+            steps = steps_to_skip(agreed.step, self._skip)
+            num_spent = sum(agreed.step - _HORIZON < each <= agreed.step for each in self._skip)
+            if num_spent + len(steps) <= self._config.max_skipped_steps:
                 return Rollback(steps, cause)
             if not agreed.finite:
-                return Stop(_remedy(agreed, spent))
-        if math.isfinite(agreed.loss):  # it is not where everything in a step is masked
+                return Stop(_remedy(agreed, num_spent))
+        # A loss is not finite where everything in a step is masked, which is no fault.
+        if math.isfinite(agreed.loss):
             self._losses.append(agreed.loss)
         return Ignore(cause) if cause else None
 
-    def _not_finite(self, agreed: Agreed) -> str | None:
-        if agreed.finite:
-            return None
-        return f"loss {agreed.loss:.4g}, gradient norm {agreed.grad_norm:.4g} at step {agreed.step}"
-
-    def _spike(self, agreed: Agreed) -> str | None:
+    def _cause(self, agreed: StepStats) -> str | None:
+        if not agreed.finite:
+            return f"loss {agreed.loss:.4g}, gradient norm {agreed.grad_norm:.4g} at step {agreed.step}"
         if self._config.spike is None or not is_spike(agreed.loss, self._losses, self._config.spike):
             return None
         return f"loss {agreed.loss:.4g} against a median of {median(self._losses):.4g} at step {agreed.step}"
 
 
 def is_spike(loss: float, recent: Iterable[float], most: float) -> bool:
-    """Whether `loss` lies more than `most` robust deviations above the median of `recent` losses, and above them all.
-
-    Where a loss may be negative or zero it is taken as it is, and the least spread follows from the largest of them.
-    """
+    """Return whether `loss` lies above all `recent` losses, and over `most` robust deviations above their median."""
     losses = list(recent)
     if len(losses) < _ENOUGH or not loss > max(losses):
         return False
-    least = _LEAST_SPREAD * max(map(abs, losses))
+    # Losses spread by factors. In logarithms a falling curve, a plateau and a loss of almost nothing are alike.
     if min(losses) > 0:
-        loss, losses, least = math.log(loss), list(map(math.log, losses)), _LEAST_SPREAD
+        losses = [math.log(each) for each in losses]
+        loss = math.log(loss)
+        least_spread = _LEAST_SPREAD
+    else:
+        # Losses that may be negative or zero have no logarithm. They are taken as they are, in units of the largest.
+        least_spread = _LEAST_SPREAD * max(max(losses), -min(losses))
+    # Robust, so that outliers do not hide each other: median and 1.4826 times the median absolute deviation in place
+    # of mean and standard deviation (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
     middle = median(losses)
     spread = 1.4826 * median(abs(each - middle) for each in losses)
-    return loss - middle > most * max(spread, least, (max(losses) - middle) / _PER_OUTLIER)
+    return loss - middle > most * max(spread, least_spread, (max(losses) - middle) / _PER_OUTLIER)
 
 
-def suspects(step: int, skip: frozenset[int]) -> tuple[int, ...]:
-    """`step`; and where it comes right after steps that are left out already, also the last one before these: it was
-    its update, then, that did the harm."""
+def steps_to_skip(step: int, skip: frozenset[int]) -> tuple[int, ...]:
+    """Return the steps to leave out because of a bad one."""
     before = step - 1
     while before in skip:
         before -= 1
+    # Leaving out the steps right before this one has not helped. So the harm was done by the last update before these.
     return (before, step) if 0 < before < step - 1 else (step,)
 
 
-def left_out(step: int, *_: object) -> StepResult:
-    """In place of `Stepper.step`: nothing is done."""
-    return StepResult(step, torch.zeros(3, dtype=torch.float64), num_samples=0, samples_digest=0)
-
-
-def _remedy(agreed: Agreed, spent: int) -> str:
-    tried = f" ({spent} steps are left out already; recovery.max_skipped_steps allows no more)" if spent else ""
+def _remedy(agreed: StepStats, num_spent: int) -> str:
+    tried = ""
+    if num_spent:
+        tried = f" ({num_spent} steps are left out already; recovery.max_skipped_steps allows no more)"
     return (
         f"step {agreed.step}: loss {agreed.loss}, gradient norm {agreed.grad_norm}: not finite{tried}. "
         "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of this step"

@@ -11,21 +11,28 @@ from app.config import GptConfig
 
 
 class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
         self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
         self.project = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        # The functional form knows nothing of train and eval.
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        # (batch, heads, context, head) -> (batch, context, embed)
         return cast(Tensor, self.project(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
+    """Attention and a two-layer MLP, each behind a norm and beside a residual."""
+
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.embed_dim, bias=config.bias)
@@ -42,11 +49,12 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Submodules stand in forward order, which is the order in which DDP and FSDP expect their gradients."""
+    """A GPT-2 that predicts the next token at every position."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.config = config
+        # Submodules stand in forward order: DDP's buckets and FSDP's prefetching expect gradients in the reverse of it.
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position = nn.Embedding(config.context_length, config.embed_dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -56,16 +64,20 @@ class Gpt(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's: normal 0.02, less where the residual stream is fed: its variance would grow with depth."""
+        """Draw GPT-2's initial weights: normal with deviation 0.02, biases zero."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                shrink = math.sqrt(2 * self.config.num_layers) if name.endswith("project") else 1.0
-                nn.init.normal_(module.weight, std=0.02 / shrink)
+                std = 0.02
+                if name.endswith("project"):
+                    # Each layer adds to the residual stream twice; undamped, its variance would grow with depth.
+                    std /= math.sqrt(2 * self.config.num_layers)
+                nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: int64 (batch, context) -> logits (batch, context, vocab)."""
+        """Map tokens, int64 (batch, context), to logits (batch, context, vocab)."""
+        # (context,), added to every sequence of (batch, context, embed)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embed(tokens) + self.position(positions))
         for layer in self.layers:
@@ -73,27 +85,28 @@ class Gpt(nn.Module):
         return cast(Tensor, self.head(self.norm(x)))
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated modules: FSDP's units."""
+        """Return the repeated modules, which FSDP shards one by one."""
         return list(self.layers)
 
     def flops_per_sample(self) -> int:
-        """Training FLOPs of context_length tokens: for each, 6 a parameter (none for looking up embeddings) and
-        12 x layers x embed x context for attention, not halved for the mask (PaLM, arXiv:2204.02311, appendix B)."""
+        """Return training FLOPs of context_length tokens, as PaLM counts them (arXiv:2204.02311, appendix B)."""
         config = self.config
-        looked_up = self.embed.weight.numel() + self.position.weight.numel()
-        num_parameters = sum(parameter.numel() for parameter in self.parameters()) - looked_up
+        # For each token 6 a parameter, but none for looking up embeddings; attention is not halved for the mask.
+        num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        num_parameters -= self.embed.weight.numel() + self.position.weight.numel()
         attention = 12 * config.num_layers * config.embed_dim * config.context_length
         return config.context_length * (6 * num_parameters + attention)
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """prompt: int64 (length,) -> (length + num_tokens,). Drawn on the CPU, by a CPU generator and at a
-        temperature above 0, so that the text does not depend on the device's generator."""
+        """Continue `prompt`, int64 (length,), by num_tokens drawn with a CPU generator at a temperature above 0."""
         was_training = self.training
         self.eval()
         text = prompt
         for _ in range(num_tokens):
+            # (vocab,): how likely each token is to come next. No more than context_length tokens fit.
             logits = self(text[None, -self.config.context_length :])[0, -1].float().cpu()
+            # On the CPU, because each device's generator would draw another text.
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             text = torch.cat([text, drawn.to(text.device)])
         self.train(was_training)

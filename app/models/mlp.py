@@ -9,18 +9,21 @@ from app.config import MlpConfig
 
 
 class Mlp(nn.Module):
+    """Maps flattened inputs to classes, or to numbers."""
+
     def __init__(self, config: MlpConfig) -> None:
         super().__init__()
         widths = (config.in_features, *config.hidden, config.out_features)
         layers: list[nn.Module] = [nn.Flatten()]
         for width, next_width in pairwise(widths):
             layers += [nn.Linear(width, next_width), nn.GELU(), nn.Dropout(config.dropout)]
-        self.layers = nn.Sequential(*layers[:-2])  # the output has no activation
+        # The output has neither activation nor dropout.
+        self.layers = nn.Sequential(*layers[:-2])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (batch, ...) that flatten to in_features -> (batch, out_features)."""
+        """Map inputs (batch, ...) that flatten to in_features to (batch, out_features)."""
         return cast(Tensor, self.layers(inputs))
 
     def flops_per_sample(self) -> int:
-        """Training FLOPs, forward and backward: 6 a parameter."""
+        """Return training FLOPs, forward and backward: 6 for each parameter."""
         return 6 * sum(parameter.numel() for parameter in self.parameters())

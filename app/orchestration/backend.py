@@ -1,27 +1,18 @@
-"""Ray Train's view of how workers communicate. Its controller imports this module, so it must not import torch, which
-would cost every start a second and a half."""
+"""What Ray Train is told of how workers communicate: it forms no process groups, because the runtime does."""
 
-from __future__ import annotations
-
+# Ray's controller imports this module. It must not import torch, which would make every start 1.5 s longer.
 from ray.train.backend import Backend, BackendConfig
 
 
-class NoProcessGroups(Backend):
-    """Ray starts the workers; the runtime forms the process groups, a new generation for every world."""
-
-
-class NoProcessGroupsInSlots(NoProcessGroups):
-    has_replica_groups = True  # a worker that is lost is not the end of the others
+class SlotBackend(Backend):
+    has_replica_groups = True  # or Ray would end all workers when one is lost
 
 
 class RuntimeConfig(BackendConfig):
-    """In place of `TorchConfig`."""
+    """Take the place of `TorchConfig`, whose backend would form process groups."""
 
     backend = "none"  # TorchTrainer asks for it
 
-    def __init__(self, slots: bool) -> None:
-        self._slots = slots
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return NoProcessGroupsInSlots if self._slots else NoProcessGroups
+class SlotConfig(RuntimeConfig):
+    backend_cls = SlotBackend

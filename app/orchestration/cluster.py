@@ -1,6 +1,4 @@
-"""Which Ray a run uses, and whether it has room for it."""
-
-from __future__ import annotations
+"""Which Ray a run uses, and whether it has room for the run."""
 
 import contextlib
 import json
@@ -15,10 +13,11 @@ import yaml
 
 from app.config import Config
 from app.errors import ResourcesMissing
-from app.interrupts import Interrupts
-from app.orchestration.internals import hush
-from app.owner import Ownership
+from app.orchestration.internals import silence_raylet
+from app.run.interrupts import Interrupts
+from app.run.owner import Ownership
 
+EMBEDDED = "embedded"
 # Defaults for Ray's own settings; what the user has set in the environment wins.
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,116 +26,117 @@ _RAY_SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-EMBEDDED = "embedded"
 _STORE_BYTES = 100 * 2**20  # nothing large travels through Ray's object store
 _AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # of the head of a cluster of `ray up`
+_POLL_S = 0.5
 
 
 def connect(config: Config, verbose: bool) -> str:
-    """Joins the cluster that the rule of the README names, or embeds one in this process. Returns which."""
+    """Join the cluster that the rule of the README names, or embed one in this process. Return which."""
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": logging.INFO}
     if not verbose:
-        hush()
-    quiet: dict[str, Any] = {
-        "log_to_driver": verbose,
-        "logging_level": logging.INFO if verbose else logging.ERROR,
-    }
+        quiet["logging_level"] = logging.ERROR
+        silence_raylet()
     address = config.cluster.address
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "local":
-        with contextlib.suppress(ConnectionError) if address == "auto" else contextlib.nullcontext():
+        try:
             ray.init(address=address, runtime_env=_code(), **quiet)
-    if not ray.is_initialized():
-        needed = config.scaling.min_workers * config.scaling.cpus_per_worker
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, needed),  # more workers than cores is slow, not wrong
-            include_dashboard=False,
-            object_store_memory=_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
-        address = EMBEDDED
-    return address
-
-
-def describe_cluster(address: str) -> str:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    total = ray.cluster_resources()
-    return (
-        f"Ray: {address}, {len(nodes)} node{'s' * (len(nodes) > 1)}, "
-        f"{int(total.get('CPU', 0))} CPUs, {int(total.get('GPU', 0))} GPUs"
+            return address
+        except ConnectionError:
+            if address != "auto":  # a cluster that was named must be there
+                raise
+    ray.init(
+        address="local",
+        # More workers than cores is slow, not wrong.
+        num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
+        include_dashboard=False,
+        object_store_memory=_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        **quiet,
     )
+    return EMBEDDED
 
 
 def _code() -> dict[str, Any]:
-    """The working directory goes to every node, those that come later too, and is what its workers import from."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     if "working_dir" in job.get("runtime_env", {}):  # `ray job submit --working-dir` has seen to it
         return {}
+    # It goes to every node, those that come later too, and is what its workers import from.
     return {"working_dir": os.getcwd(), "excludes": [".git", ".venv", "runs", "__pycache__"]}
 
 
+def describe_cluster(address: str) -> str:
+    num_nodes = len(_nodes())
+    return f"Ray: {address}, {num_nodes} node{'s' * (num_nodes > 1)}, {_total('CPU')} CPUs, {_total('GPU')} GPUs"
+
+
 def gpus_per_worker(config: Config, embedded: bool) -> int:
+    """Return `scaling.gpus_per_worker`; "auto" is 1 if any node has a GPU, or one that may be started."""
     wanted = config.scaling.gpus_per_worker
     if wanted != "auto":
         return wanted
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return 1 if any(node.get("GPU", 0) >= 1 for node in (*alive, *([] if embedded else startable()))) else 0
+    nodes = _nodes()
+    if not embedded:
+        nodes += startable()
+    return int(any(node.get("GPU", 0) >= 1 for node in nodes))
 
 
 def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
-    """Resources of each node that the autoscaler may start: all it ever may, whether they run or not."""
+    """Return the resources of each node that the autoscaler may start: all it ever may, whether they run or not."""
+    nodes: list[dict[str, float]] = []
     with contextlib.suppress(OSError):
         cluster = yaml.safe_load(config.expanduser().read_text())
-        return [
-            node_type["resources"]
-            for name, node_type in cluster.get("available_node_types", {}).items()
-            if name != cluster.get("head_node_type")
-            for _ in range(node_type.get("max_workers", 0))
-        ]
-    return []
+        for name, node_type in cluster.get("available_node_types", {}).items():
+            if name != cluster.get("head_node_type"):
+                nodes += node_type.get("max_workers", 0) * [node_type["resources"]]
+    return nodes
 
 
 def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
-    """Waits until the smallest number of workers fits; not at all where the cluster cannot grow, as an embedded one,
-    or grows only when asked: there the slots ask.
-
-    Returns:
-        How many fit, at most as many as are wanted.
+    """Wait until the smallest number of workers fits. Return how many fit, at most as many as are wanted.
 
     Raises:
         ResourcesMissing: it did not within `scaling.start_timeout_s`, or never will; says what is missing.
     """
     scaling = config.scaling
-    began, patience = time.monotonic(), 0.0 if embedded else scaling.start_timeout_s
+    # An embedded cluster cannot grow. One that grows when it is asked to need not have grown: the slots will ask.
+    patience_s = 0.0 if embedded else scaling.start_timeout_s
+    began_s = time.monotonic()
     while True:
         interrupts.check()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fitting, promised = _fitting(nodes, config, gpus), _fitting([] if embedded else startable(), config, gpus)
+        fitting = _num_fitting(_nodes(), scaling.cpus_per_worker, gpus)
+        promised = 0 if embedded else _num_fitting(startable(), scaling.cpus_per_worker, gpus)
         if max(fitting, promised) >= scaling.min_workers:
             return max(scaling.min_workers, min(fitting, scaling.num_workers[1]))
-        if time.monotonic() - began >= patience:
+        if time.monotonic() - began_s >= patience_s:
+            autoscaled = f", and all that the autoscaler may start for {promised}" if promised else ""
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "
-                f"and {gpus} GPU each, but after {patience:g} s {len(nodes)} node(s) with "
-                f"{_sum(nodes, 'CPU')} CPUs and {_sum(nodes, 'GPU')} GPUs have room for {fitting}"
-                + (f", and all that the autoscaler may start for {promised}" if promised else "")
-                + ". Add nodes, or lower scaling.num_workers or scaling.gpus_per_worker"
+                f"and {gpus} GPU each, but after {patience_s:g} s {len(_nodes())} node(s) with {_total('CPU')} CPUs "
+                f"and {_total('GPU')} GPUs have room for {fitting}{autoscaled}. "
+                "Add nodes, or lower scaling.num_workers or scaling.gpus_per_worker"
             )
         ownership.renew()
-        time.sleep(0.5)
+        time.sleep(_POLL_S)
 
 
-def _fitting(nodes: list[dict[str, float]], config: Config, gpus: int) -> int:
-    cpus = config.scaling.cpus_per_worker
-    return sum(
-        int(min(node.get("CPU", 0) // cpus, node.get("GPU", 0) // gpus if gpus else node.get("CPU", 0)))
-        for node in nodes
-    )
+def _nodes() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _sum(nodes: list[dict[str, float]], resource: str) -> int:
-    return int(sum(node.get(resource, 0) for node in nodes))
+def _total(resource: str) -> int:
+    return int(ray.cluster_resources().get(resource, 0))
+
+
+def _num_fitting(nodes: list[dict[str, float]], cpus: int, gpus: int) -> int:
+    num_workers = 0
+    for node in nodes:
+        fitting = node.get("CPU", 0) // cpus
+        if gpus:
+            fitting = min(fitting, node.get("GPU", 0) // gpus)
+        num_workers += int(fitting)
+    return num_workers

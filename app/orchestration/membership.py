@@ -1,6 +1,4 @@
-"""Who is in the world. Pure bookkeeping that is told the time, so every rule is tested with a table and no cluster."""
-
-from __future__ import annotations
+"""Decide who is in the world. Pure bookkeeping that is told the time, so tables test every rule without a cluster."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,12 +13,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Resize:
-    """Ask the world under way to end at a step that its members agree on.
+    """Ask the world under way to end at a step that its members agree on."""
 
-    none_stays: nobody in it will be in the next one, so what they hold must be written down.
-    """
-
-    none_stays: bool = False
+    none_stays: bool = False  # nobody in it will be in the next one, so what they hold must be written down
 
 
 @dataclass(frozen=True)
@@ -32,12 +27,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class Keep:
-    """Nothing to do until somebody joins or is lost."""
+    """Do nothing until somebody joins or is lost."""
 
 
 @dataclass(frozen=True)
 class Short:
-    """Too few are left for a world, and all who are left wait: `missing` more have to come."""
+    """Wait for `missing` more members: all who are left wait, and they are too few for a world."""
 
     missing: int
 
@@ -47,27 +42,21 @@ Decision = Form | Resize | Wait | Keep | Short
 
 @dataclass
 class Membership:
-    """The members of a run: those in the world under way, and those who wait for the next one.
+    """The members of a run: those in the world under way, and those who wait for the next one."""
 
-    Args:
-        smallest, largest: how many members a world may have.
-        expected: so many are coming when a run starts, or when all members are lost.
-        settle_s: how long the first world waits for the rest of them.
-        gather_s: how long a newcomer waits for others, so that two who come together cost one resize. The world under
-            way goes on meanwhile.
-    """
-
-    smallest: int
+    smallest: int  # of the sizes that a world may have
     largest: int
-    expected: int
+    expected: int  # so many are coming when a run starts, or when all members are lost
+    # How long the first world waits for the rest of them, and how long a newcomer waits for others. The world under way
+    # goes on meanwhile, and two who come together cost one resize.
     settle_s: float
     gather_s: float
     world: tuple[str, ...] = ()
-    _leaving: set[str] = field(default_factory=set)
-    _waiting: dict[str, float] = field(default_factory=dict)  # member -> since when
+    _leaving: set[str] = field(default_factory=set)  # in the world, and not to be in the next one
+    _waiting: dict[str, float] = field(default_factory=dict)  # member -> since when, in the order of arrival
 
     def join(self, member: str, now_s: float) -> bool:
-        """`member` is ready for the next world; one that was in the world has left it. False if it is to go."""
+        """Let `member` wait for the next world; if it was in the world, it has left it. False if it is to go."""
         if member in self._leaving:
             self.lose(member)
             return False
@@ -75,42 +64,45 @@ class Membership:
         return True
 
     def lose(self, member: str) -> bool:
-        """`member` is gone. True if the world under way counted on it."""
+        """Remove `member`. Return whether the world under way counted on it."""
+        was_in = member in self.world
         self._waiting.pop(member, None)
         self._leaving.discard(member)
-        was_in = member in self.world
         self.world = tuple(each for each in self.world if each != member)
         return was_in
 
     def send_away(self, members: Iterable[str]) -> list[str]:
-        """`members` are to go: those in the world at an agreed step. Returns those who wait, and may go at once."""
-        members = set(members)
-        waiting = [member for member in self._waiting if member in members]
+        """Let `members` go: those in the world at an agreed step. Return those who wait, and may go at once."""
+        going = set(members)
+        waiting = sorted(going & self._waiting.keys())
         for member in waiting:
             self.lose(member)
-        self._leaving |= members & set(self.world)
+        self._leaving |= going & set(self.world)
         return waiting
 
     def rescale(self, smallest: int, largest: int) -> list[str]:
-        """Other bounds. The last ranks go where there are too many; returns as `send_away` does."""
-        self.smallest, self.largest = smallest, largest
+        """Set other bounds. The last ranks go where there are too many; returns as `send_away` does."""
+        self.smallest = smallest
+        self.largest = largest
         self.expected = max(smallest, min(self.expected, largest))
-        staying = [member for member in (*self.world, *self._newcomers()) if member not in self._leaving]
+        staying = [member for member in self._candidates() if member not in self._leaving]
         return self.send_away(staying[largest:])
 
     def close(self) -> list[str]:
-        """Nobody new any more: those in the world, and those who survived it, are to write down what they hold, however
-        few they are. Returns as `send_away` does."""
-        self.smallest, self.largest = 1, max(1, len(self.world))
+        """Let nobody in any more; returns as `send_away` does."""
+        # Those in the world, and those who survived it, are to write down what they hold, however few they are.
+        self.smallest = 1
+        self.largest = max(1, len(self.world))
         return self.send_away(self._newcomers())
 
     def decide(self, now_s: float) -> Decision:
-        """What to do now; `Form` takes effect at once."""
-        if any(member not in self._waiting for member in self.world):
+        """Return what to do now. `Form` takes effect at once."""
+        if not set(self.world) <= self._waiting.keys():
             return self._for_a_change(now_s)
-        ready = (*self.world, *self._newcomers())[: self.largest]  # survivors first, so the leader stays if it can
+        ready = self._candidates()[: self.largest]
         if len(ready) < self.smallest:
             return Short(self.smallest - len(ready))
+        # Survivors form a world at once: whoever comes later joins by a resize, while training goes on.
         if not self.world and len(ready) < self.expected:
             left_s = min(self._waiting.values()) + self.settle_s - now_s
             if left_s > 0:
@@ -121,14 +113,20 @@ class Membership:
         return Form(ready)
 
     def _for_a_change(self, now_s: float) -> Decision:
-        staying = len(self.world) - len(self._leaving)
+        num_staying = len(self.world) - len(self._leaving)
         if self._leaving:
-            return Resize(none_stays=staying == 0)
-        since = [self._waiting[member] for member in self._newcomers()]
-        if not since or staying >= self.largest:
+            return Resize(none_stays=num_staying == 0)
+        newcomers = self._newcomers()
+        if not newcomers or num_staying >= self.largest:
             return Keep()
-        left_s = max(since) + self.gather_s - now_s
-        return Wait(left_s) if left_s > 0 else Resize()
+        left_s = max(self._waiting[member] for member in newcomers) + self.gather_s - now_s
+        if left_s > 0:
+            return Wait(left_s)
+        return Resize()
+
+    def _candidates(self) -> tuple[str, ...]:
+        # Survivors first and in their order, so that the leader stays where it is.
+        return (*self.world, *self._newcomers())
 
     def _newcomers(self) -> list[str]:
         return [member for member in self._waiting if member not in self.world]

@@ -1,6 +1,4 @@
-"""What workers, slots and the coordinator say to each other by way of Ray."""
-
-from __future__ import annotations
+"""Messages between workers, slots and the coordinator, as arguments and results of Ray calls."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,50 +7,40 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Member:
-    """A worker process. Its actor is known so that it can be killed if it falls silent."""
+    """A worker process, as it introduces itself to the coordinator."""
 
     name: str
-    actor: Any
+    actor: Any  # by it the coordinator can kill a worker that has fallen silent
     node: str
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why an attempt broke, told by the worker that saw it.
+class FailureReport:
+    """Why an attempt broke. Each worker that sees it break tells the coordinator."""
 
-    kind: "peer" when another worker is gone, "numeric" for a step to be left out, "ours" for an error with a message of
-    its own, "oom" for device or host memory, "exception" for any other.
-    """
-
+    # "peer" when another worker is gone, "numeric" for a step to be left out, "ours" for an error with a message of its
+    # own, "oom" for device or host memory, "exception" for any other.
     kind: str
-    attempt: int
+    attempt: int  # 0 for a worker that has been in no world yet
     step: int
     message: str
     traceback: str
-    skip: tuple[int, ...] = ()  # what is to be left out from now on
+    skip: tuple[int, ...] = ()  # steps to leave out from now on
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A place in a world that has formed, over a store of its own; `skip` are the steps that it leaves out."""
+class WorldAssignment:
+    """A place in the next world. The coordinator answers each worker of that world with one."""
 
     rank: int
     size: int
     attempt: int
-    store_port: int
-    skip: frozenset[int]
+    store_port: int  # of a TCPStore beside the coordinator, for this world alone
+    skip: frozenset[int]  # steps that this world leaves out
 
 
-class Dismissal(StrEnum):
-    """Why there is no seat: the run needs no workers any more, or not this one."""
+class Leave(StrEnum):
+    """Why a worker gets no assignment. The coordinator tells the worker, and the worker tells its slot."""
 
-    DONE = "done"
-    LEFT = "left"
-
-
-@dataclass(frozen=True)
-class SlotOrders:
-    """How many slots there are to be, and whether any is still needed."""
-
-    count: int
-    over: bool
+    RUN_ENDED = "run ended"
+    RELEASED = "released"  # only this worker is not needed: another one may take its slot

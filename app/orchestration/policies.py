@@ -1,7 +1,4 @@
-"""What a failure costs. Pure: each policy is told what happened and answers what follows; the coordinator and the slots
-carry it out."""
-
-from __future__ import annotations
+"""Policies of what a failure costs. Each is told what has happened and decides; coordinator and slots carry it out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,60 +6,52 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budgets:
-    """How many failures of each kind a run survives without getting any further between two of them.
+    """Count the failures of each kind that come without progress between them, and end a run that has too many."""
 
-    Args:
-        limits: by kind; a kind that is not there is never too many (a preemption is nobody's fault).
-    """
-
-    limits: Mapping[str, int]
-    _spent: dict[str, int] = field(default_factory=dict)
-    _furthest: dict[str, int] = field(default_factory=dict)  # step of the last failure of a kind
+    limits: Mapping[str, int]  # kind -> how many in a row a run survives; others, as preemptions, are not counted
+    _rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (furthest step, failures since)
 
     def spend(self, kind: str, step: int) -> str | None:
-        """A failure at `step`. Returns why the run must end, None if it goes on."""
+        """Count a failure at `step`. Return why the run must end, or None if it goes on."""
         if kind not in self.limits:
             return None
-        if step > self._furthest.get(kind, -1):
-            self._spent[kind] = 0
-        self._furthest[kind] = max(step, self._furthest.get(kind, -1))
-        self._spent[kind] = self._spent.get(kind, 0) + 1
-        if self._spent[kind] <= self.limits[kind]:
-            return None
+        furthest, spent = self._rows.get(kind, (-1, 0))
+        # A step before the furthest one is not progress: it is being done again after a restore.
+        if step > furthest:
+            spent = 0
+        spent += 1
+        self._rows[kind] = (max(step, furthest), spent)
         allowed = self.limits[kind]
-        return f"{self._spent[kind]} failures ({kind}) and no step beyond {step}; recovery allows {allowed} in a row"
+        if spent <= allowed:
+            return None
+        return f"{spent} failures ({kind}) and no step beyond {step}; recovery allows {allowed} in a row"
 
 
 @dataclass
 class Quarantine:
-    """Nodes on which workers keep dying young get no more of them for a while.
+    """Name the nodes on which workers keep dying soon after their start, so that they get no more for a while."""
 
-    Args:
-        failures: so many make a node suspect.
-        young_s: a worker that lived longer does not speak against its node.
-        sentence_s: how long nothing is placed there; also how long a failure is remembered.
-    """
+    failures: int = 3  # so many early deaths put a node into quarantine
+    min_lifetime_s: float = 20.0  # a worker that has lived longer does not speak against its node
+    cooldown_s: float = 600.0  # how long a node is avoided, and how long a death is remembered
+    _deaths_s: dict[str, list[float]] = field(default_factory=dict)
+    _until_s: dict[str, float] = field(default_factory=dict)
 
-    failures: int = 3
-    young_s: float = 20.0
-    sentence_s: float = 600.0
-    _died: dict[str, list[float]] = field(default_factory=dict)
-    _until: dict[str, float] = field(default_factory=dict)
-
-    def died(self, node: str, lived_s: float, now_s: float, elsewhere: bool) -> bool:
-        """A worker on `node` has died. True if the node is quarantined from now on: never while nobody lives
-        `elsewhere`, since a run has to have somewhere to go."""
-        if lived_s > self.young_s:
-            self._died.pop(node, None)
+    def record_death(self, node: str, lived_s: float, now_s: float, elsewhere: bool) -> bool:
+        """Record the death of a worker on `node`. Return whether the node is quarantined from now on."""
+        if lived_s > self.min_lifetime_s:
+            self._deaths_s.pop(node, None)
             return False
-        recent = [when for when in self._died.get(node, []) if now_s - when < self.sentence_s]
-        self._died[node] = [*recent, now_s]
-        if len(self._died[node]) < self.failures or not elsewhere:
+        recent = [when_s for when_s in self._deaths_s.get(node, []) if now_s - when_s < self.cooldown_s]
+        recent.append(now_s)
+        self._deaths_s[node] = recent
+        # While no worker lives elsewhere, the run has nowhere else to go.
+        if len(recent) < self.failures or not elsewhere:
             return False
-        del self._died[node]
-        self._until[node] = now_s + self.sentence_s
+        del self._deaths_s[node]
+        self._until_s[node] = now_s + self.cooldown_s
         return True
 
     def avoided(self, now_s: float) -> list[str]:
-        """Where nothing may be placed now."""
-        return sorted(node for node, until in self._until.items() if now_s < until)
+        """Return the nodes on which nothing may be placed now."""
+        return sorted(node for node, until_s in self._until_s.items() if now_s < until_s)

@@ -1,9 +1,9 @@
-"""The `TorchTrainer` of a run, and what the driver does while it fits."""
-
-from __future__ import annotations
+"""The driver's side of a run on Ray: build coordinator and trainer, and show events while the trainer fits."""
 
 import contextlib
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,20 @@ from ray.train.torch import TorchTrainer
 
 from app.config import Config
 from app.errors import SteadfastError, TrainingError, UsageError
-from app.interrupts import EXIT_STOPPED, Interrupts
-from app.orchestration.backend import RuntimeConfig
+from app.orchestration.backend import RuntimeConfig, SlotConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.internals import without_idle_actors
-from app.orchestration.internals.slots import coordinator_name, moved, slot_controller
-from app.orchestration.runtime import Job, train_loop
-from app.owner import Ownership
-from app.rundir import RunDirectory
+from app.orchestration.internals.slots import coordinator_name, find_incompatibility, slot_controller
+from app.orchestration.restart import RestartCoordinator, RestartRuntime
+from app.orchestration.worker_runtime import RayRuntime, WorkerSpec, train_loop
+from app.run.directory import RunDirectory
+from app.run.events import Failure, Finished
+from app.run.interrupts import EXIT_STOPPED, Interrupts
+from app.run.owner import Ownership
 from app.storage import arrow_filesystem
 from app.telemetry.console import Console
 
+_POLL_S = 0.2  # how often the console shows what is new
 _CLOSE_S = 30.0  # for the last events to reach storage
 
 
@@ -39,130 +42,152 @@ class SlotTrainer(LeanTrainer):
             return super()._initialize_and_run_controller(**arguments)
 
 
-def uses_slots(config: Config) -> tuple[bool, str | None]:
-    """Whether survivors keep running, and why not where that would be the better way.
+@dataclass(frozen=True)
+class RecoveryMode:
+    """What stands in the places where the two ways to go on after a worker's death differ."""
 
-    Raises:
-        UsageError: that is asked for, and this Ray cannot.
-    """
-    mode, reason = config.recovery.mode, moved()
-    if mode == "slots" and reason:
+    coordinator: type[Coordinator]
+    runtime: type[RayRuntime]
+    trainer: type[LeanTrainer]
+    backend: RuntimeConfig
+    ray_restarts: bool  # Ray decides how many workers there are, and when to start all of them anew
+
+
+SLOTS = RecoveryMode(Coordinator, RayRuntime, SlotTrainer, SlotConfig(), ray_restarts=False)
+RESTART = RecoveryMode(RestartCoordinator, RestartRuntime, LeanTrainer, RuntimeConfig(), ray_restarts=True)
+
+
+def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
+    """Return the mode for a value of `recovery.mode`, and why it is not slots where "auto" would prefer them."""
+    reason = find_incompatibility()
+    if wanted == "restart":
+        return RESTART, None
+    if reason is None:
+        return SLOTS, None
+    if wanted == "slots":
         raise UsageError(f"recovery.mode=slots does not work with Ray {ray.__version__}: {reason}. Use restart")
-    if mode == "auto" and reason:
-        return False, f"recovery.mode=restart: slots do not work with Ray {ray.__version__}: {reason}"
-    return mode != "restart", None
+    return RESTART, f"recovery.mode=restart: slots do not work with Ray {ray.__version__}: {reason}"
 
 
-def start_coordinator(config: Config, directory: RunDirectory, ownership: Ownership, expected: int, slots: bool) -> Any:
-    """On the head node, which outlives workers' nodes."""
-    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(Coordinator)
-    named = actor.options(name=coordinator_name(_run_config(config, directory, slots)))
-    return named.remote(config, directory, ownership, expected, slots)
+def start_coordinator(
+    mode: RecoveryMode, config: Config, directory: RunDirectory, ownership: Ownership, expected: int
+) -> Any:
+    """Return the handle of the run's coordinator, on the head node, which outlives workers' nodes."""
+    # Each worker that waits for a world takes up one of the concurrent calls.
+    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(mode.coordinator)
+    named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
+    return named.remote(config.recovery, config.scaling.num_workers, directory, ownership, expected)
 
 
-def build_trainer(config: Config, directory: RunDirectory, coordinator: Any, gpus: int, slots: bool) -> TorchTrainer:
-    low, high = config.scaling.num_workers
+def build_trainer(
+    mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int
+) -> TorchTrainer:
+    """Return the trainer of a run, each of whose workers has `gpus` GPUs."""
+    scaling = config.scaling
+    low, high = scaling.num_workers
+    resources = {"CPU": scaling.cpus_per_worker}
+    if gpus:
+        resources["GPU"] = gpus
     head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
-    job = Job(config, directory, coordinator, head["NodeManagerAddress"], Path.cwd(), slots)
+    spec = WorkerSpec(config, directory, coordinator, head["NodeManagerAddress"], Path.cwd())
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     directory.store.delete("checkpoint_manager_snapshot.json")
-    return (SlotTrainer if slots else LeanTrainer)(
-        partial(train_loop, job),
-        torch_config=RuntimeConfig(slots),
+    return mode.trainer(
+        partial(train_loop, mode.runtime, spec),
+        torch_config=mode.backend,
         scaling_config=ScalingConfig(
-            num_workers=high if slots or low == high else (low, high),
+            num_workers=(low, high) if mode.ray_restarts and low != high else high,
             use_gpu=gpus > 0,
-            resources_per_worker={"CPU": config.scaling.cpus_per_worker, **({"GPU": gpus} if gpus else {})},
-            placement_strategy=config.scaling.placement.upper(),
-            label_selector=dict(config.scaling.label_selector) or None,
+            resources_per_worker=resources,
+            placement_strategy=scaling.placement.upper(),
+            label_selector=dict(scaling.label_selector) or None,
         ),
-        run_config=_run_config(config, directory, slots),
+        run_config=_run_config(mode, config, directory),
     )
 
 
-def _run_config(config: Config, directory: RunDirectory, slots: bool) -> RunConfig:
+def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
+    # With slots only what the run does not survive gets as far as Ray.
+    max_failures = config.recovery.max_failures if mode.ray_restarts else 0
     return RunConfig(
         name=name,
         storage_path=folder,
         storage_filesystem=files,
-        # With slots only what the run does not survive gets as far as Ray.
-        failure_config=FailureConfig(max_failures=0 if slots else config.recovery.max_failures),
+        failure_config=FailureConfig(max_failures=max_failures),
         checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
     )
 
 
+@dataclass
 class Fit:
-    """`trainer.fit()` in a thread of its own, so that this one can show events and keep the signal handlers."""
+    """Run `trainer.fit()` and show the events of the run meanwhile."""
 
-    def __init__(
-        self,
-        trainer: TorchTrainer,
-        coordinator: Any,
-        directory: RunDirectory,
-        console: Console,
-        interrupts: Interrupts,
-    ) -> None:
-        self._trainer, self._coordinator = trainer, coordinator
-        self._directory, self._console, self._interrupts = directory, console, interrupts
-        self._error: BaseException | None = None
-        self._fatal: dict[str, Any] | None = None
-        self._finished: dict[str, Any] | None = None
-        self._num_shown = 0
+    trainer: TorchTrainer
+    coordinator: Any
+    directory: RunDirectory
+    console: Console
+    interrupts: Interrupts
+    _num_shown: int = 0
+    _error: BaseException | None = None  # of Ray
+    _fatal: Failure | None = None  # of a worker, or of the coordinator
+    _summary: Mapping[str, Any] | None = None
 
     def result(self) -> int:
-        """The exit code.
-
-        Raises:
-            TrainingError: the training failed.
-        """
-        self._interrupts.on_stop = self._request_stop
-        self._interrupts.check()
+        """Return the exit code. Raises SteadfastError if the training failed."""
+        self.interrupts.on_stop = self._request_stop
+        self.interrupts.check()
+        # In a thread of its own, because this one has the signal handlers, and shows events.
         thread = threading.Thread(target=self._fit, daemon=True, name="fit")
         thread.start()
         while thread.is_alive():
             self._show_events()
+            thread.join(_POLL_S)
         self._show_events()
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self._coordinator.close.remote(), timeout=_CLOSE_S)
+            ray.get(self.coordinator.close.remote(), timeout=_CLOSE_S)
+
         if self._fatal is not None:
             raise self._explained(self._fatal)
         if self._error is not None:
             raise TrainingError(str(self._error)) from self._error
-        if self._finished is None:
-            if self._interrupts.stopping:
-                return EXIT_STOPPED
+        if self._summary is not None and self._summary["status"] == "finished":
+            return 0
+        if self._summary is None and not self.interrupts.stopping:
             raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
-        return 0 if self._finished["status"] == "finished" else EXIT_STOPPED
+        return EXIT_STOPPED
 
     def _fit(self) -> None:
         try:
-            self._trainer.fit()
+            self.trainer.fit()
         except BaseException as error:
             self._error = error
 
-    def _explained(self, failure: dict[str, Any]) -> SteadfastError:
-        """Bad input that is found before the first step is bad usage; after it the training has failed."""
-        if failure["kind"] != "ours":
-            return TrainingError(failure["traceback"])
-        return (TrainingError if self._directory.last_step_line() else UsageError)(failure["error"])
+    def _explained(self, failure: Failure) -> SteadfastError:
+        if failure.kind != "ours":
+            return TrainingError(failure.traceback)
+        # Bad input that is found before the first step is bad usage; after it the training has failed.
+        if self.directory.last_step_line():
+            return TrainingError(failure.error)
+        return UsageError(failure.error)
 
     def _request_stop(self) -> None:
-        self._console.line("stopping after this step; Ctrl-C again to stop at once")
-        self._coordinator.request_stop.remote()
+        self.console.line("stopping after this step; Ctrl-C again to stop at once")
+        self.coordinator.request_stop.remote()
 
     def _show_events(self) -> None:
         try:
-            events = ray.get(self._coordinator.events.remote(self._num_shown))
+            events = ray.get(self.coordinator.events.remote(self._num_shown))
         except ray.exceptions.RayError as error:
             raise TrainingError(f"the coordinator is gone: {error}") from error
         self._num_shown += len(events)
         for event in events:
-            if event["event"] == "finished":
-                self._finished = event
-                self._console.finish({**event, "tensorboard": self._directory / "tensorboard"})
-            elif event.get("fatal"):
+            if isinstance(event, Finished):
+                self._summary = event.summary
+                tensorboard = self.directory / "tensorboard"
+                self.console.finish({**event.summary, "sample": event.sample, "tensorboard": tensorboard})
+            elif isinstance(event, Failure) and event.fatal:
                 self._fatal = event
             else:
-                self._console.show({key: value for key, value in event.items() if key != "traceback"})
+                self.console.show(event)

@@ -1,46 +1,74 @@
-"""How one model is trained by many workers. Each strategy answers the same few questions; the step asks them."""
-
-from __future__ import annotations
+"""How one model is trained by many workers. Each strategy answers the same few questions; nobody asks for its kind."""
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import replace
+from typing import ClassVar, Protocol
 
 from torch import nn
 
-from app.config import Config
+from app.config import DdpConfig, FsdpConfig
 from app.parallel.ddp import DistributedDataParallelism
-from app.precision import Precision
-from app.runtime import World
+from app.parallel.precision import Precision
+from app.world.runtime import World
+
+ParallelConfig = DdpConfig | FsdpConfig
 
 
 class Parallel(Protocol):
-    """A data parallel strategy.
+    """A data parallel strategy."""
 
-    lockstep: every rank runs the same number of forwards, because a forward is a collective.
-    replicated: each worker holds all of the state, so any survivor can give it to a joiner.
-    loss_scale: cancels whatever mean the strategy takes over ranks; gradients are sums here.
-    """
-
-    lockstep: bool
-    replicated: bool
+    # A forward is a collective, so every rank runs as many as the one with the largest share.
+    equal_forwards: ClassVar[bool]
+    # Any survivor can give the state to a newcomer, and one rank can write it. Otherwise the lost take their shards
+    # along, and every rank writes its own.
+    survivors_hold_all: ClassVar[bool]
+    # The first backward of an attempt lays buckets out anew, so one is run ahead and thrown away.
+    rebuilds_buckets: ClassVar[bool]
+    # Cancels whatever mean the strategy takes over ranks: gradients are sums here.
     loss_scale: float
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module to train, over the default process group."""
+        """Return the module to train, over the default process group."""
         ...
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a microbatch; gradients travel on the last one only."""
+        """Return the context of a microbatch's forward and backward; gradients travel on the last one only."""
         ...
 
-    def plain(self, model: nn.Module) -> nn.Module:
-        """The module with the user's own parameter names, and a forward that may run without gradients."""
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module with the user's own parameter names and a forward that may run without gradients."""
+        ...
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        """Return the module if this rank alone can run it, else None."""
+        ...
+
+    def writes(self, world: World) -> bool:
+        """Return whether this rank writes a part of a checkpoint."""
         ...
 
 
-def build_parallel(config: Config, world: World, precision: Precision) -> Parallel:
-    if config.parallel.kind == "fsdp":
-        from app.parallel.fsdp import FullyShardedDataParallelism  # a second of imports that DDP need not wait for
+def strategy_of(config: ParallelConfig) -> type[Parallel]:
+    """Return the class of the strategy that the configuration names."""
+    if isinstance(config, FsdpConfig):
+        # Imported only now: FSDP takes a second that a start with DDP need not wait for.
+        from app.parallel.fsdp import FullyShardedDataParallelism
+
+        return FullyShardedDataParallelism
+    return DistributedDataParallelism
+
+
+def arrange(world: World, config: ParallelConfig) -> World:
+    """Return `world` with its ranks on the axes that the strategy wants."""
+    if strategy_of(config).survivors_hold_all:
+        return replace(world, shard=1)
+    return replace(world, shard=world.size)
+
+
+def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:
+    """Return the strategy that the configuration names, for an arranged world."""
+    if isinstance(config, FsdpConfig):
+        from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism(world, precision)
-    return DistributedDataParallelism(config.parallel, world, precision)
+    return DistributedDataParallelism(config, world, precision)

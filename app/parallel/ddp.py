@@ -1,40 +1,53 @@
 """DistributedDataParallel: every worker holds the whole model, gradients are summed bucket by bucket."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from app.config import DdpConfig
-from app.precision import Precision
-from app.runtime import World
+from app.parallel.precision import Precision
+from app.world.runtime import World
 
 
 class DistributedDataParallelism:
-    lockstep = False
-    replicated = True
+    """The `Parallel` of torch's DistributedDataParallel."""
+
+    equal_forwards: ClassVar[bool] = False
+    survivors_hold_all: ClassVar[bool] = True
+    rebuilds_buckets: ClassVar[bool] = True
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
-        self._config, self._device = config, precision.device
-        self.loss_scale = float(world.size)  # the reducer divides by it, in C++ and overlapped; this takes it back
+        self._config = config
+        self._device = precision.device
+        # The reducer divides by the number of replicas; scaling the loss takes that back for nothing. A hook that only
+        # sums would run Python for every bucket.
+        self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        # init_sync would broadcast rank 0's weights; restore has already made all ranks equal, at less cost.
         return DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._config.bucket_cap_mb,
+            # Gradients live in the buckets; otherwise all of them would be held twice, and copied.
             gradient_as_bucket_view=True,
+            # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
             init_sync=False,
         )
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
+        # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
         return nullcontext() if last else model.no_sync()
 
-    def plain(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, DistributedDataParallel)
         module: nn.Module = model.module
         return module
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        return self.unwrap(model)
+
+    def writes(self, world: World) -> bool:
+        return world.leader

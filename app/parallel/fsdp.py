@@ -1,33 +1,38 @@
 """Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are split over the world."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from app.precision import Precision
-from app.runtime import World
+from app.parallel.precision import Precision
+from app.world.runtime import World
 
 
 class FullyShardedDataParallelism:
-    lockstep = True
-    replicated = False
+    """The `Parallel` of torch's fully_shard."""
+
+    equal_forwards: ClassVar[bool] = True
+    survivors_hold_all: ClassVar[bool] = False
+    rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
 
     def __init__(self, world: World, precision: Precision) -> None:
-        self._world, self._precision = world, precision
+        self._world = world
+        self._precision = precision
 
     def wrap(self, model: nn.Module) -> nn.Module:
         # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
         # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
         name = f"attempt-{self._world.attempt}"
-        mesh = init_device_mesh(self._precision.device.type, (self._world.size,), mesh_dim_names=(name,))
+        mesh = init_device_mesh(self._precision.device.type, (self._world.shard,), mesh_dim_names=(name,))
         autocast = self._precision.autocast_dtype
+        # Gathered in 16 bit, but added up in 32: a sum over many ranks would lose the small gradients.
         policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32 if autocast else None)
+        # Blocks first: what is left over, the embeddings and the head, becomes the root's own group.
         for block in blocks_of(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -40,14 +45,21 @@ class FullyShardedDataParallelism:
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(model, FSDPModule)
+        # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def plain(self, model: nn.Module) -> nn.Module:
+    def unwrap(self, model: nn.Module) -> nn.Module:
         return model
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        return None
+
+    def writes(self, world: World) -> bool:
+        return True
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts that are gathered one at a time: what the model names by `blocks()`, else none."""
+    """Return the repeated parts that are gathered one at a time: what the model names by `blocks()`, else none."""
     blocks = getattr(model, "blocks", None)
     return list(blocks()) if callable(blocks) else []

@@ -1,6 +1,8 @@
-"""Files in a bucket, or wherever else pyarrow.fs reaches, through a network that fails now and then."""
+"""Store files in a bucket, or wherever else pyarrow.fs reaches, through a network that fails now and then."""
 
-from __future__ import annotations
+# Why not by obstore, which can abort uploads and write conditionally: it needs boto3 to read the profiles of the AWS
+# command line, takes the sending of a part for silence (a slow uplink would never end one), and does not try again when
+# an answer breaks off in the middle.
 
 import contextlib
 import ctypes
@@ -19,16 +21,22 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow
 from pyarrow import fs
 
+from app.storage.local import span
+
 Result = TypeVar("Result")
 
-_PATIENCE_S = 30.0  # for all tries of one verb, the last of which may begin at its end
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 5.0
-_CONNECT_S, _SILENCE_S = 3.0, 10.0  # a request that moves no byte for so long has failed; 30 s more for one half sent
+_RETRY_BUDGET_S = 30.0  # for all tries of one verb, the last of which may begin at its end
+_FIRST_DELAY_S = 0.2
+_LONGEST_DELAY_S = 5.0
+_CONNECT_TIMEOUT_S = 3.0
+_IDLE_TIMEOUT_S = 10.0  # a request that moves no byte for so long has failed; 30 s more for one half sent
 _ATTEMPTS_WITHIN_A_WRITE = 3  # of each part of it, since its chunks come only once
 _IN_FLIGHT_BYTES = 64 << 20
 
-_OPTIONS = {"endpoint_override", "region", "scheme", "tls_ca_file_path"}  # of s3
-_WHOLE_ON_CLOSE = {"s3", "gcs", "abfs"}
+_S3_OPTIONS = {"endpoint_override", "region", "scheme", "tls_ca_file_path"}
+_WHOLE_ON_CLOSE = {"s3", "gcs", "abfs"}  # where a file is not seen before its stream has been closed
+
+# pyarrow has no types for what a server answers: it is told by the names and codes in the message.
 _DENIED = re.compile(
     "ACCESS_DENIED|PERMISSION_DENIED|SIGNATURE_DOES_NOT_MATCH|INVALID_ACCESS_KEY|UNAUTHENTICATED|status 40[13]"
 )
@@ -37,28 +45,25 @@ _FINAL = re.compile(f"{_DENIED.pattern}|NO_SUCH_BUCKET|INVALID_|EXPIRED_TOKEN|st
 
 @dataclass(frozen=True)
 class ArrowStore:
-    """`s3://bucket/prefix`, `gs://bucket/prefix` or another URI of pyarrow.fs. Options stand in its query, such as
-    `?endpoint_override=http://127.0.0.1:8333`; credentials do not, since it is shown: they come from the environment.
+    """A store at `s3://bucket/prefix`, `gs://bucket/prefix` or another URI of pyarrow.fs.
 
     Every request is bounded in time. All verbs but `write` are tried again while that may help, and have the same
     outcome however often they are. In a bucket a file is seen once it is whole, and not at all when `write` has failed;
     on a file system (`file://`) it is not brought to the disk before a verb returns, as LocalStore does.
-
-    pyarrow puts an empty object in the place of the folder that something is deleted from. As on a disk, the folder is
-    there until it is deleted itself.
     """
 
-    uri: str
+    uri: str  # options stand in its query, such as `?endpoint_override=http://127.0.0.1:8333`
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.uri)
+        # The URI is shown in messages and written to config.yaml, where a secret must not go.
         if parts.password or (parts.scheme == "s3" and "@" in parts.netloc):
-            raise ValueError(
-                "credentials belong in the environment (such as AWS_ACCESS_KEY_ID), not in a storage's URI"
-            )
-        unknown = dict(parse_qsl(parts.query)).keys() - _OPTIONS if parts.scheme == "s3" else ()
-        if unknown:
-            raise ValueError(f"{', '.join(sorted(unknown))}: s3 takes only {', '.join(sorted(_OPTIONS))} in its query")
+            remedy = "credentials belong in the environment (such as AWS_ACCESS_KEY_ID)"
+            raise ValueError(f"{remedy}, not in a storage's URI")
+        unknown = dict(parse_qsl(parts.query)).keys() - _S3_OPTIONS
+        if parts.scheme == "s3" and unknown:
+            known = ", ".join(sorted(_S3_OPTIONS))
+            raise ValueError(f"{', '.join(sorted(unknown))}: s3 takes only {known} in its query")
 
     def list(self, folder: str) -> list[str]:
         def names(files: fs.FileSystem, path: str) -> list[str]:
@@ -68,119 +73,117 @@ class ArrowStore:
                 return []
             return sorted(each.base_name for each in found)
 
-        return self._try(folder, names)
+        return self._retry(folder, names)
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         def content(files: fs.FileSystem, path: str) -> bytes:
             with files.open_input_file(path) as file:
-                first = max(0, start + file.size()) if start < 0 else start
-                rest = max(0, file.size() - first)
-                length = rest if num_bytes is None else min(rest, num_bytes)
-                data: bytes = file.read_at(length, first) if length else b""
-            if len(data) != length:
+                first, length = span(file.size(), start, num_bytes)
+                data = b""
+                if length:  # a server may refuse a range that holds no byte
+                    data = file.read_at(length, first)
+            if len(data) != length:  # the answer broke off, which is no error to pyarrow
                 raise OSError(f"{len(data)} bytes came where {length} were to come")
             return data
 
-        return self._try(name, content)
+        return self._retry(name, content)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Not tried again as a whole: its caller has the chunks, and this has only seen them pass by. What `parts`
-        raises is raised as it is."""
-        raised: list[BaseException] = []
+        """Write a file as `Store.write` says. What `parts` raises is raised as it is."""
+        source_errors: list[BaseException] = []
 
-        def passed_on() -> Iterator[bytes | memoryview]:
+        def watched() -> Iterator[bytes | memoryview]:
             try:
                 yield from parts
             except BaseException as error:
-                raised.append(error)
+                source_errors.append(error)
                 raise
 
+        # Not tried again as a whole: the caller has the chunks, and here they only pass by.
         try:
-            files, path = self._reach(name, _ATTEMPTS_WITHIN_A_WRITE)
-            _write(files, path, passed_on())
+            files, path = self._connect(name, _ATTEMPTS_WITHIN_A_WRITE)
+            _write(files, path, watched())
         except (OSError, pyarrow.ArrowException) as error:
-            if error in raised:
+            if error in source_errors:
                 raise
             raise self._error(error, name) from None
 
     def commit(self, name: str, data: bytes) -> None:
         def replace(files: fs.FileSystem, path: str) -> None:
             if files.type_name in _WHOLE_ON_CLOSE:
-                return _write(files, path, [data])
+                _write(files, path, [data])
+                return
             folder, _, last = path.rpartition("/")
             temporary = f"{folder}/.{last}.{socket.gethostname()}-{os.getpid()}"
             _write(files, temporary, [data])
             files.move(temporary, path)
 
-        self._try(name, replace)
+        self._retry(name, replace)
 
     def delete(self, name: str) -> None:
         def remove(files: fs.FileSystem, path: str) -> None:
-            kind = files.get_file_info(path).type
-            try:
-                if kind == fs.FileType.File:
-                    files.delete_file(path)
-                elif kind == fs.FileType.Directory:
-                    below = files.get_file_info(fs.FileSelector(path, recursive=True))
-                    folders = [each.path for each in below if each.type == fs.FileType.Directory]
-                    for folder in sorted(folders, reverse=True):  # or SeaweedFS keeps a folder that had folders in it
-                        files.delete_dir(folder)
-                    files.delete_dir(path)
-            except FileNotFoundError:  # an earlier try has done it, or another process
-                pass
+            # What is not found has been deleted by an earlier try, or by another process. As on a disk, the folder that
+            # it was in stays: pyarrow puts an empty object in its place.
+            with contextlib.suppress(FileNotFoundError):
+                _delete(files, path)
 
-        self._try(name, remove)
+        self._retry(name, remove)
 
-    def _try(self, name: str, verb: Callable[[fs.FileSystem, str], Result]) -> Result:
-        """Until it succeeds, or is not going to. Waits a random part of a growing time between tries, because all ranks
-        meet the same trouble at the same time."""
-        deadline, longest_s = time.monotonic() + _PATIENCE_S, _FIRST_DELAY_S
+    def _retry(self, name: str, verb: Callable[[fs.FileSystem, str], Result]) -> Result:
+        """Try a verb until it succeeds, cannot succeed any more, or has used up its time."""
+        deadline = time.monotonic() + _RETRY_BUDGET_S
+        longest_s = _FIRST_DELAY_S
         while True:
             try:
-                return verb(*self._reach(name, attempts=1))
+                return verb(*self._connect(name, num_attempts=1))
             except (OSError, pyarrow.ArrowException) as error:
+                # Random, because all ranks meet the same trouble at the same time.
                 delay_s = random.uniform(longest_s / 2, longest_s)
                 if _is_final(error) or time.monotonic() + delay_s > deadline:
                     raise self._error(error, name) from None
             time.sleep(delay_s)
             longest_s = min(2 * longest_s, _LONGEST_DELAY_S)
 
-    def _reach(self, name: str, attempts: int) -> tuple[fs.FileSystem, str]:
-        files, root = connect(self.uri, attempts)
+    def _connect(self, name: str, num_attempts: int) -> tuple[fs.FileSystem, str]:
+        files, root = connect(self.uri, num_attempts)
         return files, f"{root}/{name}".rstrip("/")
 
     def _error(self, error: Exception, name: str) -> OSError:
-        """With the server's message, and with the address but for its query."""
-        number, message = getattr(error, "errno", None), str(error)
+        """Return an OSError of the right kind, with the server's message and the address of the file."""
+        number = getattr(error, "errno", None)
+        message = str(error)
         if isinstance(error, FileNotFoundError):
-            number, message = errno.ENOENT, os.strerror(errno.ENOENT)
+            number = errno.ENOENT
+            message = os.strerror(errno.ENOENT)
         elif number is None:
             number = errno.EACCES if _DENIED.search(message) else errno.EIO
-        return OSError(number, message, f"{self.uri.partition('?')[0].rstrip('/')}/{name}")
+        place, _, _ = self.uri.partition("?")
+        return OSError(number, message, f"{place.rstrip('/')}/{name}")
 
 
 @cache
-def connect(uri: str, attempts: int = 1) -> tuple[fs.FileSystem, str]:
-    """A file system and a path in it. Once in each process: connections and credentials are kept with it.
-
-    attempts: of each request, within the library.
-    """
+def connect(uri: str, num_attempts: int = 1) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URI, whose library makes up to `num_attempts` of each request, and the path in it."""
+    # Cached, because a file system keeps its connections, and credentials that took a request to get.
     parts = urlsplit(uri)
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        if "region" not in options:  # whoever else may know it is asked, which takes seconds where nobody answers
-            own = "endpoint_override" in options
-            options["region"] = os.environ.get("AWS_REGION", "us-east-1") if own else fs.resolve_s3_region(parts.netloc)
+        # pyarrow itself would ask whoever may know of a region, which takes seconds where nobody answers.
+        if "region" not in options and "endpoint_override" in options:
+            options["region"] = os.environ.get("AWS_REGION", "us-east-1")
+        elif "region" not in options:
+            options["region"] = fs.resolve_s3_region(parts.netloc)
         files = fs.S3FileSystem(
             **options,
-            connect_timeout=_CONNECT_S,
-            request_timeout=_SILENCE_S,
-            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            request_timeout=_IDLE_TIMEOUT_S,
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=num_attempts),
             allow_delayed_open=True,  # so that what fits in one part takes one request
         )
         return files, f"{parts.netloc}{parts.path}".rstrip("/")
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
-        uri += f"{'&' if parts.query else '?'}retry_limit_seconds={_PATIENCE_S:g}"  # 15 minutes otherwise
+        mark = "&" if parts.query else "?"
+        uri += f"{mark}retry_limit_seconds={_RETRY_BUDGET_S:g}"  # 15 minutes otherwise
     files, path = fs.FileSystem.from_uri(uri)
     return files, path.rstrip("/")
 
@@ -190,13 +193,13 @@ def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview])
         files.create_dir(path.rpartition("/")[0], recursive=True)
     stream = files.open_output_stream(path)
     try:
-        in_flight = 0
+        in_flight_bytes = 0
         for part in parts:
             stream.write(part)
-            in_flight += len(part)
-            if in_flight >= _IN_FLIGHT_BYTES:
+            in_flight_bytes += len(part)
+            if in_flight_bytes >= _IN_FLIGHT_BYTES:
                 stream.flush()  # waits for the parts on their way, of which pyarrow would keep any number in memory
-                in_flight = 0
+                in_flight_bytes = 0
         stream.close()
     except BaseException:
         if files.type_name in _WHOLE_ON_CLOSE:
@@ -209,15 +212,30 @@ def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview])
 
 
 def _abandon(stream: pyarrow.NativeFile) -> None:
-    """A stream that is closed, or whose last reference goes, completes its upload, and there is no other way to end it
-    (apache/arrow#40502). So one that has failed is referred to for good, at the price of a part's memory. The bucket
-    keeps its parts unseen, as those of a process that was killed, until its rule for incomplete uploads deletes them.
-    """
+    """Keep a stream open for good, at the price of the memory of a part, so that its upload is never completed."""
+    # pyarrow cannot abort an upload (apache/arrow#40502): a stream that is closed, or whose last reference goes,
+    # completes it. The bucket keeps the parts unseen, like those of a process that was killed, until its rule for
+    # incomplete uploads deletes them. A list of such streams in this module is not enough: the interpreter clears
+    # modules when it ends, after pyarrow has shut S3 down, and then waits for ever for the upload to be completed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
 
 
+def _delete(files: fs.FileSystem, path: str) -> None:
+    kind = files.get_file_info(path).type
+    if kind == fs.FileType.File:
+        files.delete_file(path)
+    elif kind == fs.FileType.Directory:
+        # Folders first, the deepest one first: SeaweedFS keeps a folder that had folders in it.
+        found = files.get_file_info(fs.FileSelector(path, recursive=True))
+        for each in sorted(found, key=lambda each: each.path, reverse=True):
+            if each.type == fs.FileType.Directory:
+                files.delete_dir(each.path)
+        files.delete_dir(path)
+
+
 def _is_final(error: Exception) -> bool:
-    """Whether to try again is of no use: what this machine says has a number, what a server says a name in capitals."""
-    return (
-        getattr(error, "errno", None) is not None or not isinstance(error, OSError) or bool(_FINAL.search(str(error)))
-    )
+    """Return whether trying again is of no use."""
+    if not isinstance(error, OSError):
+        return True
+    # An error of this machine has a number. One of a server has none, and a name in capitals or a status instead.
+    return error.errno is not None or bool(_FINAL.search(str(error)))

@@ -1,6 +1,4 @@
-"""Small JSON files that are never seen half-written."""
-
-from __future__ import annotations
+"""Read and write small JSON files that are never seen half-written."""
 
 import json
 from typing import Any
@@ -9,11 +7,12 @@ from app.storage import Store
 
 
 def write_json(store: Store, name: str, value: dict[str, Any]) -> None:
+    """Replace a file by an object."""
     store.commit(name, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def read_json(store: Store, name: str) -> dict[str, Any] | None:
-    """The object in a file; None when there is none, or none that can be read."""
+    """Return the object in a file, or None if there is none that can be read."""
     try:
         value = json.loads(store.read(name))
     except (OSError, ValueError):

@@ -1,6 +1,4 @@
-"""Files below a path, on this machine or on a file system that the nodes share."""
-
-from __future__ import annotations
+"""Store files below a path, on this machine or on a file system that the nodes share."""
 
 import contextlib
 import os
@@ -13,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LocalStore:
-    """What is written is on the disk, not only in memory, before a verb returns."""
+    """A store below a path. What is written is on the disk, not only in memory, before a verb returns."""
 
     path: Path
 
@@ -28,9 +26,11 @@ class LocalStore:
             return []
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        with (self.path / name).open("rb") as file:  # unbuffered it would give two gigabytes at most
-            file.seek(max(0, start + os.fstat(file.fileno()).st_size) if start < 0 else start)
-            return file.read(-1 if num_bytes is None else num_bytes)
+        # Buffered: one system call returns 2 GiB at most, and an unbuffered file makes only one.
+        with (self.path / name).open("rb") as file:
+            first, length = span(os.fstat(file.fileno()).st_size, start, num_bytes)
+            file.seek(first)
+            return file.read(length)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         path = self.path / name
@@ -38,8 +38,9 @@ class LocalStore:
         try:
             with path.open("wb", buffering=0) as file:
                 for part in parts:
+                    # A disk that fills up takes a part of it before it refuses.
                     while part:
-                        part = part[file.write(part) :]  # a disk that fills up takes a part of it first
+                        part = part[file.write(part) :]
                 os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
@@ -48,6 +49,7 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes) -> None:
         path = self.path / name
+        # Host and process are in the name because several of them may commit the same file at once.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
         self.write(str(temporary.relative_to(self.path)), [data])
         try:
@@ -66,7 +68,19 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
 
+def span(file_bytes: int, start: int, num_bytes: int | None) -> tuple[int, int]:
+    """Return the first byte and the length of what `Store.read` returns of a file of `file_bytes`."""
+    if start < 0:
+        start += file_bytes
+    first = min(max(0, start), file_bytes)
+    length = file_bytes - first
+    if num_bytes is not None:
+        length = min(length, num_bytes)
+    return first, length
+
+
 def _make_folder(path: Path) -> None:
+    # Not by `mkdir(parents=True)`: each folder on the way has to be synced as well.
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -74,7 +88,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Or a new name in it would not survive a loss of power."""
+    # A file's own fsync does not bring its name to the disk: after a loss of power the file would be gone.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,34 +1,35 @@
-"""Files in memory: the twin for tests, which remembers what was asked of it."""
-
-from __future__ import annotations
+"""Store files in memory: the twin for tests."""
 
 from collections.abc import Iterable
 
+from app.storage.local import span
+
 
 class MemoryStore:
-    """
-    files: contents by name. operations: (verb, name) of every call, oldest first.
-    """
+    """A store that remembers what was asked of it."""
 
     uri = "memory"
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.operations: list[tuple[str, str]] = []
+        self.files: dict[str, bytes] = {}  # contents by name
+        self.operations: list[tuple[str, str]] = []  # (verb, name) of every call, oldest first
 
     def list(self, folder: str) -> list[str]:
         self.operations.append(("list", folder))
-        below = f"{folder}/" if folder else ""
-        names = (name.removeprefix(below) for name in self.files if name.startswith(below))
-        return sorted({name.partition("/")[0] for name in names})
+        prefix = f"{folder}/" if folder else ""
+        found = set()
+        for name in self.files:
+            if name.startswith(prefix):
+                found.add(name.removeprefix(prefix).partition("/")[0])
+        return sorted(found)
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         self.operations.append(("read", name))
         if name not in self.files:
             raise FileNotFoundError(name)
         data = self.files[name]
-        first = max(0, start + len(data)) if start < 0 else start
-        return data[first : None if num_bytes is None else first + num_bytes]
+        first, length = span(len(data), start, num_bytes)
+        return data[first : first + length]
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         self.operations.append(("write", name))
@@ -40,5 +41,6 @@ class MemoryStore:
 
     def delete(self, name: str) -> None:
         self.operations.append(("delete", name))
-        for each in [each for each in self.files if each == name or each.startswith(f"{name}/")]:
-            del self.files[each]
+        for each in list(self.files):
+            if each == name or each.startswith(f"{name}/"):
+                del self.files[each]

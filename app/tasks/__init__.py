@@ -1,4 +1,4 @@
-"""What a model is trained for: the loss as a sum and its count, to be divided once, by the global count."""
+"""Tasks: each gives the loss as a sum and its count, to be divided once, by the global count of the step."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -8,66 +8,70 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from app.config import Target, TaskConfig
+from app.config.target import build_target
 from app.errors import ConfigError, Problem
-from app.imports import build_target
 from app.models.gpt import Gpt
 
-IGNORED = -100  # cross_entropy's own mark for a target that does not count
+# The mark of a masked target, as in cross_entropy's default.
+IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one microbatch. Everything stays on the device; loss_sum carries the gradient."""
+    """The loss of one microbatch as a sum. Everything stays on the device; loss_sum carries the gradient."""
 
     loss_sum: Tensor
     count: Tensor | int
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # sums too, reported divided by count
+    # Sums too; they are reported divided by count.
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Task(Protocol):
-    """May also have `sample(model, device) -> str | None`: text that shows what the model has learnt."""
+    """What a model is trained for. `sample(model, device) -> str | None` may show in text what it has learnt."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums: ...
 
 
 class LanguageModeling:
-    """Next-token cross entropy; the count is the tokens whose target is not IGNORED."""
+    """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        """batch: inputs, targets, both int64 (microbatch, context)."""
+        """Sum over the tokens of a batch of inputs and targets, both int64 (microbatch, context)."""
         inputs, targets = batch
         logits = _full_precision(model(inputs)).flatten(0, 1)
         loss_sum = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return Sums(loss_sum, (targets != IGNORED).sum())
 
     def sample(self, model: nn.Module, device: torch.device) -> str | None:
-        """Two hundred bytes, the same for the same weights; None from a model that does not write bytes."""
+        """Write two hundred bytes, the same for the same weights; None for a model that does not write bytes."""
         if not isinstance(model, Gpt) or model.config.vocab_size != 256:
             return None
+        # A seed of its own, so that showing a sample draws nothing from the training's generators.
         prompt = torch.tensor(list(b"The "), device=device)
         text = model.generate(prompt, 200, 0.8, torch.Generator().manual_seed(1))
         return bytes(text.tolist()).decode(errors="replace")
 
 
 class Classification:
-    """Cross entropy over classes, and accuracy; the count is the samples."""
+    """Predict a class by cross entropy, and measure accuracy; the count is the samples."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        """batch: inputs, targets int64 (microbatch,)."""
+        """Sum over the samples of a batch of inputs and targets, the latter int64 (microbatch,)."""
         inputs, targets = batch
         logits = _full_precision(model(inputs))
-        correct = (logits.argmax(-1) == targets).sum()
-        return Sums(F.cross_entropy(logits, targets, reduction="sum"), len(targets), {"accuracy": correct})
+        loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        num_correct = (logits.argmax(-1) == targets).sum()
+        return Sums(loss_sum, len(targets), {"accuracy": num_correct})
 
 
 class Regression:
-    """Squared error, averaged over the outputs of a sample; the count is the samples."""
+    """Predict numbers by squared error, averaged over the outputs of a sample; the count is the samples."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        """batch: inputs, targets (microbatch, ...) of as many numbers as the model's outputs."""
+        """Sum over the samples of a batch of inputs and targets, the latter (microbatch, ...) as the outputs."""
         inputs, targets = batch
         outputs = _full_precision(model(inputs))
-        # reshape: (microbatch,) against (microbatch, 1) would broadcast to a square without a word
+        # Without the reshape, (microbatch,) against (microbatch, 1) would broadcast to a square without a word.
         errors = (outputs.reshape(targets.shape) - targets.to(outputs.dtype)).square()
         return Sums(errors.reshape(len(targets), -1).mean(1).sum(), len(targets))
 
@@ -80,7 +84,7 @@ _TASKS: dict[str, type[Task]] = {
 
 
 def build_task(config: TaskConfig | Target) -> Task:
-    """The task the config names."""
+    """Build the task that the config names. Raises ConfigError if the user's own has no loss."""
     if isinstance(config, TaskConfig):
         return _TASKS[config.kind]()
     task: Task = build_target(config.target, config.args, "task")
@@ -91,5 +95,7 @@ def build_task(config: TaskConfig | Target) -> Task:
 
 
 def _full_precision(outputs: Tensor) -> Tensor:
-    """A sum of thousands of bf16 losses would lose the small ones."""
-    return outputs if outputs.dtype == torch.float64 else outputs.float()
+    # A sum of thousands of bf16 losses would lose the small ones.
+    if outputs.dtype == torch.float64:
+        return outputs
+    return outputs.float()

@@ -8,7 +8,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from app.telemetry.narrate import Event, narrate, result
+from app.run.events import Event, Finished, Log
+from app.telemetry.outcome import Summary, result
 
 
 class Console:
@@ -21,23 +22,27 @@ class Console:
         self._live = Live(console=self._rich, auto_refresh=False, transient=True)
 
     def show(self, event: Event) -> None:
-        kind = event["event"]
-        if kind == "finished":
-            return  # `finish` tells it, with what the driver alone knows
-        if kind == "log" and self._rich.is_terminal:
-            self._live.start()
-            figures = Text(narrate(event), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
-            bar = ProgressBar(event["total_steps"], event["step"])
-            self._live.update(Group(figures, bar), refresh=True)
-        if kind != "log" or self._verbose or not self._rich.is_terminal:
-            self.line(narrate(event, self._verbose))
+        # `finish` tells it, with what the driver alone knows.
+        if isinstance(event, Finished):
+            return
+        if isinstance(event, Log) and self._rich.is_terminal:
+            self._move_bar(event)
+            if not self._verbose:
+                return
+        self.line(event.line(self._verbose))
+
+    def _move_bar(self, event: Log) -> None:
+        self._live.start()
+        figures = Text(event.line(), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
+        bar = ProgressBar(event.total_steps, event.step)
+        self._live.update(Group(figures, bar), refresh=True)
 
     def line(self, text: str) -> None:
         # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
         self._rich.print(Text(text), soft_wrap=True)
 
-    def finish(self, summary: Event) -> None:
-        """Print the result: summary.json's keys, also `sample` (text) and `tensorboard` (directory)."""
+    def finish(self, summary: Summary) -> None:
+        """Print the result of a run."""
         self.close()
         for text in result(summary):
             self.line(text)

@@ -9,10 +9,8 @@ from typing import Any
 
 
 def environment(directory: Path | None = None) -> dict[str, Any]:
-    """Code revision of `directory` (default: here), versions and hardware of this host; None where unknown.
-
-    Imports nothing heavy and makes no CUDA context, so that the driver too may call it.
-    """
+    """Return the code revision of `directory` (default: here), versions and hardware; None where unknown."""
+    # Nothing heavy is imported, and no CUDA context made: the driver calls this, before there is any worker.
     describe = ("git", "-C", str(directory or Path.cwd()), "describe", "--always", "--abbrev=40", "--exclude=*")
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
@@ -22,12 +20,12 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
         "ray": version("ray"),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
-        "gpus": gpus.splitlines() if gpus else [],
+        "gpus": (gpus or "").splitlines(),
     }
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None if it is missing, fails, or hangs as nvidia-smi may."""
+    """Return what a command prints; None if it is missing, fails, or hangs as nvidia-smi may."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

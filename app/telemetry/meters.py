@@ -1,36 +1,53 @@
 """What the last steps were like: the figures of one log line."""
 
 from statistics import median
+from typing import TypedDict
+
+
+class Figures(TypedDict):
+    """Times and rates since the last log line, named as the fields of the event `log`."""
+
+    step_ms: float
+    units_per_s: float
+    samples_per_s: float
+    mfu: float | None
+    eta_s: float
 
 
 class Meters:
-    """Gathers steps between two log lines. One for each attempt, so no figure mixes two worlds.
-
-    `flops_per_sample` counts forward and backward; `peak_flops_total` is that of all workers together.
-    """
+    """Gathers steps between two log lines. One for each attempt, so no figure mixes two worlds."""
 
     def __init__(self, flops_per_sample: float | None = None, peak_flops_total: float | None = None) -> None:
-        self._flops_per_sample, self._peak_flops_total = flops_per_sample, peak_flops_total
-        self._window: list[tuple[float, int, int]] = []
+        self._flops_per_sample = flops_per_sample  # of forward and backward
+        self._peak_flops_total = peak_flops_total  # FLOP/s of all workers together
+        self._seconds: list[float] = []  # of each step since the last log line
+        self._num_samples = 0
+        self._num_units = 0
 
     def record(self, step_seconds: float, num_samples: int, units: int) -> None:
         """Add one step; `num_samples` and `units` (tokens, or samples) are the whole global batch's."""
-        self._window.append((step_seconds, num_samples, units))
+        self._seconds.append(step_seconds)
+        self._num_samples += num_samples
+        self._num_units += units
 
-    def snapshot(self, remaining_steps: int) -> dict[str, float | None]:
-        """The figures since the last snapshot, at least one step ago; a new window begins.
-
-        The step time is a median, which a pause leaves alone; the rates are means, for a pause slows the run. `mfu` is
-        0 to 1 (PaLM, arXiv:2204.02311, appendix B); recomputation is not counted.
-        """
-        seconds, num_samples, units = zip(*self._window, strict=True)
-        self._window = []
-        samples_per_s = sum(num_samples) / sum(seconds)
-        known = self._flops_per_sample and self._peak_flops_total
+    def snapshot(self, remaining_steps: int) -> Figures:
+        """Return the figures since the last call, at least one step ago; a new window begins."""
+        total_s = sum(self._seconds)
+        # The rates are means, for a pause slows the run; the step time is a median, which a pause leaves alone.
+        samples_per_s = self._num_samples / total_s
+        units_per_s = self._num_units / total_s
+        step_s = median(self._seconds)
+        # As in PaLM (arXiv:2204.02311, appendix B): recomputation is not counted, since it trains nothing.
+        mfu = None
+        if self._flops_per_sample and self._peak_flops_total:
+            mfu = samples_per_s * self._flops_per_sample / self._peak_flops_total
+        self._seconds.clear()
+        self._num_samples = 0
+        self._num_units = 0
         return {
-            "step_ms": median(seconds) * 1e3,
-            "units_per_s": sum(units) / sum(seconds),
+            "step_ms": step_s * 1e3,
+            "units_per_s": units_per_s,
             "samples_per_s": samples_per_s,
-            "mfu": samples_per_s * self._flops_per_sample / self._peak_flops_total if known else None,
-            "eta_s": remaining_steps * median(seconds),
+            "mfu": mfu,
+            "eta_s": remaining_steps * step_s,
         }

@@ -1,251 +1,243 @@
 """What the leader writes down of an attempt: ledger, events, figures, and the summary at the end."""
 
-from __future__ import annotations
-
 import math
 import resource
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from app.agree import Agreed
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
-from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import Tensors, sha256
+from app.components.schedule import warmup_in_force
+from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import TrainingError
-from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
-from app.kept import Kept
-from app.ledger import Ledger, read_ledger, recent_losses
+from app.parallel.dtensor import unsharded
 from app.plan import Plan
-from app.rundir import RunDirectory
-from app.runtime import Event, Runtime, World
+from app.run import events
+from app.run.directory import METRICS, RunDirectory
+from app.run.ledger import Ledger, StepStats, read_ledger
+from app.storage.jsonl import open_stream
 from app.tasks import Task
 from app.telemetry.goodput import goodput
 from app.telemetry.meters import Meters
-from app.telemetry.phases import Phases
+from app.telemetry.startup import StartupTimer
 from app.telemetry.throughput import peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
+from app.world.control import StepResult
+from app.world.runtime import Outcome, Runtime, World
 
-_SHOW_EVERY_S = 0.5  # trackers keep every figure; a person reads two lines a second
-
-
-class _Ran(NamedTuple):
-    """A step that this rank has done and the others have not confirmed yet."""
-
-    seconds: float
-    ended_s: float
-    lr: float
+# Trackers keep every figure; a person reads two lines a second, and each costs a call between processes.
+_SHOW_EVERY_S = 0.5
 
 
 class Recorder:
-    """Every rank has one, so that the page needs no `if`; only the leader's writes.
+    """Writes an attempt down, and decides nothing: whether a step is good, `Guard` has said before."""
 
-    metrics: of the last validation in this attempt.
-    """
-
+    # Every rank has one, so that the page needs no `if`; only the leader's writes.
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        world: World,
-        directory: RunDirectory,
-        plan: Plan,
-        kept: Kept,
-        restored: Restored,
-        phases: Phases,
-        why_not: str = "",
+        self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, plan: Plan, worker: WorkerState
     ) -> None:
-        """
-        Args:
-            why_not: there are no snapshots, though the state is sharded.
-        """
-        self._config, self._runtime, self._world, self._directory = config, runtime, world, directory
-        self._plan, self._kept, self._restored, self._phases = plan, kept, restored, phases
-        self._ledger = kept.ledger = Ledger(directory.store, world, plan)
-        self._numerics = Numerics(config.recovery, world.skip, recent_losses(directory.store, restored.step))
-        self._running: dict[int, _Ran] = {}
-        self.metrics: dict[str, float] = {}
-        self._shown_s, self._told_of_snapshots = -math.inf, False
+        self._config = config
+        self._directory = directory
+        self._runtime = runtime
+        self._world = world
+        self._plan = plan
+        self._worker = worker
+        self.metrics: dict[str, float] = {}  # of the last validation in this attempt
+        self._ran: dict[int, tuple[StepResult, float]] = {}  # with Unix time; done here, and not yet by all ranks
+        self._started: tuple[Restored, StartupTimer] | None = None
+        self._shown_s = -math.inf
+        self._told_of_snapshots = False
         self._trackers = Trackers([])
-        self._meters = _meters(kept, world)
+        self._meters = _meters(worker, world)
+        self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
+        worker.close_later(self._ledger.close)
         if world.leader:
-            phases.look_back(directory)
-            if why_not:
-                self._publish("no_snapshots", error=why_not)
-            self._trackers = build_trackers(config.trackers, directory.store, restored.step + 1)
-            for step, why in restored.damaged.items():
-                self._publish("checkpoint_quarantined", step=step, error=why)
-            if restored.source != "start":
-                written = (directory.last_step_line() or {}).get("step", 0)
-                lost = max(0, written - restored.step)
-                self._publish("restore", step=restored.step, source=restored.source, lost_steps=lost)
-                # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
-                for step in range(written + 1, restored.step + 1):
-                    self._write_as_planned(step)
+            self._figures = open_stream(directory.store, METRICS)
+            worker.close_later(self._figures.close)
 
-    def ran(self, step: int, seconds: float, lr: float) -> None:
-        """This rank has done `step`; what it was worth is known when its word has been read."""
-        self._world.progress.enter("collective", step)
-        self._running[step] = _Ran(seconds, time.time(), lr)
-        if len(self._phases.seconds) == 4:
-            self._phases.mark("first_step")
-            self._publish(
-                "attempt_started",
-                step=self._restored.step,
-                source=self._restored.source,
-                world_size=self._world.size,
-                **self._phases.seconds,
-            )
+    def begin(self, restored: Restored, timer: StartupTimer, refused: events.NoSnapshots | None) -> None:
+        """Tell, before the first step, where the attempt goes on from, and whether copies in memory were `refused`."""
+        self._started = restored, timer
+        if not self._world.leader:
+            return
+        timer.measure_detection(self._directory)
+        if refused is not None:
+            self._publish(refused)
+        # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
+        self._trackers = build_trackers(self._config.trackers, self._directory.store, restored.step + 1)
+        for step, why in restored.damaged.items():
+            self._publish(events.CheckpointQuarantined(step=step, error=why))
+        if restored.source == "start":
+            self._tell_of_shortened_warmup()
+            return
+        written = int(self._directory.last_step_line().get("step", 0))
+        lost_steps = max(0, written - restored.step)
+        self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
+        # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
+        for step in range(written + 1, restored.step + 1):
+            self._write_as_planned(step)
 
-    def commit(self, steps: list[Agreed]) -> None:
-        """Writes down steps that all ranks have agreed on.
+    def _tell_of_shortened_warmup(self) -> None:
+        # Not the command that starts the run: how long one of `run.epochs` is follows from the dataset.
+        num_steps = self._worker.num_steps
+        wanted = getattr(self._config.schedule, "warmup_steps", 0)
+        in_force = warmup_in_force(self._config.schedule, num_steps)
+        if in_force < wanted:
+            self._publish(events.WarmupShortened(before=wanted, after=in_force, num_steps=num_steps))
 
-        Raises:
-            BadStep: the numbers of one of them are bad; it is to be left out. On every rank alike.
-            TrainingError: they are, and too many have been left out already; on every rank alike.
-        """
-        lines: list[tuple[Agreed, float, float]] = []
+    def ran(self, result: StepResult) -> None:
+        """Take note that this rank has done a step. What it was worth is known when all ranks have."""
+        self._world.progress.enter("collective", result.step)
+        self._ran[result.step] = result, time.time()
+        if self._started is not None:
+            restored, timer = self._started
+            self._started = None
+            timer.mark("first_step")
+            self._publish(timer.event(restored.step, restored.source, self._world.size))
+
+    def commit(self, steps: Iterable[StepStats]) -> None:
+        """Write down steps that all ranks have finished."""
+        # `steps` raises at the first bad one. Those before it are written all the same, by the `finally`.
+        lines: list[tuple[StepStats, float, float]] = []
         try:
-            for agreed in steps:
-                ran = self._running.pop(agreed.step)
-                if agreed.step in self._plan.skip:
+            for stats in steps:
+                result, ended_s = self._ran.pop(stats.step)
+                if stats.step in self._plan.skip:
+                    # Its line has its place among the others.
                     self._ledger.commit(lines)
                     lines.clear()
-                    self._write_as_planned(agreed.step)
+                    self._write_as_planned(stats.step)
                     continue
-                self._check(agreed)
-                lines.append((agreed, ran.seconds, ran.ended_s))
-                self._meters.record(ran.seconds, agreed.num_samples, agreed.count)
-                if self._world.leader and agreed.step % self._config.logging.every_steps == 0:
-                    self._log(agreed, ran.lr)
+                lines.append((stats, result.seconds, ended_s))
+                self._meters.record(result.seconds, stats.num_samples, stats.count)
+                if self._world.leader and stats.step % self._config.logging.every_steps == 0:
+                    self._log(stats, result.lr)
         finally:
             self._ledger.commit(lines)
 
-    def _check(self, agreed: Agreed) -> None:
-        match self._numerics.judge(agreed):
-            case Rollback(steps, cause):
-                self._publish("rollback", steps=steps, cause=cause)
-                dist.barrier(self._world.groups.control)  # nobody leaves before it is written down
-                raise BadStep(steps, cause)
-            case Ignore(cause):
-                self._publish("spike", step=agreed.step, cause=cause)
-            case Stop(why):
-                raise TrainingError(why)
-        expected = self._plan.num_samples_in(agreed.step) * self._kept.units_per_sample
-        if agreed.count != expected and not self._kept.counts_vary:
-            raise TrainingError(
-                f"step {agreed.step}: the task counted {agreed.count}, the dataset's units_per_sample says {expected}. "
-                "A dataset with masked targets must not set counts_vary = False"
-            )
-
     def _write_as_planned(self, step: int) -> None:
-        """A step that was left out, or whose word died with a worker."""
-        self._ledger.as_planned(step, self._kept.loader.digest(*self._plan.positions(step)))
+        self._ledger.as_planned(step, self._worker.loader.digest(*self._plan.positions(step)))
 
-    def _log(self, agreed: Agreed, lr: float) -> None:
-        total = self._kept.num_steps
-        self._publish(
-            "log",
-            step=agreed.step,
-            total_steps=total,
-            loss=agreed.loss,
+    def _log(self, stats: StepStats, lr: float) -> None:
+        """Keep the figures of a step, and show them unless the last ones have only just been shown."""
+        total_steps = self._worker.num_steps
+        log = events.Log(
+            attempt=self._world.attempt,
+            step=stats.step,
+            total_steps=total_steps,
+            loss=stats.loss,
             lr=lr,
-            grad_norm=agreed.grad_norm,
-            unit="samples" if agreed.count == agreed.num_samples else "tok",
+            grad_norm=stats.grad_norm,
+            unit="samples" if stats.count == stats.num_samples else "tok",
             memory_bytes=_memory_bytes(),
             world_size=self._world.size,
-            **self._meters.snapshot(total - agreed.step),
+            metrics=stats.metrics,
+            **self._meters.snapshot(total_steps - stats.step),
         )
+        self._figures.write([log.stamped().to_line()])
+        self._trackers.record(log)
+        if time.monotonic() - self._shown_s >= _SHOW_EVERY_S:
+            self._shown_s = time.monotonic()
+            self._publish(log)
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Record what a validation after `step` has measured; nothing if no samples are held out."""
+        if not metrics:
+            return
         self.metrics = metrics
-        self._publish("validation", step=step, **metrics)
+        event = events.Validation(step=step, metrics=metrics)
+        if self._world.leader:
+            self._trackers.record(event)
+        self._publish(event)
 
-    def snapshot(self, snapshots: Snapshots) -> None:
-        """Told once an attempt: they come often, and cost next to nothing."""
-        if self._told_of_snapshots:
-            return
-        self._told_of_snapshots = True
-        self._publish("snapshot", step=snapshots.step, stall_s=round(snapshots.stall_s, 4), bytes=snapshots.num_bytes)
+    def gradient_norms(self, result: StepResult) -> None:
+        """Keep the distribution of the parameters' gradient norms. A collective where gradients are sharded."""
+        # A step that is left out has none.
+        if result.grad_norms is not None:
+            norms = unsharded(result.grad_norms)
+            # They were taken before the sums were divided by the true count; the norm of the whole was so after.
+            norms = norms * (result.numbers[2] / torch.linalg.vector_norm(norms))
+            self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
-    def checkpoints(self, news: list[Event]) -> None:
-        """Of this rank, be it the leader or not: it may be the only one whose disk is full."""
-        for each in news:
-            self._runtime.publish({"attempt": self._world.attempt, **each})
+    def snapshot(self, event: events.Snapshot | None) -> None:
+        """Tell of copies in memory once an attempt: they come often, and cost next to nothing."""
+        if event is not None and not self._told_of_snapshots:
+            self._told_of_snapshots = True
+            self._publish(event)
 
-    def end(self, cause: str, step: int, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
-        """Closes the attempt, and on the run's end writes its summary. A collective where state is sharded.
+    def checkpoints(self, news: list[events.Event]) -> None:
+        """Tell what has come of checkpoints."""
+        # Be this rank the leader or not: its disk may be the only full one.
+        for event in news:
+            self._runtime.publish(event.of_attempt(self._world.attempt))
 
-        Args:
-            whole: the model, where this rank alone can run it.
-        """
+    def end(self, outcome: Outcome, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
+        """Close the attempt, and at the run's end write its summary and show what `whole`, a model, has learnt."""
         self._world.progress.enter("end")
-        self._publish("attempt_ended", cause=cause, step=step)
+        self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step))
         self._trackers.close()
-        self._kept.close_ledger()
-        if cause == "resized":
+        self._worker.close_attempt()
+        if outcome.kind == "resized":
             return
+        # On every rank, since it is a collective where state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
-        if not self._world.leader:
-            return
-        units = self._kept.units_per_sample
+        if self._world.leader:
+            summary = self._summary(outcome, hashes)
+            self._directory.write_summary(summary)
+            sample = _sample(self._worker.task, whole, self._worker.precision.device)
+            self._publish(events.Finished(summary=summary, sample=sample))
+
+    def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:
+        units = self._worker.units_per_sample
         history = read_ledger(self._directory.store)
         samples = sum(line["num_samples"] for line in history.committed.values())
         newest = Catalog(self._directory.store).newest()
-        summary: dict[str, Any] = {
-            "status": cause,
-            "step": step,
+        return {
+            "status": outcome.kind,
+            "step": outcome.step,
             "samples": samples,
             "tokens": samples * units if units > 1 else None,
             "metrics": self.metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": history.num_lost,
-            **goodput(history, self._directory.read_events()),
+            **goodput(history, self._directory.all_events()),
             "last_checkpoint": self._directory / path_of(newest) if newest else None,
         }
-        self._directory.write_summary(summary)
-        self._publish("finished", **summary, sample=_sample(self._kept.task, whole, self._kept.precision.device))
 
-    def _publish(self, name: str, **fields: Any) -> None:
-        if not self._world.leader:
-            return
-        event = {"event": name, "attempt": self._world.attempt, **fields}
-        if name in ("log", "validation"):
-            self._trackers.record(event)
-        if name == "log":
-            if time.monotonic() - self._shown_s < _SHOW_EVERY_S:
-                return
-            self._shown_s = time.monotonic()
-        self._runtime.publish(event)
+    def _publish(self, event: events.Event) -> None:
+        if self._world.leader:
+            self._runtime.publish(event.of_attempt(self._world.attempt))
 
 
 def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | None:
-    """What the task has to show of the model, if it has anything."""
+    """Return what the task has to show of the model, if it has anything."""
     sample = getattr(task, "sample", None)
     if sample is None or model is None:
         return None
+    # A sample drawn with dropout would show the model worse than it is.
     model.eval()
     text: str | None = sample(model, device)
     return text
 
 
-def _meters(kept: Kept, world: World) -> Meters:
-    flops = getattr(kept.model, "flops_per_sample", None)
-    device = kept.precision.device
-    peak = (
-        peak_flops(torch.cuda.get_device_name(device), kept.precision.compute_dtype) if device.type == "cuda" else None
-    )
-    return Meters(flops() if flops else None, peak * world.size if peak else None)
+def _meters(worker: WorkerState, world: World) -> Meters:
+    device = worker.precision.device
+    flops_of = getattr(worker.model, "flops_per_sample", None)
+    flops_per_sample = flops_of() if flops_of else None
+    if device.type != "cuda":
+        return Meters(flops_per_sample)
+    peak = peak_flops(torch.cuda.get_device_name(device), worker.precision.compute_dtype)
+    return Meters(flops_per_sample, peak * world.size if peak else None)
 
 
 def _memory_bytes() -> int:
-    """The peak so far: of the device, or of the process where there is none."""
+    """Return the peak so far: of the device, or of the process where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,9 +22,10 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s that one device (by its `torch.cuda.get_device_name()`) can reach at most in `dtype`; None if unknown."""
+    """Return the FLOP/s that a device, named as by `torch.cuda`, can reach at most in `dtype`; None if unknown."""
     for name, (half, fp32) in _PEAKS.items():
-        if re.search(rf"\b{name}\b", device_name):  # whole words: an A100 is no A10
+        # Whole words: an A100 is no A10.
+        if re.search(rf"\b{name}\b", device_name):
             teraflops = {torch.bfloat16: half, torch.float16: half, torch.float32: fp32}.get(dtype)
             return teraflops and teraflops * 1e12
     return None

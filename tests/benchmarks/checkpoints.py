@@ -10,8 +10,8 @@ Blocked: each contender of savers.py once a round, in one process. A/A is ours b
 checkpoint of a process, `steady` any other.
 
 Hashing: from the save to the commit, and to the end of retention, which reads back what was written. Without: sha256 is
-replaced in app.checkpoint.durable and in app.checkpoint.catalog, which would otherwise find another digest than the
-manifest's. So until the commit the ratio is of one hash, until the end of retention of two.
+replaced in app.checkpoint.catalog, which takes it of what it writes and of what it reads back. So until the commit the
+ratio is of one hash, until the end of retention of two.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from app.checkpoint import catalog, durable
-from app.rundir import RunDirectory
+from app.checkpoint import catalog
+from app.run.directory import RunDirectory
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.savers import Ours, Training, run_in_ray_train
 from tests.benchmarks.statistics import paired_ratio, table, verdict
 from tests.benchmarks.throughput import CASES, Case, take_turns
 from tests.benchmarks.turns import read_text
+from tests.events import event_lines
 
 RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT = 0.965, 0.1, 1.1
 SMALL = CASES["10m"]
@@ -102,7 +103,7 @@ def _checkpoints_in_turns(folder: Path, side: str) -> list[dict[str, Any]]:
     """Of those turns that count. The event comes once a checkpoint has been read back and its predecessors deleted."""
     to_unix_s = time.time() - time.monotonic()
     turns = [json.loads(line) for line in read_text(folder / f"{side}-0").splitlines()][1:]
-    events = RunDirectory.at(str(folder / "runs" / side)).read_events()
+    events = event_lines(RunDirectory.at(str(folder / "runs" / side)))
     return [
         event
         for event in events
@@ -156,7 +157,7 @@ def hashing(options: argparse.Namespace, folder: Path) -> str:
             with sides[side]():
                 began = time.perf_counter()
                 ours.save()
-                commit_s[side].append(ours.settle()["seconds"])
+                commit_s[side].append(ours.settle().seconds)
                 end_s[side].append(time.perf_counter() - began)
     rows = [["state", "from the save to", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
     for until, seconds in (("the commit", commit_s), ("the end of retention", end_s)):
@@ -187,7 +188,7 @@ class _NoDigest:
 def _without_sha256() -> Iterator[None]:
     """Around whole checkpoints: the writer's thread looks it up."""
     replaced = SimpleNamespace(sha256=_NoDigest)
-    with mock.patch.object(durable, "hashlib", replaced), mock.patch.object(catalog, "hashlib", replaced):
+    with mock.patch.object(catalog, "hashlib", replaced):
         yield
 
 

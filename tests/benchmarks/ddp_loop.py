@@ -34,6 +34,7 @@ def main() -> None:
     assert isinstance(config.model, GptConfig)
     assert isinstance(config.data, TextData)
     assert isinstance(config.schedule, CosineConfig)
+    assert isinstance(config.optimizer, AdamWConfig)
     num_steps = config.run.steps or 0
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.chaos import processes
 from app.config import Config
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
 from tests.benchmarks.commands import ROOT
 from tests.benchmarks.statistics import table
+from tests.chaos import processes
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed
 from tests.dist.killing import DAMAGES, Point, kill_at, newest_whole, points, record, recorded, wait_for_each

@@ -18,14 +18,14 @@ from statistics import median
 
 from ray.cluster_utils import Cluster
 
-from app.chaos import contenders, processes
-from app.chaos.contenders import RAY_TRAIN, TORCHRUN, Contender
-from app.chaos.drills import Drills
-from app.chaos.loop import Job
-from app.chaos.matrix import FAULTS, PACE_S, SNAPSHOT_STEPS, TRAINING
-from app.chaos.report import Row
 from app.config import load_config
 from tests.benchmarks.statistics import table
+from tests.chaos import contenders, processes
+from tests.chaos.contenders import RAY_TRAIN, TORCHRUN, Contender
+from tests.chaos.drills import Drills
+from tests.chaos.loop import Job
+from tests.chaos.matrix import FAULTS, PACE_S, SNAPSHOT_STEPS, TRAINING
+from tests.chaos.report import Row
 
 NUM_WORKERS = 3
 LIMITS = {TORCHRUN: 0.15, RAY_TRAIN: 0.05}  # of the stall that a rival's workers have
@@ -54,7 +54,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[Row]]:
         return path
 
     elastic = ("--standalone", "--nproc-per-node", str(NUM_WORKERS), "--max-restarts", "100")
-    loop = "app.chaos.torchrun_loop"
+    loop = "tests.chaos.torchrun_loop"
     command = ("-m", "torch.distributed.run", *elastic, "-m", loop, str(job("torchrun")))
     everyone = [
         contenders.ours(["--config", _CONFIG, *TRAINING], folder, node, str(pace)),

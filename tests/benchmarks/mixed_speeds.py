@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.ledger import read_ledger
+from app.run.ledger import read_ledger
 from app.storage import LocalStore
 from app.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
@@ -43,7 +43,7 @@ class SharedTurnsTask(LanguageModeling):
         self._first = True
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        if len(batch[0]) > 1:  # a single sample is the rehearsal before the first step
+        if len(batch[0]) > 1:  # a single sample is the warm-up before the first step
             self._turns = self._turns or Turns(*self._arguments, dist.get_rank(), STEPS_PER_BLOCK, self._num_blocks)
             if self._first:
                 self._turns.step_begins()

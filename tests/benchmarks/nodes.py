@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from app.chaos.bed import Bed
 from tests.benchmarks.stalls import first_step_after, into
 from tests.benchmarks.statistics import table
+from tests.chaos.bed import Bed
 from tests.checks import check_stopped
 from tests.command import Command, Running, descendants
 

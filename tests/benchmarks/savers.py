@@ -23,16 +23,19 @@ from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from app.checkpoint.durable import Checkpoints
-from app.checkpoint.shards import Staged
-from app.checkpoint.state import app_state, flatten
+from app.checkpoint.shards import StagingBuffer
+from app.checkpoint.state import NamedOptimizer, app_state, flatten
 from app.checkpoint.writer import Writer
-from app.config import Config, GptConfig
-from app.groups import Groups
+from app.components.optimizer import build_optimizer
+from app.config import Config, DdpConfig, GptConfig
 from app.models.gpt import Gpt
-from app.optim import build_optimizer
-from app.rundir import RunDirectory
-from app.runtime import Event, World
+from app.parallel.ddp import DistributedDataParallelism
+from app.parallel.precision import Precision
+from app.run import events
+from app.run.directory import RunDirectory
 from app.storage import LocalStore
+from app.world.groups import Groups
+from app.world.runtime import World
 from tests.benchmarks.commands import ROOT
 
 _LIMIT_S = 120.0
@@ -48,7 +51,7 @@ class Training:
     def __init__(self, model: dict[str, Any]) -> None:
         self.model = Gpt(GptConfig(**model))
         self.optimizer = build_optimizer(Config().optimizer, self.model)
-        self.state = app_state(self.model, self.optimizer)
+        self.state = app_state({"model": self.model, "optimizer": NamedOptimizer(self.model, self.optimizer)})
         for tensor in flatten(self.state).values():
             tensor.detach().normal_()
 
@@ -81,7 +84,8 @@ class Ours:
         self._training, self._step = training, 0
         self._writer = Writer()
         world = World(0, 1, 1, cast(Groups, None))
-        self._checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(folder)), world, "", True, self._writer)
+        parallel = DistributedDataParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
+        self._checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(folder)), world, "", parallel, self._writer)
 
     def save(self) -> float:
         self._step += 1
@@ -89,16 +93,16 @@ class Ours:
         self._checkpoints.save(self._step, self._training.state, {})
         return time.perf_counter() - began
 
-    def settle(self) -> Event:
+    def settle(self) -> events.Checkpoint:
         """Until what it replaces has been deleted as well."""
-        self._checkpoints.finish(_LIMIT_S)
+        self._checkpoints.wait_for_commit(_LIMIT_S)
         [news] = self._checkpoints.news()
-        if news["event"] != "checkpoint":
-            raise RuntimeError(news["error"])
+        if not isinstance(news, events.Checkpoint):
+            raise RuntimeError(news.line())
         return news
 
     def forget_memory(self) -> None:
-        self._writer._buffers = (Staged(), Staged())
+        self._writer._buffers = (StagingBuffer(), StagingBuffer())
 
 
 class OursInNewMemory:

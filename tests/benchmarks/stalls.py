@@ -24,4 +24,4 @@ def into(lines: Lines, attempt: int) -> float:
 
 def first_step_after(lines: Lines, moment_s: float, attempt: int) -> float:
     """Seconds from a moment (Unix time) to the end of the first step of the world with this number, or a later one."""
-    return min(line["time_s"] for line in lines if line["attempt"] >= attempt) - moment_s
+    return float(min(line["time_s"] for line in lines if line["attempt"] >= attempt) - moment_s)

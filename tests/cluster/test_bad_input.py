@@ -1,19 +1,24 @@
 """Bad input gets one clear message and the right exit code, and leaves nothing half-written behind."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
+
+from tests.command import Commands
 
 BEFORE_RAY = {
     "a target that does not import": ("model.target=nope.mod:Net", "no module nope"),
     "a target without the attribute": ("model.target=tests.examples.digits:nope", "has no nope"),
     "storage that cannot be written": ("run.storage=/dev/null", "/dev/null/run cannot be written"),
     "batch smaller than a microbatch": ("batch.global_size=4", "must be at most batch.global_size (4), found 8"),
-    "warmup longer than the run": ("schedule.warmup_steps=9999", "must be at most run.steps (400), found 9999"),
     "an unknown key": ("optimizer.lrr=3", "unknown key; nearest is lr"),
 }
 
 
 @pytest.mark.parametrize(("override", "message"), BEFORE_RAY.values(), ids=BEFORE_RAY)
-def test_what_is_wrong_is_told_before_ray_starts(command, override, message):
+def test_what_is_wrong_is_told_before_ray_starts(command: Commands, override: str, message: str) -> None:
     run = command()
     finished = run.run(override, small=False)
     assert finished.code == 2
@@ -23,7 +28,8 @@ def test_what_is_wrong_is_told_before_ray_starts(command, override, message):
     assert not run.directory.exists()
 
 
-def test_more_gpus_than_exist_are_named(command):
+@pytest.mark.ray
+def test_more_gpus_than_exist_are_named(command: Commands) -> None:
     run = command()
     finished = run.run("scaling.gpus_per_worker=2")
     assert finished.code == 2
@@ -32,9 +38,10 @@ def test_more_gpus_than_exist_are_named(command):
     assert not run.directory.exists()
 
 
-def test_an_empty_dataset_is_bad_usage(command, tmp_path):
+@pytest.mark.ray
+def test_an_empty_dataset_is_bad_usage(on_head: Commands, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    run = command()
+    run = on_head()
     finished = run.run(f"data.source={tmp_path}/empty.txt")
     assert finished.code == 2
     assert "holds 0 tokens" in finished.output
@@ -42,18 +49,20 @@ def test_an_empty_dataset_is_bad_usage(command, tmp_path):
     assert not run.directory.exists()
 
 
-def test_an_item_of_the_wrong_shape_fails_the_training_once_it_has_begun(command):
-    run = command(config="digits.yaml")
-    words = ("cluster.address=local", "scaling.num_workers=2", "data.target=tests.examples.ragged:dataset")
+@pytest.mark.ray
+def test_an_item_of_the_wrong_shape_fails_the_training_once_it_has_begun(on_head: Commands) -> None:
+    run = on_head(config="digits.yaml")
+    words = ("scaling.num_workers=2", "data.target=tests.examples.ragged:dataset")
     finished = run.run(*words, "run.steps=200", "checkpoint.every=5 steps", small=False)
     assert finished.code == 1
     assert "sample 700 is (float32 (63,), int64 ()), expected (float32 (64,), int64 ())" in finished.output
     assert "Traceback" not in finished.output
 
 
-def test_an_exception_in_user_code_ends_the_run_with_its_traceback_when_it_comes_back(command):
-    run = command(config="digits.yaml")
-    words = ("cluster.address=local", "scaling.num_workers=2", "task.target=tests.examples.ragged:FailsAtStep7")
+@pytest.mark.ray
+def test_an_exception_in_user_code_ends_the_run_with_its_traceback_when_it_comes_back(on_head: Commands) -> None:
+    run = on_head(config="digits.yaml")
+    words = ("scaling.num_workers=2", "task.target=tests.examples.ragged:FailsAtStep7")
     finished = run.run(*words, "run.steps=200", "validation.every=1000 steps", small=False)
     assert finished.code == 1
     assert "ValueError: a bug in the user's loss" in finished.output

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.ledger import read_ledger
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
+from app.run.ledger import read_ledger
 from app.storage import LocalStore, open_store
 from tests.checks import check_ledger
+from tests.command import Commands
+from tests.events import event_lines
+from tests.s3 import Proxy
+
+pytestmark = pytest.mark.ray
 
 
 @pytest.mark.timeout(300)
-def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(command, proxy, tmp_path):
+def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(
+    on_head: Commands, proxy: Proxy, tmp_path: Path
+) -> None:
     directory = RunDirectory(open_store(proxy.uri("runs/run")))
     words = [f"run.storage={proxy.uri('runs')}", "checkpoint.every=100 steps"]
 
-    running = command().start(*words, "run.steps=1000000")
+    running = on_head().start(*words, "run.steps=1000000")
     running.wait_until(lambda: read_ledger(directory.store).last_step >= 60, "step 60 in the bucket")
     os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
-    running.wait_until(lambda: told(directory, "restore"), "the survivor's state")
+    running.wait_until(lambda: bool(told(directory, "restore")), "the survivor's state")
     running.interrupt()
     stopped = running.wait(60)
     assert stopped.code == 3, stopped.output
-    reached = directory.summary()["step"]
+    summary = directory.summary()
+    assert summary is not None
+    reached = summary["step"]
 
     steps = reached + 50
-    finished = command().run(*words, f"run.steps={steps}")
+    finished = on_head().run(*words, f"run.steps={steps}")
     assert finished.code == 0, finished.output
     restored = told(directory, "restore")[-1]
     assert (restored["step"], restored["source"], restored["lost_steps"]) == (reached, "checkpoint", 0)
@@ -39,11 +50,11 @@ def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(command,
     assert directory.store.list("tensorboard")
 
 
-def told(directory, name):
-    return [event for event in directory.read_events() if event["event"] == name]
+def told(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
+    return [event for event in event_lines(directory) if event["event"] == name]
 
 
-def copy(directory, folder, name):
+def copy(directory: RunDirectory, folder: Path, name: str) -> None:
     parts = directory.store.list(name)
     data = b"".join(directory.store.read(f"{name}/{part}") for part in parts) or directory.store.read(name)
     LocalStore(folder).write(name, [data])

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.command import descendants, is_alive
+from tests.command import Commands, descendants, is_alive
 
+pytestmark = pytest.mark.ray
+
+SHARED_MEMORY = Path("/dev/shm")
 RAYS_OWN_S = 120.0  # two agents of Ray try for a minute to tell a head that is gone of their end
 
 
 @pytest.mark.timeout(300)
-def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(command):
-    before = set(os.listdir("/dev/shm"))
+def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(command: Commands) -> None:
+    before = set(SHARED_MEMORY.iterdir())
     running = command().start("run.steps=1000000")
     running.wait_for_step(20)
     left = descendants(running.process.pid)
@@ -26,21 +31,21 @@ def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(com
     running.process.wait()
     wait_until_gone([pid for pid, title in left if not title.startswith(("ray::DashboardA", "ray::RuntimeEnvA"))], 15)
     wait_until_gone([pid for pid, _ in left], RAYS_OWN_S)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
     assert not listening & ports_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
-def wait_until_gone(pids, limit_s):
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in alive]
         time.sleep(0.1)  # nobody tells of the death of a process that is not one's child
 
 
-def ports_of(pids):
+def ports_of(pids: Iterable[int]) -> set[str]:
     """Inodes of the listening TCP sockets that these processes hold."""
     listening = {fields[9] for fields in map(str.split, tcp_lines()) if fields[3] == "0A"}
-    held = set()
+    held: set[str] = set()
     for pid in pids:
         try:
             links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -50,5 +55,14 @@ def ports_of(pids):
     return listening & held
 
 
-def tcp_lines():
+def mapped() -> set[Path]:
+    """Return the files of shared memory that a process still uses: somebody else's."""
+    found: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has just ended
+            found |= {Path(line.split()[5]) for line in maps.read_text().splitlines() if f" {SHARED_MEMORY}/" in line}
+    return found
+
+
+def tcp_lines() -> list[str]:
     return [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]

@@ -1,41 +1,46 @@
 """Fails first when a Ray upgrade moves what we use of its internals."""
 
-import inspect
+from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
+import pytest
 import ray._private.state
 from ray._private import worker
-from ray._raylet import InnerGcsClient
+from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
-from app.orchestration.internals import without_idle_actors
-from app.orchestration.internals.own_machines import remember_head
-from app.orchestration.internals.slots import moved
+from app.orchestration.internals import remember_head, without_idle_actors
+from app.orchestration.internals.slots import find_incompatibility
 
 
-def test_the_raylets_messages_go_through_a_function_that_can_be_replaced():
+def test_the_raylets_messages_go_through_a_function_that_can_be_replaced() -> None:
     assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
     assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names
 
 
-def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones():
+def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones() -> None:
     callbacks = TorchTrainer(lambda: None)._create_default_callbacks()
     left_out = {type(each).__name__ for each in callbacks} - {type(e).__name__ for e in without_idle_actors(callbacks)}
     assert left_out == {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 
 
-def test_what_slots_override_and_call_is_where_it_was():
-    assert moved() is None
+def test_what_slots_override_and_call_is_where_it_was() -> None:
+    assert find_incompatibility() is None
 
 
-def test_the_list_of_nodes_that_go_can_be_read_and_added_to():
+def test_the_list_of_nodes_that_go_can_be_read_and_added_to() -> None:
     assert not inspect.signature(ray._private.state.state.get_draining_nodes).parameters
     assert callable(InnerGcsClient.drain_node)  # which GcsClient hands on to
     assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 
 
-def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(tmp_path, monkeypatch):
+def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray keeps what it knows of such clusters
     provider = {"type": "local", "head_ip": "192.0.2.10", "worker_ips": ["192.0.2.11"]}
     remember_head({"cluster_name": "ours", "provider": provider})

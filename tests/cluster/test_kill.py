@@ -1,8 +1,13 @@
 """`recovery.mode=restart`: a worker is killed, then all of them; the run ends as if nothing had happened."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.checks import check_identical, check_ledger, summary_of
+from tests.command import Commands
+
+pytestmark = pytest.mark.ray
 
 STEPS = 400
 INTERVAL = 50
@@ -10,10 +15,10 @@ OVERRIDES = [f"run.steps={STEPS}", f"checkpoint.every={INTERVAL} steps", "recove
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(command):
-    assert command("undisturbed").run(*OVERRIDES).code == 0
+def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(on_head: Commands) -> None:
+    assert on_head("undisturbed").run(*OVERRIDES).code == 0
 
-    killed = command("killed")
+    killed = on_head("killed")
     running = killed.start(*OVERRIDES)
     running.wait_for_step(80)
     running.kill_workers(1)
@@ -23,7 +28,7 @@ def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(comma
     finished = running.wait()
 
     assert finished.code == 0, finished.output
-    check_identical(killed.directory, command("undisturbed").directory)
+    check_identical(killed.directory, on_head("undisturbed").directory)
     history = check_ledger(killed.directory, STEPS)
     summary = summary_of(killed.directory)
     assert summary["attempts"] == 3

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from app.chaos.bed import Bed
+from tests.chaos.bed import Bed
 from tests.checks import check_stopped
+from tests.command import Commands
+
+pytestmark = pytest.mark.ray
 
 FOR_EVER = "run.steps=1000000"
 
 
 @pytest.mark.timeout(300)
-def test_a_node_is_drained_another_comes_and_one_is_lost(command):
+def test_a_node_is_drained_another_comes_and_one_is_lost(command: Commands) -> None:
     with Bed(num_nodes=2) as bed:
         drained, lost = bed.nodes
         running = command().start(FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=[1,2]")
@@ -32,8 +37,8 @@ def test_a_node_is_drained_another_comes_and_one_is_lost(command):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command, kind):
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Commands, kind: str) -> None:
     """All checkpoints are taken away before: what is restored comes from the memory of the nodes that are left."""
     with Bed(num_nodes=3) as bed:
         placed = [f"cluster.address={bed.address}", "scaling.num_workers=[2,3]", f"parallel.kind={kind}"]
@@ -62,7 +67,7 @@ def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command, kind
 
 
 @pytest.mark.timeout(300)
-def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command):
+def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=60")
         running = command().start(*words)
@@ -77,7 +82,7 @@ def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command):
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command):
+def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=8")
         running = command().start(*words, "checkpoint.every=10 steps")
@@ -89,7 +94,7 @@ def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command):
 
 
 @pytest.mark.timeout(300)
-def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command, tmp_path):
+def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command: Commands, tmp_path: Path) -> None:
     with Bed(num_nodes=2) as bed:
         poisoned = bed.nodes[1]
         (tmp_path / "poisoned").write_text(poisoned)
@@ -105,5 +110,5 @@ def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command, tmp_p
         assert running.wait().code == 3
 
 
-def placements(folder):
+def placements(folder: Path) -> list[str]:
     return (folder / "placements").read_text().split()

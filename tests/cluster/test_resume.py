@@ -1,5 +1,7 @@
 """Giving the same command again, in every state that a run can be left in."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
@@ -7,15 +9,17 @@ import time
 import pytest
 
 from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import descendants, is_alive
+from tests.command import Commands, descendants, is_alive
+
+pytestmark = pytest.mark.ray
 
 STEPS = 500
 OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=50 steps"]
 
 
 @pytest.mark.timeout(300)
-def test_the_same_command_again(command):
-    run = command("run")
+def test_the_same_command_again(on_head: Commands) -> None:
+    run = on_head("run")
 
     running = run.start(*OVERRIDES)
     running.wait_for_step(60)
@@ -54,11 +58,11 @@ def test_the_same_command_again(command):
     assert f"run.steps={2 * STEPS}" in again.output
     assert time.monotonic() - began < 20, "a finished run needs no Ray to say so"
 
-    assert command("undisturbed").run(*OVERRIDES).code == 0
-    check_identical(run.directory, command("undisturbed").directory)
+    assert on_head("undisturbed").run(*OVERRIDES).code == 0
+    check_identical(run.directory, on_head("undisturbed").directory)
 
 
-def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command):
+def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command: Commands) -> None:
     run = command()
     running = run.start(*OVERRIDES)
     running.wait_until(lambda: "Ray: embedded" in running.output_path.read_text(), "Ray")
@@ -69,7 +73,7 @@ def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command):
     assert not run.directory.exists()
 
 
-def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
+def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command: Commands) -> None:
     running = command().start(*OVERRIDES, "task.target=tests.examples.slow:Slow")
     running.wait_for_step(1)
     left = [pid for pid, _ in descendants(running.process.pid)]
@@ -81,18 +85,18 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command):
     await_end_of(left)
 
 
-def await_end_of(pids):
+def await_end_of(pids: list[int]) -> None:
     limit = time.monotonic() + 20
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < limit, "processes are left"
         time.sleep(0.05)
 
 
-def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(command):
-    refused = command("empty").run("run.resume=must")
+def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(on_head: Commands) -> None:
+    refused = on_head("empty").run("run.resume=must")
     assert refused.code == 2
     assert "holds no checkpoint" in refused.output
-    full = command("full")
+    full = on_head("full")
     assert full.run("run.steps=5").code == 0
     refused = full.run("run.steps=5", "run.resume=never")
     assert refused.code == 2

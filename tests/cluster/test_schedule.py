@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from app.chaos.bed import Bed
+from tests.chaos.bed import Bed
 from tests.checks import check_ledger, differences, distance, summary_of
-from tests.command import descendants
+from tests.command import Command, Commands, Running, descendants
+
+pytestmark = pytest.mark.ray
 
 STEPS = 60
 # Five microbatches, which neither two, three nor four workers share evenly.
@@ -19,26 +22,27 @@ SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 200}]"  # enough
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_fp64_weights_equal_those_of_an_undisturbed_run(command, kind):
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_fp64_weights_equal_those_of_an_undisturbed_run(command: Commands, on_head: Commands, kind: str) -> None:
     words = [*WORDS, f"parallel.kind={kind}", "precision.kind=fp64"]
-    ours, theirs = disturb(command("disturbed"), *words), train(command("undisturbed"), *words)
+    ours, theirs = disturb(command("disturbed"), *words), train(on_head("undisturbed"), *words)
     if kind == "ddp":
         assert summary_of(ours)["lost_steps"] == 0
     assert max(float(each.abs().max()) for each in differences(ours, theirs)) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_fp32_result_is_equivalent_to_that_of_undisturbed_runs(command):
+def test_fp32_result_is_equivalent_to_that_of_undisturbed_runs(command: Commands, on_head: Commands) -> None:
     words = [*WORDS, "precision.kind=fp32"]
-    ours, one = disturb(command("disturbed"), *words), train(command("one"), *words)
-    two = train(command("two"), *words, "scaling.num_workers=2")
+    ours, one = disturb(command("disturbed"), *words), train(on_head("one"), *words)
+    two = train(on_head("two"), *words, "scaling.num_workers=2")
     losses = [summary_of(directory)["metrics"]["loss"] for directory in (ours, one)]
     assert losses[0] == pytest.approx(losses[1], rel=0.002)
     assert distance(ours, one) <= 3 * distance(one, two)
 
 
-def disturb(command, *words):
+def disturb(command: Command, *words: str) -> Path:
     """The run directory of a run of which everything is changed that may change."""
     with Bed(num_nodes=4) as bed:
         running = command.start(*words, SLOW, f"cluster.address={bed.address}", "scaling.num_workers=4")
@@ -56,19 +60,19 @@ def disturb(command, *words):
     return running.directory
 
 
-def train(command, *words):
+def train(command: Command, *words: str) -> Path:
     """The run directory of an undisturbed run of one worker, unless `words` say otherwise."""
     finished = command.run("scaling.num_workers=1", *words)
     assert finished.code == 0, finished.output
     return command.directory
 
 
-def kill_newest():
+def kill_newest() -> None:
     """The raylets are this process's children."""
     os.kill(max(pid for pid, title in descendants(os.getpid()) if "SlotWorker" in title), signal.SIGKILL)
 
 
-def trains(running, size, after):
+def trains(running: Running, size: int, after: float) -> bool:
     """Whether a world of that size has committed a step."""
     last = running.history.lines[-1]
-    return last["world_size"] == size and last["time_s"] > after
+    return bool(last["world_size"] == size and last["time_s"] > after)

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from tests.command import ROOT
 from tests.metadata import INSTANCE_ACTION, MetadataService, metadata_service
 
+pytestmark = pytest.mark.ray
 WORKER_IP = "127.0.0.2"  # so that head and worker are two machines to Ray
 
 
@@ -69,7 +70,7 @@ class Busy:
     """Keeps its node: one that is idle ends as soon as it is drained."""
 
     def node_id(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+        return str(ray.get_runtime_context().get_node_id())
 
 
 def wait_until(condition: Callable[[], bool], output: Path, timeout_s: float = 30) -> None:
@@ -83,7 +84,7 @@ def test_the_announced_node_drains_until_the_announced_moment(
     cluster: Cluster, start_watcher: Callable[[MetadataService], Path]
 ) -> None:
     (worker,) = cluster.worker_nodes
-    busy = Busy.remote()
+    busy = Busy.remote()  # type: ignore[attr-defined]
     assert ray.get(busy.node_id.remote()) == worker.node_id
     with metadata_service("aws") as service:
         output = start_watcher(service)

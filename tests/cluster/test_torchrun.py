@@ -1,30 +1,35 @@
 """The same loop under plain torchrun, and the same result as under Ray."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import ROOT, SMALL
+from tests.command import ROOT, SMALL, Commands
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(240)
-def test_torchrun_and_ray_give_identical_results(command):
+def test_torchrun_and_ray_give_identical_results(command: Commands, on_head: Commands) -> None:
     torchrun = command("torchrun", launcher=STANDALONE)
     assert torchrun.run(*OVERRIDES).code == 0
-    assert command("ray").run(*OVERRIDES).code == 0
-    check_identical(torchrun.directory, command("ray").directory)
+    under_ray = on_head("ray")
+    assert under_ray.run(*OVERRIDES).code == 0
+    check_identical(torchrun.directory, under_ray.directory)
 
 
 @pytest.mark.timeout(240)
-def test_max_restarts_resumes_a_killed_worker(command):
+def test_max_restarts_resumes_a_killed_worker(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "2"])
     running = run.start(*OVERRIDES, "run.steps=400")
     running.wait_for_step(60)
@@ -37,7 +42,7 @@ def test_max_restarts_resumes_a_killed_worker(command):
 
 
 @pytest.mark.timeout(240)
-def test_max_restarts_leaves_a_bad_step_out(command):
+def test_max_restarts_leaves_a_bad_step_out(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "1"])
     finished = run.run(*OVERRIDES, "faults.inject=[{kind: nan_at, step: 60, rank: 1, times: null}]")
     assert finished.code == 0, finished.output
@@ -48,7 +53,7 @@ def test_max_restarts_leaves_a_bad_step_out(command):
 
 
 @pytest.mark.timeout(240)
-def test_two_nodes_meet_at_a_rendezvous(command):
+def test_two_nodes_meet_at_a_rendezvous(command: Commands) -> None:
     rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29611", "--rdzv-id", "run"]
     nodes = [command(launcher=[*TORCHRUN, *rendezvous]).start(*OVERRIDES, log=f"node{i}.txt") for i in range(2)]
     codes = [node.wait().code for node in nodes]
@@ -57,7 +62,7 @@ def test_two_nodes_meet_at_a_rendezvous(command):
     assert {line["world_size"] for line in history.lines} == {2}
 
 
-def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command):
+def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command: Commands) -> None:
     run = command(launcher=STANDALONE)
     running = run.start(*OVERRIDES, "run.steps=2000")
     running.wait_for_step(50)
@@ -70,7 +75,7 @@ def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command):
     assert "restored from checkpoint" in finished.output
 
 
-def test_half_of_torchruns_environment_is_one_clear_error(tmp_path):
+def test_half_of_torchruns_environment_is_one_clear_error(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "main.py", "--config", "ddp.yaml", f"run.storage={tmp_path}", *SMALL],
         cwd=ROOT,

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from app.checkpoint.catalog import Catalog, path_of
-from app.checkpoint.export import read_whole
+from app.checkpoint.weights import read_whole
 from app.config import Config
 from app.faults.numerics import BadStep
-from app.faults.watchdog import Progress
-from app.kept import Kept
-from app.ledger import History, read_ledger
-from app.optim import build_optimizer
-from app.rundir import RunDirectory, stamped
-from app.runtime import Event, Signals, World, form_world
-from app.timeouts import Timeouts
+from app.run.directory import RunDirectory
+from app.run.events import Event, RunStarted
+from app.run.ledger import History, read_ledger
 from app.worker import work
+from app.world.progress import Progress
+from app.world.runtime import Signals, World, form_world
+from app.world.timeouts import Timeouts
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
+from tests.events import event_lines
 
 PATIENT = Timeouts(silence_s=40.0)  # who is not in a world waits for the next one all the time that it takes
 Members = int | Sequence[int]  # of a world: the processes 0 to n - 1, or these, in the order of their ranks
@@ -54,7 +54,7 @@ class Drilled:
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     history: History
-    events: list[Event]
+    events: list[dict[str, Any]]
     summary: dict[str, Any]
     seats: list[Seat]
 
@@ -87,8 +87,8 @@ def drill(
         MemberFailed: a process raised.
     """
     directory = RunDirectory.of(config)
-    directory.create()
-    directory.record({"event": "run_started", "launcher": "drill"})
+    directory.check_writable()
+    directory.record(RunStarted(launcher="drill"))
     earlier = max((line["attempt"] for line in read_ledger(directory.store).lines), default=0)
     schedule = [
         Attempt(earlier + index, _members(world), leave, stop_after if index == len(worlds) else None)
@@ -122,7 +122,7 @@ def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) ->
         weights=read_whole(catalog, last),
         optimizer=read_whole(catalog, last, "optimizer"),
         history=read_ledger(directory.store),
-        events=directory.read_events(),
+        events=event_lines(directory),
         summary=summary,
         seats=seats,
     )
@@ -158,8 +158,7 @@ class DrillRuntime:
         return Signals(stop=self._wants(self._attempt.stop_after), leave=self._wants(self._attempt.leave_after))
 
     def publish(self, event: Event) -> None:
-        if event["event"] != "log":
-            self._events.write([stamped(event)])
+        self._events.write(event)
 
     def close(self) -> None:
         self._events.close()

@@ -35,7 +35,10 @@ class MemberFailed(Exception):
 
 
 class Gang:
-    """`size` processes that live until the gang is closed or one of them fails; the next `run` then starts others."""
+    """`size` processes that live until the gang is closed or one of them fails; the next `run` then starts others.
+
+    As a context it starts them at once: a fixture's gang is there before the test that is the first to use it.
+    """
 
     def __init__(self, size: int, prepare: Callable[[], None] | None = None) -> None:
         """`prepare` is called once in each process before anything else."""
@@ -89,6 +92,7 @@ class Gang:
         self._lines, self._processes = [], []
 
     def __enter__(self) -> Self:
+        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:

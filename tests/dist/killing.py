@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from app.checkpoint.writer import Writer
 from app.storage import LocalStore, Store
-from app.stream import FileStream, read_lines
+from app.storage.jsonl import FileStream, read_lines
 
 CHANGING = [verb for verb in vars(Store) if not verb.startswith("_") and verb not in ("uri", "list", "read")]
 
@@ -102,7 +102,7 @@ def _begin(operation: Operation, honest: Callable[..., None], store: LocalStore,
     elif operation.verb == "write":
         _half(honest)(store, *args)
     else:
-        LocalStore.write = _half(LocalStore.write)  # type: ignore[method-assign]
+        LocalStore.write = _half(LocalStore.write)
         honest(store, *args)
         raise AssertionError(f"{operation.verb} writes no file of which there could be a half")
 
@@ -154,7 +154,7 @@ def wait_for_each() -> None:
         honest(self, *args)
         assert self.wait(lambda: None, 60)
 
-    Writer.put = put  # type: ignore[method-assign]
+    Writer.put = put  # type: ignore[assignment]
 
 
 def newest_whole(checkpoints: Path) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import app.balance.stopwatch
 import app.checkpoint.durable
 import app.checkpoint.restore
 import app.step
-import app.stopwatch
-from app.balance import SpeedBalance
-from app.checkpoint.shards import Piece
+from app.balance.shares import SpeedBalance
+from app.checkpoint.shards import Shard
 from app.data.order import Int64s, SampleOrder
 from app.plan import Microbatch, Plan
 from app.step import Stepper
@@ -105,16 +105,16 @@ def broadcast_no_optimizer() -> None:
 
 def load_no_optimizer() -> None:
     def broken(honest: Any) -> Any:
-        def elsewhere(piece: Piece) -> Piece:
-            return replace(piece, tensor=piece.tensor.clone()) if piece.name.startswith("optimizer.") else piece
+        def elsewhere(shard: Shard) -> Shard:
+            return replace(shard, tensor=shard.tensor.clone()) if shard.name.startswith("optimizer.") else shard
 
-        return lambda store, files, pieces: honest(store, files, list(map(elsewhere, pieces)))
+        return lambda files, shards: honest(files, list(map(elsewhere, shards)))
 
-    _replace(app.checkpoint.durable, "load_pieces", broken)
+    _replace(app.checkpoint.durable, "load_shards", broken)
 
 
-def skip_the_rehearsal() -> None:
-    _replace(Stepper, "rehearse", lambda honest: lambda self, batch: None)
+def skip_the_warm_up() -> None:
+    _replace(Stepper, "warm_up", lambda honest: lambda self, batch: None)
 
 
 def refuse_to_take_times() -> None:
@@ -124,7 +124,7 @@ def refuse_to_take_times() -> None:
 
         return mark
 
-    _replace(app.stopwatch._HostClock, "mark", broken)
+    _replace(app.balance.stopwatch._HostClock, "mark", broken)
 
 
 def forget_what_loaders_have_read() -> None:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from app.config import Config
+from app.components.schedule import learning_rate
+from app.components.seed import seed_generators
+from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig
 from app.data import SampleOrder, build_dataset
 from app.data.order import sample_keys, samples_digest
 from app.models import build_model
-from app.optim import learning_rate
 from app.plan import Microbatch
-from app.seed import seed_generators
 from app.tasks import build_task
 
 CPU = torch.device("cpu")
@@ -43,10 +43,8 @@ class GlobalBatch(NamedTuple):
 def reference(config: Config, skip: frozenset[int] = frozenset()) -> Reference:
     """The run that the configuration describes, done the plain way; steps to skip are as if they had never been."""
     torch.manual_seed(config.run.seed)
-    model, adamw = build_model(config.model).double(), config.optimizer
-    matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": adamw.weight_decay}
-    others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([matrices, others], betas=adamw.betas, eps=adamw.eps)
+    model = build_model(config.model).double()
+    optimizer = _optimizer(config.optimizer, model)
 
     losses: list[float | None] = []
     batches = global_batches(config)
@@ -57,9 +55,9 @@ def reference(config: Config, skip: frozenset[int] = frozenset()) -> Reference:
         loss = mean_loss(model, global_batch, config, step)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), adamw.max_grad_norm or float("inf"))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.schedule, adamw.lr, step, len(batches))
+            group["lr"] = learning_rate(config.schedule, config.optimizer.lr, step, len(batches))
         optimizer.step()
         losses.append(loss.item())
     return Reference(
@@ -69,6 +67,15 @@ def reference(config: Config, skip: frozenset[int] = frozenset()) -> Reference:
         digests=[samples_digest(*each, config.run.seed) for each in batches],
         validation_loss=mean_loss(model.eval(), held_out(config), config).item(),
     )
+
+
+def _optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(config, AdamWConfig | SgdConfig)
+    matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    if isinstance(config, SgdConfig):
+        return torch.optim.SGD([matrices, others], momentum=config.momentum, nesterov=config.nesterov)
+    return torch.optim.AdamW([matrices, others], betas=config.betas, eps=config.eps)
 
 
 def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int = 0) -> Tensor:

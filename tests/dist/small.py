@@ -27,7 +27,7 @@ trackers:  []
 """
 
 
-def small(storage: Path, *overrides: str) -> Config:
+def small(storage: Path | str, *overrides: str) -> Config:
     """The small run, kept under `storage`; 14 steps unless the overrides say otherwise."""
     length = () if any(override.startswith("run.epochs") for override in overrides) else ("run.steps=14",)
     return parse_config(RUN, "small.yaml", [f"run.storage={storage}", *length, *overrides])

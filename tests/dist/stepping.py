@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from app.components.schedule import build_schedule
+from app.components.worker_state import WorkerState
 from app.config import Config
-from app.faults.watchdog import Progress
-from app.kept import Kept
-from app.optim import build_optimizer, learning_rate
-from app.parallel import Parallel, build_parallel
+from app.parallel import arrange, build_parallel
 from app.plan import Plan
-from app.runtime import World, form_world
-from app.step import Stepper, StepResult
+from app.step import Stepper
+from app.world.control import StepResult
+from app.world.runtime import World, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 
@@ -51,33 +51,29 @@ def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...])
 
 
 def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], list[StepResult]]:
-    kept = Kept(config, CPU)
-    parallel = build_parallel(config, world, kept.precision)
+    worker = WorkerState(config, CPU)
+    world = arrange(world, config.parallel)
+    parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch
-    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.lockstep, kept.num_train_samples)
-    stepper = _stepper(config, kept, parallel)
-    batches = kept.loader.steps(plan.stream(world.rank, 1, kept.num_steps))
-    results = []
-    for step in range(1, kept.num_steps + 1):
-        lr = learning_rate(config.schedule, config.optimizer.lr, step, kept.num_steps)
-        results.append(stepper.step(step, lr, batches, plan, world.rank))
-    assert next(batches, None) is None, "microbatches were left over"
-    whole = StateDictOptions(full_state_dict=True)
-    weights: dict[str, Any] = get_model_state_dict(parallel.plain(stepper.model), options=whole)
-    return weights, results
-
-
-def _stepper(config: Config, kept: Kept, parallel: Parallel) -> Stepper:
-    model = parallel.wrap(kept.model)
-    return Stepper(
+    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, worker.num_train_samples)
+    model = parallel.wrap(worker.model)
+    stepper = Stepper(
         model,
-        build_optimizer(config.optimizer, kept.model),
-        kept.task,
+        worker.optimizer,
+        worker.task,
         parallel,
-        kept.precision,
-        units_per_sample=kept.units_per_sample,
-        counts_vary=kept.counts_vary,
+        worker.precision,
+        build_schedule(config.schedule, worker.num_steps),
+        plan,
+        world,
+        units_per_sample=worker.units_per_sample,
+        counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
-        progress=Progress(),
     )
+    batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
+    results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
+    assert next(batches, None) is None, "microbatches were left over"
+    whole = StateDictOptions(full_state_dict=True)
+    weights: dict[str, Any] = get_model_state_dict(parallel.unwrap(stepper.model), options=whole)
+    return weights, results

@@ -58,16 +58,36 @@ def cases(draw: st.DrawFn) -> Case:
     return overrides, tuple(right - left for left, right in pairwise([0, *sorted(cuts), grid]))
 
 
+# Slow enough for a few examples to prove the claim, and many to search for a case that nobody thought of.
+FEW, MANY = (
+    settings(max_examples=num, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    for num in (4, 16)
+)
+
+
 @KINDS
-@settings(max_examples=16, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@FEW
 @given(case=cases())
 @example(case=([], (0, 7, 0)))
 @example(case=(["batch.global_size=1", "batch.microbatch_size=1", "data.args.masked=false"], (0, 0, 0, 0, 1)))
 def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
+    check_case(steps, kind, case)
+
+
+@pytest.mark.slow
+@KINDS
+@MANY
+@given(case=cases())
+def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
+    check_case(steps, kind, case)
+
+
+def check_case(steps: Steps, kind: str, case: Case) -> None:
     overrides, shares = case
     config = small(NOWHERE, f"parallel.kind={kind}", *overrides)
     expected = reference(config)
-    assume(all(map(math.isfinite, expected.losses)))  # a whole step in which nothing counts has no mean
+    # A whole step in which nothing counts has no mean.
+    assume(all(loss is not None and math.isfinite(loss) for loss in expected.losses))
     check_steps(steps(config, shares), expected)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import app.balance
+import app.balance.shares
 from app.config import Config
-from app.runtime import World
+from app.world.runtime import World
 from tests.dist import mutations
 from tests.dist.checks import check_ledger, check_run
 from tests.dist.drill import Drilled, drill
@@ -40,7 +40,13 @@ def told(run: Drilled) -> list[dict[str, Any]]:
     return [event for event in run.events if event["event"] == "shares"]
 
 
-@pytest.mark.parametrize("loader", [("data.num_workers=0",), ("data.num_workers=2", "data.prefetch_factor=3")])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param(("data.num_workers=0",), marks=pytest.mark.slow),
+        ("data.num_workers=2", "data.prefetch_factor=3"),
+    ],
+)
 def test_a_slow_worker_is_given_less_and_the_result_is_the_same(tmp_path: Path, loader: tuple[str, ...]) -> None:
     config = unequal(tmp_path, *loader)
     run = drill(config, worlds=[2])
@@ -83,13 +89,13 @@ def test_sharded_workers_stay_even_and_say_so(tmp_path: Path) -> None:
 
 def label_by_rank() -> None:
     """What the machine's environment would say: the first worker is a fast one, all others are slow."""
-    honest = app.balance._labels
+    honest = app.balance.shares._labels
 
     def labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
         os.environ["STEADFAST_LABEL"] = "zone-b,slow" if world.rank else "fast"
         return honest(world, device)
 
-    app.balance._labels = labels
+    app.balance.shares._labels = labels
 
 
 def test_weights_by_label_hold_from_the_first_step(tmp_path: Path) -> None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from app.cli import main
-from app.owner import Ownership
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
+from app.run.owner import Ownership
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.reference import reference
 from tests.dist.small import small
-from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
+from tests.s3 import FaultKind, Proxy
 
 
 def impatient() -> None:
     import app.checkpoint.writer
     import app.storage.arrow
 
-    app.checkpoint.writer._FIRST_DELAY_S = 0.1  # type: ignore[misc]
-    app.storage.arrow._SILENCE_S = 2.0  # type: ignore[misc]
+    app.checkpoint.writer._FIRST_DELAY_S = 0.1
+    app.storage.arrow._IDLE_TIMEOUT_S = 2.0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_run_in_a_bucket_is_stopped_resumed_and_looked_at(proxy: Proxy, kind: str, capsys, tmp_path) -> None:
+def test_a_run_in_a_bucket_is_stopped_resumed_and_looked_at(
+    proxy: Proxy, kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     config = small(proxy.uri(f"runs-{kind}"), f"parallel.kind={kind}", "checkpoint.every=4 steps", "trackers=[]")
     stopped = drill(config, worlds=[2], stop_after=6)
     assert stopped.summary["last_checkpoint"].startswith(f"s3://runs/runs-{kind}/small/checkpoints/step-00000007?")
@@ -43,7 +45,14 @@ def test_a_run_in_a_bucket_is_stopped_resumed_and_looked_at(proxy: Proxy, kind: 
 def test_a_network_that_fails_costs_no_step_and_no_checkpoint(proxy: Proxy) -> None:
     slow = "faults.inject=[{kind: slow_at, step: 1, ranks: [0], ms: 30}]"
     config = small(proxy.uri("runs-faulty"), "checkpoint.every=3 steps", "run.steps=40", slow, "trackers=[]")
-    for kind, method in (("refuse", "PUT"), ("drop", "PUT"), ("refuse", "GET"), ("drop", "GET"), ("refuse", "POST")):
+    faults: list[tuple[FaultKind, str]] = [
+        ("refuse", "PUT"),
+        ("drop", "PUT"),
+        ("refuse", "GET"),
+        ("drop", "GET"),
+        ("refuse", "POST"),
+    ]
+    for kind, method in faults:
         proxy.fault(kind, 3, method)
     proxy.fault("delay", 4, "PUT", seconds=1.0)
     run = drill(config, worlds=[2], patch=impatient)
@@ -52,7 +61,7 @@ def test_a_network_that_fails_costs_no_step_and_no_checkpoint(proxy: Proxy) -> N
     assert all(fault.times == 0 for fault in proxy.faults), "not all faults have struck"
 
 
-def test_what_an_attempt_did_is_in_the_bucket_before_the_next_one_begins(proxy: Proxy, tmp_path) -> None:
+def test_what_an_attempt_did_is_in_the_bucket_before_the_next_one_begins(proxy: Proxy, tmp_path: Path) -> None:
     words = ["checkpoint.every=4 steps", "trackers=[]", "faults.inject=[{kind: nan_at, step: 7}]"]
     places = proxy.uri("runs-failed"), tmp_path
     in_bucket, on_disk = (drill(small(place, *words), worlds=[2, 2]).told("restore", "lost_steps") for place in places)

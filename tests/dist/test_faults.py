@@ -1,4 +1,4 @@
-"""Faults by configuration, in whole runs: they strike, the run goes on the next time, and the result is the right one."""
+"""Faults by configuration, in whole runs: they strike, the run goes on the next time, and the result is right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.ledger import read_ledger
+from app.run.ledger import read_ledger
 from app.storage import LocalStore
 from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
 from tests.dist.drill import drill

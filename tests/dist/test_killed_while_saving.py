@@ -4,6 +4,7 @@ that is whole, and the result is the one that an undisturbed run gives."""
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 
 from app.checkpoint.catalog import Catalog
 from app.config import Config
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
 from tests.dist.checks import check_identical
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed
@@ -120,12 +121,35 @@ def check_tidy(checkpoints: Path, *steps: int) -> None:
     assert {path.name for path in kept[-1].iterdir()} == {"manifest.json", *files}
 
 
+@pytest.mark.parametrize("scene", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)], indirect=True)
 def test_killed_at_every_point_of_a_checkpoint(scene: Scene, tmp_path: Path) -> None:
+    check_killed(scene, tmp_path, points_of_one(scene, tmp_path))
+
+
+@pytest.mark.parametrize("scene", ["fsdp"], indirect=True)
+def test_killed_at_the_riskiest_points_of_a_checkpoint(scene: Scene, tmp_path: Path) -> None:
+    """Where a checkpoint begins or ceases to count, where a rank's file is half written, and some others."""
+    riskiest: list[Point] = []
+    others: list[Point] = []
+    for point in points_of_one(scene, tmp_path):
+        decides = point.operation.name.endswith("manifest.json")
+        half_a_file = point.operation.verb == "write" and point.moment == "half-way"
+        (riskiest if decides or half_a_file else others).append(point)
+    check_killed(scene, tmp_path, riskiest + random.Random(7).sample(others, 3))
+
+
+def points_of_one(scene: Scene, tmp_path: Path) -> list[Point]:
+    """Return where one checkpoint can be interrupted, as an honest run does it."""
     config, _ = eventful(scene, tmp_path / "honest")
     log = tmp_path / "operations.jsonl"
     scene.check(drill(config, worlds=[scene.num_workers], patch=partial(record, log)), expected=6)
     operations = recorded(log)
     print(f"\n{scene.kind}: operations of one checkpoint", *operations, sep="\n  ")
+    return list(points(operations))
+
+
+def check_killed(scene: Scene, tmp_path: Path, at: list[Point]) -> None:
+    """Claim: killed at any of these points, the run goes on from the newest checkpoint that is whole."""
 
     def killed(numbered: tuple[int, Point]) -> tuple[int, int]:
         number, point = numbered
@@ -138,9 +162,9 @@ def test_killed_at_every_point_of_a_checkpoint(scene: Scene, tmp_path: Path) -> 
         check_tidy(checkpoints, 8, 12)
         return resumed, expected
 
-    all_points, seen = list(points(operations)), set()
+    seen = set()
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        for point, (resumed, expected) in zip(all_points, threads.map(killed, enumerate(all_points)), strict=True):
+        for point, (resumed, expected) in zip(at, threads.map(killed, enumerate(at)), strict=True):
             print(f"{scene.kind:4} | {point.moment:8} | {point.operation!s:80} | {resumed} | {expected}", flush=True)
             seen.add(expected)
     assert seen == {6, 8}, "of the points, some are before the commit and some are after it"

@@ -10,7 +10,6 @@ import pytest
 from tests.dist import mutations
 from tests.dist.checks import (
     CLAIMS,
-    check_checkpoint,
     check_equal,
     check_identical,
     check_ledger,
@@ -65,10 +64,10 @@ def holds(claim: Claim, run: Drilled, expected: Reference) -> bool:
 
 def test_without_a_rehearsal_a_run_that_was_resumed_is_only_equal(tmp_path: Path) -> None:
     """DDP then adds the gradients of an attempt's first step in another order than those of later ones."""
-    undisturbed = drill(small(tmp_path / "undisturbed"), worlds=[3], patch=mutations.skip_the_rehearsal)
+    undisturbed = drill(small(tmp_path / "undisturbed"), worlds=[3], patch=mutations.skip_the_warm_up)
     config = small(tmp_path / "resumed")
-    drill(config, worlds=[3], stop_after=6, patch=mutations.skip_the_rehearsal)
-    resumed = drill(config, worlds=[3], patch=mutations.skip_the_rehearsal)
+    drill(config, worlds=[3], stop_after=6, patch=mutations.skip_the_warm_up)
+    resumed = drill(config, worlds=[3], patch=mutations.skip_the_warm_up)
     check_equal(resumed.weights, undisturbed.weights)
     with pytest.raises(AssertionError):
         check_identical(resumed, undisturbed)

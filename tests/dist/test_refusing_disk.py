@@ -15,17 +15,22 @@ from typing import Any
 import pytest
 
 from app.checkpoint.catalog import Catalog, of_attempt, path_of
-from app.rundir import RunDirectory
+from app.run.directory import RunDirectory
 from app.storage import LocalStore
-from app.stream import FileStream
+from app.storage.jsonl import FileStream
 from tests.dist.checks import check_checkpoint, check_run, check_weights
 from tests.dist.drill import Drilled, drill
 from tests.dist.reference import reference
 from tests.dist.small import small
+from tests.events import event_lines
 
 NUM_STEPS = 60
 # Slow enough for the disk to be mended while steps are left.
-WORDS = [f"run.steps={NUM_STEPS}", "checkpoint.every=5 steps", "faults.inject=[{kind: slow_at, step: 1, ranks: [0], ms: 20}]"]
+WORDS = [
+    f"run.steps={NUM_STEPS}",
+    "checkpoint.every=5 steps",
+    "faults.inject=[{kind: slow_at, step: 1, ranks: [0], ms: 20}]",
+]
 LONG_S = 60.0
 
 
@@ -34,7 +39,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of a few megabytes."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting a file system needs root")
     yield place
@@ -66,7 +73,7 @@ def refuse_the_first_attempt() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
         honest(store, name, parts)
 
-    LocalStore.write = write  # type: ignore[method-assign]
+    LocalStore.write = write  # type: ignore[assignment]
 
 
 def test_shards_that_storage_does_not_take_are_no_reason_to_end_when_a_worker_leaves(tmp_path: Path) -> None:
@@ -89,7 +96,7 @@ def count_refusals(path: Path) -> None:
             with path.open("a") as file:
                 file.write("x")
 
-    FileStream.write = write  # type: ignore[method-assign]
+    FileStream.write = write
 
 
 def test_a_folder_that_may_only_be_read(disk: Path) -> None:
@@ -149,4 +156,4 @@ def awaited(condition: Callable[[], bool]) -> bool:
 
 
 def told(disk: Path, name: str) -> bool:
-    return any(event["event"] == name for event in RunDirectory(LocalStore(disk / "small")).read_events())
+    return any(event["event"] == name for event in event_lines(RunDirectory(LocalStore(disk / "small"))))

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-import app.step
 from app.checkpoint.catalog import Catalog
-from app.rundir import RunDirectory
+from app.parallel.precision import Precision
+from app.run.directory import RunDirectory
 from app.storage import LocalStore
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import small
+from tests.events import event_lines
 
 BUG = "faults.inject=[{kind: fail_at, step: 9, rank: 1}]"
 
@@ -49,7 +50,7 @@ def refuse_to_overwrite() -> None:
         assert not (store.path / name).exists() or not name.endswith(".safetensors"), f"{name} is written twice"
         honest(store, name, parts)
 
-    LocalStore.write = write
+    LocalStore.write = write  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
@@ -69,14 +70,14 @@ def test_a_checkpoint_of_that_step_stays_whole_and_so_does_one_of_each_other_ran
 
 
 def break_updates() -> None:
-    honest = app.step.update
+    honest = Precision.update
 
-    def update(optimizer: Any, lr: float) -> None:
+    def update(self: Precision, optimizer: Any) -> None:
         if any(state["step"] >= 8 for state in optimizer.state.values()):
             raise ZeroDivisionError
-        honest(optimizer, lr)
+        honest(self, optimizer)
 
-    app.step.update = update
+    Precision.update = update
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,12 @@ def break_updates() -> None:
         ([], break_updates, "the exception came while the weights were being updated"),
     ],
 )
-def test_what_is_not_whole_is_not_saved_and_the_run_says_so(tmp_path: Path, overrides: list[str], patch: Any, why: str) -> None:
+def test_what_is_not_whole_is_not_saved_and_the_run_says_so(
+    tmp_path: Path, overrides: list[str], patch: Any, why: str
+) -> None:
     config = small(tmp_path, *overrides)
     with pytest.raises(MemberFailed):
         drill(config, worlds=[2], patch=patch)
     directory = RunDirectory.of(config)
     assert Catalog(directory.store).steps() == []
-    assert why in {event["error"] for event in directory.read_events() if event["event"] == "not_saved"}
+    assert why in {event["error"] for event in event_lines(directory) if event["event"] == "not_saved"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,19 @@ import torch
 
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import restore
-from app.checkpoint.state import app_state, flatten, sha256
-from app.kept import Kept
-from app.optim import build_optimizer
-from app.parallel import build_parallel
-from app.rundir import RunDirectory
-from app.runtime import form_world
+from app.checkpoint.snapshots import Snapshots
+from app.checkpoint.state import flatten, sha256
+from app.components.worker_state import WorkerState
+from app.parallel import arrange, build_parallel
+from app.run.directory import RunDirectory
+from app.world.runtime import Outcome, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 from tests.dist.small import small
 
-SIZES = (1, 2, 3, 4)
-KINDS = ("ddp", "fsdp")
+WORLDS = [(kind, size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)]
+NUM_PROCESSES = 4
+ATTEMPTS = itertools.count(1)  # the gang's store remembers those of former tests: none may come twice
 
 
 def written_or_read(
@@ -33,19 +36,18 @@ def written_or_read(
     config = small(Path(folder), f"parallel.kind={kind}", "model.dropout=0", "model.embed_dim=20")
     world = form_world(member.store, member.number, size, attempt, CPU)
     try:
-        kept = Kept(config, CPU)
-        parallel = build_parallel(config, world, kept.precision)
-        if not parallel.replicated:
-            kept.forget()
-        model = parallel.wrap(kept.model)
-        optimizer = build_optimizer(config.optimizer, kept.model)
-        state = app_state(parallel.plain(model), optimizer)
-        checkpoints = Checkpoints(config, RunDirectory.of(config), world, "data", parallel.replicated, kept.writer)
+        worker = WorkerState(config, CPU)
+        world = arrange(world, config.parallel)
+        parallel = build_parallel(config.parallel, world, worker.precision)
+        worker.prepare(frozenset(), parallel)
+        state = worker.state(parallel.unwrap(parallel.wrap(worker.model)))
+        checkpoints = Checkpoints(config, RunDirectory.of(config), world, "data", parallel, worker.writer)
         if writes:
             fill(state)
-            checkpoints.save(7, state, {}, last=True)
+            checkpoints.save(7, state, {}, Outcome("finished", 7))
         else:
-            assert restore(state, kept, checkpoints, world.groups, parallel.replicated).step == 7
+            snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
+            assert restore(state, worker.held, checkpoints, snapshots, parallel, world).step == 7
         return {part: sha256(tensors) for part, tensors in state.items()}
     finally:
         world.groups.destroy()
@@ -53,7 +55,8 @@ def written_or_read(
 
 def fill(state: dict[str, Any]) -> None:
     """Each tensor with numbers of its own, the same in every world."""
-    for number, tensor in enumerate(flatten(state).values()):
+    tensors: Iterable[Any] = flatten(state).values()
+    for number, tensor in enumerate(tensors):
         whole = torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(number))
         part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if part is tensor:
@@ -66,20 +69,27 @@ def fill(state: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gang() -> Any:
-    with Gang(max(SIZES)) as started:
+def gang() -> Iterator[Gang]:
+    with Gang(NUM_PROCESSES) as started:
         yield started
 
 
-def test_one_state_has_one_digest_whoever_wrote_and_whoever_reads_it(gang: Gang, tmp_path: Path) -> None:
-    found, attempt = {}, 0
-    for kind in KINDS:
-        for size in SIZES:
-            folder = tmp_path / f"{kind}-{size}"
-            for task in [(kind, size, True), *((other, readers, False) for other in KINDS for readers in SIZES)]:
-                attempt += 1
-                answers = gang.run(written_or_read, attempt, str(folder), *task)
-                for answer in answers[: task[1]]:
-                    found[(kind, size, *task, answer["model"], answer["optimizer"])] = None
-    assert len(found) == len(KINDS) * len(SIZES) * (1 + len(KINDS) * len(SIZES))
-    assert len({(model, optimizer) for *_, model, optimizer in found}) == 1
+# Every kind and size of world writes. The next one of WORLDS has another size, the fifth one from it another kind too.
+@pytest.mark.parametrize(
+    "distances",
+    [(1, 5), pytest.param(range(len(WORLDS)), marks=pytest.mark.slow)],
+    ids=["two readers each", "all readers"],
+)
+def test_one_state_has_one_digest_whoever_wrote_and_whoever_reads_it(
+    gang: Gang, tmp_path: Path, distances: Sequence[int]
+) -> None:
+    digests = set()
+    for index, (kind, size) in enumerate(WORLDS):
+        folder = str(tmp_path / f"{kind}-{size}")
+        readers = [WORLDS[(index + distance) % len(WORLDS)] for distance in distances]
+        for task in [(kind, size, True), *((*reader, False) for reader in readers)]:
+            answers = gang.run(written_or_read, next(ATTEMPTS), folder, *task)
+            found = {(answer["model"], answer["optimizer"]) for answer in answers if answer}
+            assert len(found) == 1, task
+            digests |= found
+    assert len(digests) == 1

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from app.checkpoint.durable import Checkpoints
-from app.checkpoint.restore import NO_STATE, restore
-from app.rundir import RunDirectory
-from app.storage import LocalStore
+from app.checkpoint.restore import restore
+from app.checkpoint.snapshots import Snapshots, SnapshotStore
+from app.checkpoint.state import HeldState
 from app.checkpoint.writer import Writer
-from app.config import Config
-from app.runtime import World, form_world
+from app.config import Config, DdpConfig
+from app.parallel.ddp import DistributedDataParallelism
+from app.parallel.precision import Precision
+from app.run.directory import RunDirectory
+from app.storage import LocalStore
+from app.world.runtime import form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
-from tests.dist.small import small
+
+NO_STATE = -1
 
 
 class Replica:
     def __init__(self, held: int) -> None:
-        self.held = held
+        self.held = HeldState()
+        if held == NO_STATE:
+            self.held.begin_overwriting()
+        else:
+            self.held.complete(held)
         self.weights = torch.full((4,), float(held))
+
+    @property
+    def step(self) -> int:
+        return NO_STATE if self.held.step is None else self.held.step
 
 
 def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path: str) -> tuple[int, float, str]:
@@ -34,11 +48,15 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         if member.number == leaves:
             member.store.wait([_formed(attempt, number) for number in range(len(held))])
             world.groups.abort()
-            return replica.held, float(replica.weights[0]), "left"
-        restored = restore({"model": {"w": replica.weights}}, replica, _checkpoints(world, path), world.groups, True)
-        return replica.held, float(replica.weights[0]), restored.source
+            return replica.step, float(replica.weights[0]), "left"
+        state = {"model": {"w": replica.weights}}
+        parallel = DistributedDataParallelism(DdpConfig(), world, Precision(CPU))
+        checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
+        snapshots = Snapshots(world, SnapshotStore(), parallel, state)
+        restored = restore(state, replica.held, checkpoints, snapshots, parallel, world)
+        return replica.step, float(replica.weights[0]), restored.source
     except RuntimeError:
-        return replica.held, float(replica.weights[0]), "lost"
+        return replica.step, float(replica.weights[0]), "lost"
     finally:
         world.groups.destroy()
 
@@ -47,25 +65,21 @@ def _formed(attempt: int, number: int) -> str:
     return f"formed/{attempt}/{number}"
 
 
-def _checkpoints(world: World, path: str) -> Checkpoints:
-    return Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", True, Writer())
-
-
 @pytest.fixture(scope="module")
-def gang() -> Gang:
+def gang() -> Iterator[Gang]:
     with Gang(3) as started:
         yield started
 
 
-def test_the_highest_step_wins(gang: Gang, tmp_path) -> None:
+def test_the_highest_step_wins(gang: Gang, tmp_path: Path) -> None:
     answers = gang.run(meet, 1, [4, 5, NO_STATE], None, str(tmp_path))
     assert answers == [(5, 5.0, "rank 1")] * 3
 
 
-def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path) -> None:
+def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path: Path) -> None:
     assert gang.run(meet, 2, [0, NO_STATE, 0], None, str(tmp_path)) == [(0, 0.0, "start")] * 3
 
 
-def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path) -> None:
+def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path: Path) -> None:
     answers = gang.run(meet, 3, [5, 5, 0], 2, str(tmp_path))
     assert answers == [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")]

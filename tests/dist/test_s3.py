@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.storage import Store, open_store
-from tests.s3 import BUCKET, CREDENTIALS, Proxy, find_weed, serve_s3
-from tests.stores import StoreContract
+from tests.s3 import BUCKET, FaultKind, Proxy
+from tests.stores import StoreContract, claim_in_pairs
 
 LARGE = os.urandom(1 << 20) * 21  # three parts of an upload
 
@@ -25,8 +25,8 @@ def store(proxy: Proxy, request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.arrow._SILENCE_S", 1.0)
-    monkeypatch.setattr("app.storage.arrow._PATIENCE_S", 1.0)
+    monkeypatch.setattr("app.storage.arrow._IDLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("app.storage.arrow._RETRY_BUDGET_S", 1.0)
     monkeypatch.setattr("app.storage.arrow._ATTEMPTS_WITHIN_A_WRITE", 2)
 
 
@@ -52,7 +52,7 @@ def test_what_is_small_takes_one_request(store: Store, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("kind", ["refuse", "drop"])
-def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind) -> None:
+def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind: FaultKind) -> None:
     data = LARGE[:2_000_000]
     proxy.fault(kind, 2, "PUT")
     store.commit("folder/file", data)
@@ -73,7 +73,7 @@ def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind
 
 
 @pytest.mark.parametrize("kind", ["refuse", "drop"])
-def test_a_part_of_a_file_that_is_lost_on_its_way_is_sent_again(store: Store, proxy: Proxy, kind) -> None:
+def test_a_part_of_a_file_that_is_lost_on_its_way_is_sent_again(store: Store, proxy: Proxy, kind: FaultKind) -> None:
     for method in ("PUT", "POST"):  # a part; the beginning or the end
         proxy.fault(kind, 1, method)
     store.write("file", [LARGE[:13_000_000], LARGE[13_000_000:]])
@@ -90,7 +90,7 @@ def test_slow_answers_are_waited_for(store: Store, proxy: Proxy) -> None:
 def test_an_answer_that_never_comes_is_asked_for_again(
     store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.storage.arrow._SILENCE_S", 1.0)
+    monkeypatch.setattr("app.storage.arrow._IDLE_TIMEOUT_S", 1.0)
     store.commit("file", b"x")
     for method in ("HEAD", "GET"):
         proxy.fault("delay", 1, method, seconds=60)
@@ -182,3 +182,9 @@ def test_a_bucket_that_does_not_exist_is_an_error_at_once(proxy: Proxy) -> None:
     with pytest.raises(FileNotFoundError):
         store.read("file")
     assert proxy.num_requests <= 3
+
+
+def test_of_two_commands_that_start_together_one_gets_the_run(proxy: Proxy) -> None:
+    stores = [open_store(proxy.uri(f"claimed/run-{number}")) for number in range(25)]
+    assert claim_in_pairs(stores) == [1] * 25
+    assert [store.list("") for store in stores] == [["owner.json"]] * 25

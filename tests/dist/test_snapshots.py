@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,23 +12,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from app.checkpoint.snapshots import Shelf, Snapshots, keeper, restore_snapshot
-from app.checkpoint.state import unsharded
-from app.runtime import World, form_world
+from app.checkpoint.snapshots import Snapshots, SnapshotStore, backup_rank
+from app.parallel import Parallel
+from app.parallel.dtensor import unsharded
+from app.parallel.fsdp import FullyShardedDataParallelism
+from app.world.runtime import World, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 
 NOTHING = frozenset[int]()
-SHELF = Shelf()  # of each process
+STORE = SnapshotStore()  # of each process
+SHARDED = cast(Parallel, FullyShardedDataParallelism)  # only what its class says is asked for
 LONG_S = 20.0
 
 
 @pytest.mark.parametrize(
-    ("nodes", "keepers"),
+    ("nodes", "backups"),
     [("aab", [2, 2, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("aa", [1, 0]), ("abab", [1, 2, 3, 0])],
 )
-def test_a_copy_goes_to_another_node_where_there_is_one(nodes: str, keepers: list[int]) -> None:
-    assert [keeper(rank, nodes) for rank in range(len(nodes))] == keepers
+def test_a_copy_goes_to_another_node_where_there_is_one(nodes: str, backups: list[int]) -> None:
+    assert [backup_rank(rank, nodes) for rank in range(len(nodes))] == backups
 
 
 def whole(step: int) -> dict[str, Tensor]:
@@ -46,11 +49,11 @@ def train(member: Member, attempt: int, members: list[int], nodes: str, steps: l
     """A world that takes snapshots of these steps, and then breaks."""
     world = joined(member, attempt, members, nodes)
     try:
-        snapshots = Snapshots(world, SHELF, {"model": sharded(world, 0)})
+        snapshots = Snapshots(world, STORE, SHARDED, {"model": sharded(world, 0)})
         for step in steps:
             snapshots.take(step, {"model": sharded(world, step)})
             until = time.monotonic() + LONG_S
-            while snapshots._work is not None:
+            while snapshots._transfer is not None:
                 assert time.monotonic() < until
                 snapshots.wanted()
     finally:
@@ -64,7 +67,8 @@ def recover(
     world = joined(member, attempt, members, "abcdef")
     try:
         state = sharded(world, -1)
-        step = restore_snapshot({"model": state}, SHELF, skip, committed, world.groups)
+        snapshots = Snapshots(replace(world, skip=skip), STORE, SHARDED, {"model": state})
+        step = snapshots.restore({"model": state}, committed)
         for name, tensor in whole(-1 if step is None else step).items():
             assert torch.equal(unsharded(state[name]), tensor), name
         return step
@@ -75,7 +79,6 @@ def recover(
 def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
     rank = members.index(member.number)
     return replace(form_world(member.store, rank, len(members), attempt, CPU), node=nodes[rank])
-
 
 
 def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:

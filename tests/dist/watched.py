@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import app.faults.inject
 import tests.dist.drill
 from app.config import Config
-from app.faults.watchdog import Limits, Progress, Snapshot, Stall, Watchdog
+from app.faults.watchdog import Hang, Watchdog
+from app.world.progress import Limits, Progress, ProgressReport
 from tests.dist.drill import Drilled, DrillRuntime, drill
 
 BEAT_S = 0.1
 
 
 class Watched(NamedTuple):
-    """stacks, phases: of all processes, by member, at each stall."""
+    """stacks, phases: of all processes, by member, at each hang."""
 
     run: Drilled
-    stalls: list[Stall]
+    hangs: list[Hang]
     stacks: list[dict[str, str]]
     phases: list[dict[str, str]]
     num_looks: int  # at all members in the middle of an attempt
@@ -36,30 +37,30 @@ def watch(config: Config, worlds: list[int], limits: Limits, **options: Any) -> 
     folder = Path(config.run.storage) / "watch"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "found")
-    stalls: list[Stall] = []
+    hangs: list[Hang] = []
     said: list[dict[str, Any]] = []
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(_look, folder, max(worlds), over, stalls, said)
+        looking = pool.submit(_look, folder, max(worlds), over, hangs, said)
         try:
             run = drill(config, worlds, patch=partial(_patch, folder, limits), **options)
         finally:
             over.set()
         stacks = [{member: each["stacks"] for member, each in all_of.items()} for all_of in said]
-        phases = [{member: each["snapshot"]["phase"] for member, each in all_of.items()} for all_of in said]
-        return Watched(run, stalls, stacks, phases, looking.result())
+        phases = [{member: each["report"]["phase"] for member, each in all_of.items()} for all_of in said]
+        return Watched(run, hangs, stacks, phases, looking.result())
 
 
-def _look(folder: Path, size: int, over: threading.Event, stalls: list[Stall], told: list[dict[str, Any]]) -> int:
+def _look(folder: Path, size: int, over: threading.Event, hangs: list[Hang], told: list[dict[str, Any]]) -> int:
     num_looks, watchdog = 0, Watchdog(settled_s=10 * BEAT_S)
     while not over.wait(BEAT_S):
         said = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        snapshots = {member: Snapshot(**each["snapshot"]) for member, each in said.items()}
-        if len(snapshots) < size:
+        reports = {member: ProgressReport(**each["report"]) for member, each in said.items()}
+        if len(reports) < size:
             continue
-        num_looks += all(each.limit_s is not None for each in snapshots.values())
-        if (stall := watchdog.look(snapshots)) and (not stalls or stall.step != stalls[-1].step):
-            stalls.append(stall)
+        num_looks += all(each.limit_s is not None for each in reports.values())
+        if (hang := watchdog.look(reports)) and (not hangs or hang.step != hangs[-1].step):
+            hangs.append(hang)
             told.append(said)
             (folder / "found").write_text("go on")  # to one who hangs; waits for it if there is none
     return num_looks
@@ -72,12 +73,12 @@ def _patch(folder: Path, limits: Limits) -> None:
             self.progress = Progress(limits)
             threading.Thread(target=_beat, args=(folder, self._member.number, self.progress), daemon=True).start()
 
-    tests.dist.drill.DrillRuntime = Watching  # type: ignore[misc]
-    app.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment]
+    tests.dist.drill.DrillRuntime = Watching  # type: ignore[assignment, misc]
+    app.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
 
 
 class _Time:
-    """In place of the module: to sleep is to wait until the stall has been found."""
+    """In place of the module: to sleep is to wait until the hang has been found."""
 
     def __init__(self, found: Path) -> None:
         self._found = found
@@ -89,7 +90,7 @@ class _Time:
 def _beat(folder: Path, number: int, progress: Progress) -> None:
     pause: Callable[[float], bool] = threading.Event().wait
     while True:
-        said = {"snapshot": asdict(progress.snapshot()), "stacks": progress.stacks()}
+        said = {"report": asdict(progress.report()), "stacks": progress.stacks()}
         temporary = folder / f".{number}"
         temporary.write_text(json.dumps(said))
         temporary.replace(folder / f"{number}.json")

@@ -1,10 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 import pytest
 
 from tests.e2e.lab.hosts import Lab, missing
 
 
 @pytest.fixture
-def lab():
+def lab() -> Iterator[Lab]:
     """Hosts `laptop` and `stranger`, neither of which has the cluster's storage."""
     if why := missing():
         pytest.skip(why)

@@ -1,9 +1,14 @@
 """`ray up cluster/aws.yaml` through EC2's API: training asks for spot nodes, loses one and gets another."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 import pytest
 
 from tests.checks import check_ledger
 from tests.e2e.lab.cloud import Cloud
+from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
 
 CLUSTER = "cluster/aws.yaml"
@@ -11,14 +16,14 @@ STEPS = 300
 
 
 @pytest.fixture
-def cloud(lab):
+def cloud(lab: Lab) -> Iterator[Cloud]:
     cloud = Cloud(lab)
     yield cloud
     cloud.close()
 
 
 @pytest.mark.timeout(900)
-def test_training_on_spot_instances_of_which_one_is_taken_away(lab, cloud):
+def test_training_on_spot_instances_of_which_one_is_taken_away(lab: Lab, cloud: Cloud) -> None:
     user = User(lab, settings=cloud.settings)
     user.clone()
     user.change(CLUSTER, ssh_user="root")

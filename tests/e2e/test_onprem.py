@@ -1,9 +1,15 @@
 """`ray up cluster/onprem.yaml` and the plain command, over real ssh, on hosts that go and come back."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.checks import check_ledger, distance, summary_of
-from tests.command import Command
+from tests.command import Command, Running
+from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
 
 HEAD, WORKERS = "head", ("w1", "w2", "w3")
@@ -16,7 +22,7 @@ LAST_S = 150
 
 
 @pytest.fixture
-def user(lab):
+def user(lab: Lab) -> User:
     """At a laptop, after `ray up`."""
     lab.add(HEAD, 10)
     for number, host in enumerate(WORKERS, 11):
@@ -32,7 +38,7 @@ def user(lab):
 
 
 @pytest.mark.timeout(600)
-def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_path):
+def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user: User, tmp_path: Path) -> None:
     lab = user.lab
     words = [*WORDS, f"run.steps={STEPS}", "precision.kind=fp32"]
     running = train_on_all(lab, *words)
@@ -56,7 +62,7 @@ def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user, tmp_
 
 
 @pytest.mark.timeout(600)
-def test_one_host_is_cut_off_for_good_and_another_for_a_while(user):
+def test_one_host_is_cut_off_for_good_and_another_for_a_while(user: User) -> None:
     lab = user.lab
     running = train_on_all(lab, *WORDS, f"run.steps={STEPS}")
     lab.cut("w3")
@@ -71,7 +77,7 @@ def test_one_host_is_cut_off_for_good_and_another_for_a_while(user):
 
 
 @pytest.mark.timeout(600)
-def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user):
+def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user: User) -> None:
     lab = user.lab
     words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
     (user.project / "mine.py").write_text(
@@ -100,7 +106,7 @@ def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user):
 
 
 @pytest.mark.timeout(300)
-def test_nobody_from_outside_gets_in_without_the_token(user):
+def test_nobody_from_outside_gets_in_without_the_token(user: User) -> None:
     lab = user.lab
     address = lab.addresses[HEAD]
     joins = f"ray start --address {address}:6379 --node-ip-address {lab.addresses['stranger']}"
@@ -116,12 +122,12 @@ def test_nobody_from_outside_gets_in_without_the_token(user):
     assert "Authentication required" in lab.run(HEAD, "cat /tmp/ray/session_latest/logs/ray_client_server.err").stdout
 
 
-def train_on_all(lab, *words):
+def train_on_all(lab: Lab, *words: str) -> Running:
     """The plain command on the head, once workers on all three hosts have done a step together."""
     running = User(lab, HEAD).trains(*words, *PLACED, "scaling.num_workers=[1,3]", SLOW)
     running.wait_until(lambda: last(running)["world_size"] == 3, "a step of a world of three", timeout_s=180)
     return running
 
 
-def last(running):
+def last(running: Running) -> dict[str, Any]:
     return next(reversed(running.history.lines), {"world_size": 0})

@@ -1,11 +1,14 @@
 """`cluster/slurm.sbatch` on hosts of the lab, with stand-ins for Slurm's two commands."""
 
+from __future__ import annotations
+
 import shlex
 
 import pytest
 
 from tests.checks import check_ledger
 from tests.command import Running
+from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
 
 STEPS = 150
@@ -22,7 +25,7 @@ exec ssh -tt -q -o StrictHostKeyChecking=no -i ~/.ssh/id_lab "root@$(sed -n "s/ 
 
 
 @pytest.mark.timeout(300)
-def test_one_allocation_is_one_cluster_and_one_run(lab):
+def test_one_allocation_is_one_cluster_and_one_run(lab: Lab) -> None:
     nodes = {"n1": 21, "n2": 22}
     for name, number in nodes.items():
         lab.add(name, number)

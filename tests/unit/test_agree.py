@@ -1,80 +1,95 @@
-"""The control word over two ranks of one process: the same words at the same steps, however long these take."""
+"""The control channel over two ranks of one process: the same messages at the same steps, however long these take."""
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from app.agree import ControlWord, Flags, Rider
-from app.step import StepResult
+from app.run.ledger import StepStats
+from app.world.control import ControlChannel, Rider, StepResult
+from app.world.runtime import STOP
 
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)
 
 
 class Passenger(Rider):
-    """Says how many words its rank has sent, where its rank's entry is."""
+    """Sends how many messages its rank has sent, where its rank's entry is."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._num_words = rank, 0
-        self.heard: list[tuple[int, list[float]]] = []
+        self._rank = rank
+        self._num_messages = 0
+        self.results: list[tuple[int, list[float]]] = []
 
-    def say(self) -> list[float]:
-        self._num_words += 1
-        said = [0.0, 0.0]
-        said[self._rank] = 100.0 * self._rank + self._num_words
-        return said
+    def payload(self) -> list[float]:
+        self._num_messages += 1
+        payload = [0.0, 0.0]
+        payload[self._rank] = 100.0 * self._rank + self._num_messages
+        return payload
 
-    def hear(self, step: int, said: list[float]) -> None:
-        self.heard.append((step, said))
+    def on_result(self, step: int, payload: list[float]) -> None:
+        self.results.append((step, payload))
 
 
 class Seen(NamedTuple):
-    """What one rank knew: at which step it read which steps, how many words it posted, when it saw the wish, and what
-    travelled with the words."""
+    """What one rank knew.
+
+    Attributes:
+        read_at: at which step it read which steps.
+        stop_at: the step at which it saw the request to stop.
+        results: what travelled along with the messages.
+    """
 
     read_at: list[tuple[int, list[int]]]
     losses: list[float]
     digests: list[int]
     stop_at: int | None
-    heard: list[tuple[int, list[float]]]
+    results: list[tuple[int, list[float]]]
 
 
-def run_rank(store: dist.Store, rank: int, step_s: float, wish_at: int | None = None) -> Seen:
+def _group(store: dist.Store, rank: int) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT))
+
+
+def run_rank(store: dist.Store, rank: int, step_s: float, request_at: int | None = None) -> Seen:
     clock = (tick * step_s for tick in count())
-    group = dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
+    group = _group(store, rank)
     passenger = Passenger(rank)
-    control = ControlWord(group, 0, passenger, clock=lambda: next(clock))
-    read_at, agreed, stop_at = [], [], None
+    control = ControlChannel(group, 0, rider=passenger, clock=lambda: next(clock))
+    read_at: list[tuple[int, list[int]]] = []
+    finished: list[StepStats] = []
+    stop_at = None
     for step in range(1, NUM_STEPS + 1):
         numbers = torch.tensor([float(step), 1.0, 1.0], dtype=torch.float64)
         result = StepResult(step, numbers, num_samples=1, samples_digest=2**64 - 1 - rank)
-        new = control.exchange(result, Flags(stop=step == wish_at))
+        new = control.exchange(result, {STOP} if step == request_at else set())
         if new:
-            read_at.append((step, [each.step for each in new]))
-        agreed += new
-        if control.wished.stop and stop_at is None:
+            read_at.append((step, [stats.step for stats in new]))
+        finished += new
+        if STOP in control.requested:
+            assert stop_at is None  # it has been acknowledged
             stop_at = step
-            control.granted(stop=True)
+            control.acknowledge(STOP)
     rest = control.drain()
-    read_at.append((NUM_STEPS + 1, [each.step for each in rest]))
-    agreed += rest
-    return Seen(
-        read_at, [each.loss for each in agreed], [each.samples_digest for each in agreed], stop_at, passenger.heard
-    )
+    read_at.append((NUM_STEPS + 1, [stats.step for stats in rest]))
+    finished += rest
+    losses = [stats.loss for stats in finished]
+    digests = [stats.samples_digest for stats in finished]
+    return Seen(read_at, losses, digests, stop_at, passenger.results)
 
 
-def run_both(leader_step_s: float, wish_at: int | None = None) -> tuple[Seen, Seen]:
+def run_both(leader_step_s: float, request_at: int | None = None) -> tuple[Seen, Seen]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         leader = pool.submit(run_rank, store, 0, leader_step_s)
-        other = pool.submit(run_rank, store, 1, 1.0, wish_at)
+        other = pool.submit(run_rank, store, 1, 1.0, request_at)
         return leader.result(), other.result()
 
 
@@ -95,7 +110,7 @@ def test_short_steps_share_words_and_long_ones_do_not() -> None:
 
 
 def test_a_wish_of_one_rank_reaches_all_at_the_same_step_and_is_heard_once() -> None:
-    leader, other = run_both(0.009, wish_at=60)
+    leader, other = run_both(0.009, request_at=60)
     assert leader.stop_at == other.stop_at
     assert leader.stop_at is not None
     assert 60 < leader.stop_at <= 66
@@ -104,9 +119,41 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_step_and_is_heard_once() -> 
 @pytest.mark.parametrize("leader_step_s", [0.001, 0.012, 0.4])
 def test_what_ranks_send_along_is_heard_by_all_after_the_same_step(leader_step_s: float) -> None:
     leader, other = run_both(leader_step_s)
-    assert leader.heard == other.heard
+    assert leader.results == other.results
     read_at = [min(step, NUM_STEPS) for step, steps in leader.read_at if steps]
-    assert [step for step, _ in leader.heard][: len(read_at) - 1] == read_at[:-1]
-    assert [said for _, said in leader.heard] == [
-        [number, 100.0 + number] for number in range(1, len(leader.heard) + 1)
-    ]
+    assert [step for step, _ in leader.results][: len(read_at) - 1] == read_at[:-1]
+    payloads = [payload for _, payload in leader.results]
+    assert payloads == [[number, 100.0 + number] for number in range(1, len(payloads) + 1)]
+
+
+def metrics_of_rank(store: dist.Store, rank: int, counts: list[int]) -> list[dict[str, float]]:
+    """Steps so short that they share messages; each rank knows what its own samples add up to."""
+    clock = (tick * 0.001 for tick in count())
+    control = ControlChannel(_group(store, rank), 0, clock=lambda: next(clock))
+    finished = []
+    for step in range(1, NUM_STEPS + 1):
+        num = counts[rank]
+        # loss sum, count, gradient norm, and the sums of the two metrics
+        numbers = torch.tensor([2.0 * num, num, 1.0, float(step * rank), 10.0 * num], dtype=torch.float64)
+        result = StepResult(step, numbers, num_samples=num, samples_digest=0, metric_names=("accuracy", "length"))
+        finished += control.exchange(result, set())
+    finished += control.drain()
+    return [dict(stats.metrics) for stats in finished]
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [1, 7], [0, 8]])
+def test_metrics_of_the_task_are_means_over_all_ranks(counts: list[int]) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(metrics_of_rank, store, rank, counts) for rank in range(2)]
+        leader, other = (rank.result() for rank in ranks)
+    assert leader == other
+    assert leader == [{"accuracy": step / 8, "length": 10.0} for step in range(1, NUM_STEPS + 1)]
+
+
+def test_metrics_of_a_step_in_which_nothing_counts_are_unknown() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(metrics_of_rank, store, rank, [0, 0]) for rank in range(2)]
+        for rank in ranks:
+            assert all(math.isnan(value) for metrics in rank.result() for value in metrics.values())

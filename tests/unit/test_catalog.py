@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from app.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
-from app.checkpoint.doctor import examine
 from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from app.checkpoint.retention import kept as kept_of
+from app.checkpoint.retention import steps_to_keep
 from app.checkpoint.writer import Dropped
+from app.commands.doctor import examine
 from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage.memory import MemoryStore
@@ -66,7 +67,9 @@ def test_a_manifest_reads_back_as_it_was_written(catalog: Catalog) -> None:
         (lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:], "b has other contents than were written"),
     ],
 )
-def test_damage_is_found_and_the_file_is_named(catalog: Catalog, store: MemoryStore, damage, said: str) -> None:
+def test_damage_is_found_and_the_file_is_named(
+    catalog: Catalog, store: MemoryStore, damage: Callable[[bytes], bytes | None], said: str
+) -> None:
     manifest = commit(catalog, 7)
     name = f"{path_of(7)}/b"
     damaged = damage(store.files.pop(name))
@@ -224,14 +227,14 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}
 def test_which_are_kept(config: CheckpointConfig, kept: set[int]) -> None:
     blank = Manifest(0, 1, 1, 0.0, "", {})
     manifests = [replace(blank, step=step, metrics={"loss": loss}) for step, loss in LOSSES.items()]
-    assert kept_of(config, manifests, NOTHING) == kept
+    assert steps_to_keep(config, manifests, NOTHING) == kept
 
 
 def test_what_is_kept_for_good_stays_so_when_its_neighbours_have_gone() -> None:
     blank, config = Manifest(0, 1, 1, 0.0, "", {}), CheckpointConfig(keep_last=1, keep_every=100)
     steps: set[int] = set()
     for step in range(40, 1000, 40):
-        steps = kept_of(config, [replace(blank, step=each) for each in steps | {step}], NOTHING)
+        steps = steps_to_keep(config, [replace(blank, step=each) for each in steps | {step}], NOTHING)
     assert steps == {120, 200, 320, 400, 520, 600, 720, 800, 920, 960}
 
 
@@ -241,4 +244,4 @@ def test_what_is_kept_for_good_stays_so_when_its_neighbours_have_gone() -> None:
 )
 def test_while_a_rollback_may_go_further_back_there_is_something_to_go_back_to(skip: set[int], steps: set[int]) -> None:
     manifests = [Manifest(step, 1, 1, 0.0, "", {}) for step in (40, 50, 60)]
-    assert kept_of(CheckpointConfig(keep_last=1), manifests, frozenset(skip)) == steps
+    assert steps_to_keep(CheckpointConfig(keep_last=1), manifests, frozenset(skip)) == steps

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.chaos.matrix import CLAIMS, FAULTS
-from app.chaos.report import Row, broken, measure, strayed, table
+from tests.chaos.matrix import CLAIMS, FAULTS
+from tests.chaos.report import Row, broken, measure, strayed, table
 
 NAMES = [fault.name for fault in FAULTS]
 PROVEN = [Row(name, "ours", 0, 0, 0.1, True, True) for name in NAMES]

@@ -1,10 +1,13 @@
 """The files in cluster/: what can be known of them without a cluster."""
 
+from __future__ import annotations
+
 import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,7 +20,7 @@ FILES = [*CLOUDS, "onprem.yaml"]
 SCHEMA = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
 
 
-def strict(required=(), **properties):
+def strict(required: tuple[str, ...] = (), **properties: object) -> dict[str, object]:
     """An object with no other fields."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
@@ -66,21 +69,21 @@ RAY_JOB = strict(
 )
 
 
-def parsed(name):
+def parsed(name: str) -> Any:
     return yaml.safe_load((CLUSTER / name).read_text())
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_rays_schema_accepts_it(name):
+def test_rays_schema_accepts_it(name: str) -> None:
     jsonschema.validate(parsed(name), SCHEMA)
 
 
-def test_kuberays_fields_accept_the_job():
+def test_kuberays_fields_accept_the_job() -> None:
     jsonschema.validate(parsed("kuberay.yaml"), RAY_JOB)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_node_gets_the_project_its_dependencies_and_the_token(name):
+def test_every_node_gets_the_project_its_dependencies_and_the_token(name: str) -> None:
     cluster = parsed(name)
     assert cluster["file_mounts"] == {"~/steadfast": "."}
     assert {".venv", "runs", ".git"} <= set(cluster["rsync_exclude"])
@@ -89,14 +92,14 @@ def test_every_node_gets_the_project_its_dependencies_and_the_token(name):
     assert cluster["cluster_synced_files"] == ["~/.ray/auth_token"]
 
 
-def test_the_image_is_built_by_the_same_list():
+def test_the_image_is_built_by_the_same_list() -> None:
     lines = (CLUSTER / "Dockerfile").read_text().splitlines()
     assert "RUN bash cluster/setup.sh" in lines
     assert not any(re.search(r"\b(uv )?pip install\b", line) for line in lines)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_dead_node_is_known_within_ten_seconds_and_only_this_machine_sees_the_dashboard(name):
+def test_a_dead_node_is_known_within_ten_seconds_and_only_this_machine_sees_the_dashboard(name: str) -> None:
     start = parsed(name)["head_start_ray_commands"][-1]
     settings = dict(re.findall(r"RAY_health_check_(\w+)=(\d+)", start))
     period, timeout, threshold = (int(settings[key]) for key in ("period_ms", "timeout_ms", "failure_threshold"))
@@ -105,7 +108,7 @@ def test_a_dead_node_is_known_within_ten_seconds_and_only_this_machine_sees_the_
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_the_head_trains_nothing_and_workers_are_of_two_strengths_on_demand_and_spot(name):
+def test_the_head_trains_nothing_and_workers_are_of_two_strengths_on_demand_and_spot(name: str) -> None:
     cluster = parsed(name)
     types = dict(cluster["available_node_types"])
     assert types.pop(cluster["head_node_type"])["resources"] == {"CPU": 0}
@@ -115,13 +118,13 @@ def test_the_head_trains_nothing_and_workers_are_of_two_strengths_on_demand_and_
 
 
 @pytest.mark.parametrize("name", sorted(each.name for each in CLUSTER.iterdir() if each.suffix != ".py"))
-def test_what_was_not_run_says_so_at_the_top(name):
+def test_what_was_not_run_says_so_at_the_top(name: str) -> None:
     head = "".join((CLUSTER / name).read_text().splitlines(keepends=True)[:4])
     if name in ("gcp.yaml", "azure.yaml", "kuberay.yaml", "Dockerfile"):
         assert re.search(r"not run\b|Not run\b|Not built", head)
 
 
-def test_scripts_are_valid_bash():
+def test_scripts_are_valid_bash() -> None:
     for script in (*CLUSTER.glob("*.sh"), CLUSTER / "slurm.sbatch"):
         subprocess.run(["bash", "-n", str(script)], check=True)
     for name in FILES:

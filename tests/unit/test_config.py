@@ -42,8 +42,11 @@ BAD = [
     ("model: {kind: gpt, target: 'a:b'}", "x.yaml:1: model.target: unknown key"),
     ("model: {kind: ~}", "x.yaml:1: model.kind: unknown kind, found null; valid: gpt, mlp, target"),
     ("data: {kind: csv}", 'x.yaml:1: data.kind: unknown kind, found "csv"; valid: target, text, tokens'),
-    ("optimizer: {kind: adam}", "x.yaml:1: optimizer.kind: must be 'adamw', found \"adam\"; nearest is adamw"),
-    ("trackers:\n- kind: tensorbord", "x.yaml:2: trackers.0.kind: must be 'tensorboard', found \"tensorbord\""),
+    ("optimizer: {kind: adam}", 'x.yaml:1: optimizer.kind: unknown kind, found "adam"; nearest is adamw'),
+    (
+        "trackers:\n- kind: tensorbord",
+        'x.yaml:2: trackers.0.kind: unknown kind, found "tensorbord"; nearest is tensorboard',
+    ),
     ("model: {kind: mlp, in_features: 4}", "x.yaml:1: model.out_features: missing"),
     ("model: gpt", "x.yaml:1: model: must be a valid dictionary"),
     ("run: {resume: atuo}", "x.yaml:1: run.resume: must be 'auto', 'must' or 'never', found \"atuo\"; nearest is auto"),
@@ -62,7 +65,6 @@ BAD = [
     ("batch: {balance: {A100: 0}}", "x.yaml:1: batch.balance.A100: must be greater than 0, found 0"),
     ("batch: {balance: {}}", "x.yaml:1: batch.balance: Dictionary should have at least 1 item"),
     ("model: {num_heads: 3}", "x.yaml:1: model.num_heads: must divide model.embed_dim (128), found 3"),
-    ("run: {steps: 9}", "x.yaml:1: schedule.warmup_steps: must be at most run.steps (9), found 50"),
     ("data: {context_length: 256}", "x.yaml:1: data.context_length: must be at most model.context_length (128), "
      "found 256"),
     ("optimizer: {lr: .inf}", "x.yaml:1: optimizer.lr: must be a finite number, found Infinity"),
@@ -125,7 +127,7 @@ def test_all_problems_are_told_at_once_from_top_to_bottom() -> None:
 
 
 def test_every_broken_rule_is_told() -> None:
-    assert len(problems("run: {steps: 5}\nmodel: {context_length: 64}")) == 2
+    assert len(problems("batch: {global_size: 4}\nmodel: {context_length: 64}")) == 2
 
 
 def test_a_missing_key_is_placed_at_the_section_that_lacks_it() -> None:
@@ -178,6 +180,11 @@ def test_an_override_of_the_length_replaces_the_files() -> None:
     assert load_config("digits.yaml", ["run.steps=300"]).run.epochs is None
 
 
+def test_a_run_that_is_shorter_than_its_warmup_loads_as_written() -> None:
+    config = load_config("ddp.yaml", ["run.steps=20"])
+    assert (config.run.steps, config.schedule.warmup_steps) == (20, 50)
+
+
 def test_numbers_without_a_point_and_empty_sections() -> None:
     config = parse_config("optimizer: {lr: 1e-3, eps: 1E-6}\nrun: {steps: 1e4}\nmodel:\n", "x.yaml")
     assert (config.optimizer.lr, config.optimizer.eps, config.run.steps) == (1e-3, 1e-6, 10_000)
@@ -204,12 +211,11 @@ def test_every_refuses(text: str) -> None:
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+NESTED = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    st.dictionaries(st.text(), st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-)
+@given(st.dictionaries(st.text(), NESTED, max_size=4))
 def test_round_trip_of_any_arguments(args: dict[str, object]) -> None:
     config = Config(model=Target(target="a:b", args=args))
     assert parse_config(dump_config(config), "x.yaml") == config

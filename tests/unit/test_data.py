@@ -1,17 +1,22 @@
+from __future__ import annotations
+
 import pickle
 import random
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from app.config import TargetData, TextData, TokensData
+from app.config.target import load_target
 from app.data.datasets import TextDataset, TokensDataset, build_dataset
 from app.data.loader import Loader
 from app.data.order import SampleOrder, samples_digest
 from app.errors import ConfigError, DataError
-from app.imports import load_target
 from app.plan import Microbatch
 
 CPU = torch.device("cpu")
@@ -20,29 +25,32 @@ CPU = torch.device("cpu")
 class Noisy:
     """Fifty samples with augmentation from all three generators that user code draws from."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 50
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         return torch.tensor([float(index), torch.rand(()), random.random(), np.random.rand()]), index
 
 
 class Odd(Noisy):
     """Sample 7 is of another shape, or whatever else is asked for."""
 
-    def __init__(self, odd, sample=7):
-        self.odd, self.sample = odd, sample
+    def __init__(self, odd: Any, sample: int = 7) -> None:
+        self.odd = odd
+        self.sample = sample
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return self.odd if index == self.sample else (torch.zeros(2), index)
 
 
-def microbatches(start, stop, size=8):
+def microbatches(start: int, stop: int, size: int = 8) -> Iterator[Microbatch]:
     edges = [*range(start, stop, size), stop]
     return iter([Microbatch(0, index, a, b, 1) for index, (a, b) in enumerate(pairwise(edges))])
 
 
-def loader_of(dataset, num_workers=0, validation_fraction=0.1, seed=1, **fields):
+def loader_of(
+    dataset: Any, num_workers: int = 0, validation_fraction: float = 0.1, seed: int = 1, **fields: Any
+) -> Loader:
     config = TargetData(target="a:b", num_workers=num_workers, **fields)
     return Loader(dataset, SampleOrder(len(dataset), validation_fraction, seed), config, seed, CPU)
 
@@ -50,7 +58,7 @@ def loader_of(dataset, num_workers=0, validation_fraction=0.1, seed=1, **fields)
 # datasets
 
 
-def test_text_windows_cover_the_text_and_overlap_by_one(tmp_path):
+def test_text_windows_cover_the_text_and_overlap_by_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"01234")
     (tmp_path / "b.txt").write_bytes(b"56789abc")
     dataset = TextDataset(f"{tmp_path}/*.txt", 4)
@@ -63,15 +71,15 @@ def test_text_windows_cover_the_text_and_overlap_by_one(tmp_path):
     assert dataset.units_per_sample == 4
 
 
-def test_python_docs_need_no_download():
+def test_python_docs_need_no_download() -> None:
     assert len(build_dataset(TextData())) > 1000
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_tokens_are_mapped_and_pickle_without_the_file(tmp_path, dtype):
+def test_tokens_are_mapped_and_pickle_without_the_file(tmp_path: Path, dtype: type) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(100, dtype=dtype).tofile(path)
-    dataset = build_dataset(TokensData(kind="tokens", path=str(path), dtype=dtype, context_length=9))
+    dataset: Any = build_dataset(TokensData(kind="tokens", path=str(path), dtype=dtype, context_length=9))
     assert dataset[1][0].tolist() == list(range(9, 18))
     assert isinstance(dataset.tokens, np.memmap)
     pickled = pickle.dumps(dataset)
@@ -79,17 +87,18 @@ def test_tokens_are_mapped_and_pickle_without_the_file(tmp_path, dtype):
     assert pickle.loads(pickled)[10][1].tolist() == list(range(91, 100))
 
 
-def test_unusable_data_say_what_was_seen_and_needed(tmp_path):
+def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
-    for message, build in {
+    builders: dict[str, Callable[[], object]] = {
         "matches no file": lambda: TextDataset(f"{tmp_path}/none*", 4),
         "holds 5 tokens; context_length 5 needs 6": lambda: TextDataset(str(path), 5),
         "cannot be read as uint16: .* not a multiple": lambda: TokensDataset(str(path), "uint16", 2),
         "No such file": lambda: TokensDataset(str(tmp_path / "y"), "uint16", 2),
         "list gave a dataset of 0 samples": lambda: build_dataset(TargetData(target="builtins:list")),
         "int, which lacks __len__ or __getitem__": lambda: build_dataset(TargetData(target="builtins:int")),
-    }.items():
+    }
+    for message, build in builders.items():
         with pytest.raises(DataError, match=message):
             build()
 
@@ -103,14 +112,16 @@ def test_unusable_data_say_what_was_seen_and_needed(tmp_path):
         ("math:pi", "is a float, which cannot be called"),
     ],
 )
-def test_target_says_what_failed(target, message):
+def test_target_says_what_failed(target: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_target(target, "data.target")
     assert message in str(caught.value)
     assert str(caught.value).startswith("data.target: ")
 
 
-def test_target_is_found_in_the_working_directory_and_a_failing_import_is_told_apart(tmp_path, monkeypatch):
+def test_target_is_found_in_the_working_directory_and_a_failing_import_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine_b.py").write_text("def dataset(n): return [(float(i),) for i in range(n)]\n")
     (tmp_path / "needs_b.py").write_text("import not_installed_b\n")
     monkeypatch.chdir(tmp_path)
@@ -125,7 +136,7 @@ def test_target_is_found_in_the_working_directory_and_a_failing_import_is_told_a
 # loader
 
 
-def test_fetched_is_the_ordered_samples_with_their_digest():
+def test_fetched_is_the_ordered_samples_with_their_digest() -> None:
     dataset = TextDataset("python-docs", 32)
     order = SampleOrder(len(dataset), 0.1, 1)
     loader = Loader(dataset, order, TextData(context_length=32), 1, CPU)
@@ -140,7 +151,7 @@ def test_fetched_is_the_ordered_samples_with_their_digest():
             assert fetched.digest == samples_digest(ids, positions, 1)
 
 
-def test_pads_count_for_nothing_and_may_look_back():
+def test_pads_count_for_nothing_and_may_look_back() -> None:
     loader = loader_of(Noisy())
     there = next(loader.steps(microbatches(0, 1)))
     far = Microbatch(9, 0, 5000, 5008, 1)
@@ -151,7 +162,7 @@ def test_pads_count_for_nothing_and_may_look_back():
     assert again.digest
 
 
-def test_randomness_follows_the_sample_and_leaves_the_loop_alone():
+def test_randomness_follows_the_sample_and_leaves_the_loop_alone() -> None:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     undisturbed = torch.rand(()), random.random(), np.random.rand()
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
@@ -164,10 +175,10 @@ def test_randomness_follows_the_sample_and_leaves_the_loop_alone():
     assert not set(second_epoch[:, 1].tolist()) & set(whole[:, 1].tolist())
 
 
-def test_the_stream_is_read_lazily():
+def test_the_stream_is_read_lazily() -> None:
     read = []
 
-    def stream():
+    def stream() -> Iterator[Microbatch]:
         for microbatch in microbatches(0, 10**6):
             read.append(microbatch.index)
             yield microbatch
@@ -191,34 +202,12 @@ def test_the_stream_is_read_lazily():
     ],
 )
 @pytest.mark.parametrize("size", [1, 8])
-def test_odd_sample_is_named_with_its_shape(odd, message, size):
+def test_odd_sample_is_named_with_its_shape(odd: Any, message: str, size: int) -> None:
     with pytest.raises(DataError, match=message):
         list(loader_of(Odd(odd), validation_fraction=0.0).steps(microbatches(0, 50, size)))
 
 
 @pytest.mark.parametrize("samples", [[torch.zeros(2)] * 9, [{"x": 1}] * 9, [("cat",)] * 9])
-def test_samples_that_are_no_tuples_of_numbers_are_told(samples):
+def test_samples_that_are_no_tuples_of_numbers_are_told(samples: list[Any]) -> None:
     with pytest.raises(DataError, match=r"sample \d is .*, expected a tuple of tensors"):
         next(loader_of(samples).steps(microbatches(0, 8)))
-
-
-def test_worker_processes_give_the_same_survive_between_calls_and_end():
-    expected = list(loader_of(Noisy()).steps(microbatches(0, 40)))
-    loader = loader_of(Noisy(), num_workers=2)
-    pids = []
-    for _ in range(2):
-        unfinished = loader.steps(microbatches(100, 10**6))
-        next(unfinished)
-        fetched = list(loader.steps(microbatches(0, 40)))
-        pids.append([worker.pid for worker in loader._loader._iterator._workers])
-        assert [each.microbatch for each in fetched] == [each.microbatch for each in expected]
-        assert [each.digest for each in fetched] == [each.digest for each in expected]
-        assert all(torch.equal(a.batch[0], b.batch[0]) for a, b in zip(fetched, expected, strict=True))
-    assert pids[0] == pids[1]
-
-
-def test_error_in_a_worker_process_stays_short_and_the_loader_usable():
-    loader = loader_of(Odd((torch.zeros(3), 7), sample=0), num_workers=1)
-    for _ in range(2):
-        with pytest.raises(DataError, match=r"^sample \d+ is \(float32 \(\d,\), int \(\)\), expected \(float32"):
-            list(loader.steps(microbatches(0, 40)))

@@ -13,18 +13,18 @@ from torch import nn
 
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import Staged, pieces_of
+from app.checkpoint.shards import StagingBuffer, shards_of
 from app.cli import main
+from app.components.worker_state import WorkerState
 from app.config import Config, parse_config
 from app.errors import UsageError
-from app.kept import Kept
-from app.owner import Ownership
+from app.run.owner import Ownership
 from app.storage import LocalStore
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
 task: {kind: classification}
-data: {target: 'tests.examples.digits:dataset'}
+data: {target: 'tests.dist.small:Tokens'}
 """
 
 
@@ -41,9 +41,9 @@ def run(tmp_path: Path, model: nn.Module) -> Path:
     catalog = Catalog(LocalStore(tmp_path))
     for step in (5, 9):
         with torch.no_grad():
-            model[0].weight.fill_(step)
-        staged = Staged()
-        staged.fill(pieces_of({"model": model.state_dict(), "optimizer": {"0.weight": {"step": torch.tensor(3.0)}}}))
+            model.get_parameter("0.weight").fill_(step)
+        staged = StagingBuffer()
+        staged.fill(shards_of({"model": model.state_dict(), "optimizer": {"0.weight": {"step": torch.tensor(3.0)}}}))
         data = b"".join(staged.chunks())
         catalog.write(step, "rank-0", [data])
         files = {"rank-0": FileDigest(hashlib.sha256(data).hexdigest(), len(data))}
@@ -56,7 +56,9 @@ def command(*words: object) -> int:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_plain_pytorch_loads_what_was_exported(run: Path, model: nn.Module, suffix: str, capsys) -> None:
+def test_plain_pytorch_loads_what_was_exported(
+    run: Path, model: nn.Module, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run / f"weights.{suffix}"
     assert command("export", run, "--out", out) == 0
     assert "4 tensors of step 9" in capsys.readouterr().out
@@ -80,19 +82,21 @@ def test_a_step_may_be_chosen(run: Path) -> None:
         (["--out", "no/such/folder/weights.pt"], 1, "cannot be written"),
     ],
 )
-def test_what_cannot_be_exported_is_told(run: Path, capsys, words: list[str], code: int, said: str) -> None:
+def test_what_cannot_be_exported_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
     assert command("export", run, *words) == code
     assert said in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys) -> None:
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run)
     assert command("export", run, "--out", run / "weights.pt") == 1
     assert "step 9 is damaged: checkpoints/step-00000009/rank-0 has other contents" in capsys.readouterr().err
     assert not [*run.glob("*weights*")]
 
 
-def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys) -> None:
+def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("doctor", run) == 0
     assert capsys.readouterr().out.startswith("step 9: good | ")
     damage(run)
@@ -119,11 +123,11 @@ def config(path: Path) -> Config:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_a_run_may_start_from_exported_weights(tmp_path: Path, suffix: str) -> None:
-    first = Kept(parse_config(f"{MLP}\nrun: {{seed: 5}}"), torch.device("cpu"))
+    first = WorkerState(parse_config(f"{MLP}\nrun: {{seed: 5}}"), torch.device("cpu"))
     path = tmp_path / f"weights.{suffix}"
     weights = first.model.state_dict()
     torch.save(weights, path) if suffix == "pt" else safetensors.torch.save_file(weights, path)
-    started = Kept(config(path), torch.device("cpu"))
+    started = WorkerState(config(path), torch.device("cpu"))
     for name, tensor in started.model.state_dict().items():
         assert torch.equal(tensor, weights[name])
 
@@ -132,7 +136,7 @@ def test_weights_of_another_model_are_refused(run: Path) -> None:
     torch.save({"other": torch.zeros(1)}, run / "weights.pt")
     for path, said in ((run / "weights.pt", "Missing key"), (run / "none.pt", "No such file")):
         with pytest.raises(Exception, match=said) as raised:
-            Kept(config(path), torch.device("cpu"))
+            WorkerState(config(path), torch.device("cpu"))
         assert "run.init_from" in str(raised.value)
 
 
@@ -142,4 +146,4 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, suffix: str, data: byt
     path = tmp_path / f"weights.{suffix}"
     path.write_bytes(data)
     with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):
-        Kept(config(path), torch.device("cpu"))
+        WorkerState(config(path), torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from app.groups import Groups
+from app.world.groups import Groups
 
 
 class FakeCommunicator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import GeneratorType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,15 +12,19 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from app.balance.shares import Balance
+from app.components.probes import Probes
 from app.config import parse_config
 from app.data import Fetched
 from app.faults import inject
 from app.faults.inject import Faults, InjectedFault
 from app.plan import Microbatch
-from app.rundir import RunDirectory
-from app.runtime import Event, Signals, World
+from app.run.directory import RunDirectory
+from app.run.events import Event, FaultInjected
 from app.storage import LocalStore
 from app.tasks import Sums
+from app.world.progress import Progress
+from app.world.runtime import Signals, World
 
 MODEL = nn.Identity()
 NUM_MICROBATCHES = 2
@@ -30,27 +35,23 @@ class OnesTask:
         return Sums(torch.ones((), requires_grad=True), 1)
 
 
-class Store:
-    def save(self, step: int) -> int:
-        return step
-
-    def newest(self) -> int:
-        return 0
-
-
 class Events(list[Event]):
     def publish(self, event: Event) -> None:
         self.append(event)
 
 
-def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1) -> Faults:
+def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Events | None = None) -> Probes:
+    """Faults as a step meets them: around its batches, its task, its signals and its message."""
     config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
     world = World(rank, 3, attempt=1, groups=cast(Any, None))
-    return Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, cast(Any, Events()))
+    runtime = cast(Any, Events() if told is None else told)
+    return Probes(
+        Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, runtime), Balance(), Progress()
+    )
 
 
-def losses(faults: Faults, first: int = 1, last: int = 9) -> list[list[float]]:
-    """Of each step's microbatches."""
+def losses(faults: Probes, first: int = 1, last: int = 9) -> list[list[float]]:
+    """Return the losses of each step's microbatches."""
     stream = (Microbatch(step, index, 0, 1) for step in range(first, last + 1) for index in range(NUM_MICROBATCHES))
     batches = faults.batches(Fetched(microbatch, (), 1, 0) for microbatch in stream)
     task = faults.task(OnesTask())
@@ -115,34 +116,37 @@ def test_only_the_worker_that_is_drained_wishes_to_leave_and_once(tmp_path: Path
 
 def test_each_phase_stalls_where_it_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stalled: list[float] = []
-    monkeypatch.setattr(inject.time, "sleep", stalled.append)
+    monkeypatch.setattr(inject, "time", SimpleNamespace(sleep=stalled.append))  # other threads sleep as they did
     phases = ("loader", "forward", "collective", "checkpoint")
     hung = faults(
         tmp_path,
         *({"kind": "hang_at", "step": 2, "rank": 1, "phase": each, "seconds": at} for at, each in enumerate(phases, 1)),
     )
-    store = hung.store(Store())
     losses(hung, 1, 1)
-    assert store.save(1) == 1
+    hung.enter("checkpoint")
+    assert hung.payload() == []
     assert stalled == []
     batches = hung.batches(iter([Fetched(Microbatch(2, 0, 0, 1), (), 1, 0)]))
     next(batches)
     assert stalled == [1]
     hung.task(OnesTask()).loss(MODEL, ())
     assert stalled == [1, 2]
-    assert store.newest() == 0
+    hung.enter("validation")  # another phase is not the one that is meant
     assert stalled == [1, 2]
-    losses(hung, 3, 3)  # a checkpoint is not made at every step, nor is a word exchanged
-    assert store.save(3) == 3
-    assert store.save(3) == 3
+    losses(hung, 3, 3)  # a checkpoint is not made at every step, nor is a message sent
+    hung.enter("checkpoint")
+    hung.enter("checkpoint")
     assert stalled == [1, 2, 4]
+    assert hung.payload() == []
+    assert hung.payload() == []
+    assert stalled == [1, 2, 4, 3]
 
 
 def test_who_is_slow_is_slow_in_every_microbatch_from_one_step_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(inject.time, "sleep", slept.append)
+    monkeypatch.setattr(inject, "time", SimpleNamespace(sleep=slept.append))
     slow = {"kind": "slow_at", "step": 3, "until": 5, "ranks": [0, 1], "ms": 20}
     losses(faults(tmp_path, slow))
     losses(faults(tmp_path, slow, rank=2))
@@ -151,16 +155,28 @@ def test_who_is_slow_is_slow_in_every_microbatch_from_one_step_to_another(
 
 def test_where_nothing_is_wanted_nothing_is_put_around(tmp_path: Path) -> None:
     none = faults(tmp_path, {"kind": "fail_at", "step": 7, "rank": 0})
-    task, store, batches = OnesTask(), Store(), iter(())
+    task = OnesTask()
+    signals = Signals()
     assert none.task(task) is task
-    assert none.store(store) is store
-    assert none.group(store) is store
-    assert none.batches(batches) is batches
+    assert none.signals(signals) is signals
+    assert none.payload() == []
+    batches = none.batches(Fetched(Microbatch(7, index, 0, 1), (), 1, 0) for index in range(NUM_MICROBATCHES))
+    assert isinstance(batches, GeneratorType)
+    assert batches.gi_code is Progress.fetching.__code__  # the watchdog's marks are all that is left around them
+    none.enter("checkpoint")
+    assert not (tmp_path / "faults").exists()
 
 
 def test_what_strikes_is_told(tmp_path: Path) -> None:
-    told = faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1})
-    losses(told)
-    assert told._runtime == [
-        {"event": "fault_injected", "attempt": 1, "kind": "nan_at", "phase": "forward", "step": 3, "rank": 1}
-    ]
+    told = Events()
+    losses(faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1}, told=told))
+    assert told == [FaultInjected(attempt=1, kind="nan_at", phase="forward", step=3, rank=1)]
+    assert told[0].to_line() == {
+        "time_s": None,
+        "event": "fault_injected",
+        "attempt": 1,
+        "kind": "nan_at",
+        "phase": "forward",
+        "step": 3,
+        "rank": 1,
+    }

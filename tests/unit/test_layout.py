@@ -1,4 +1,4 @@
-"""Rules of the layout that a reader relies on."""
+"""Rules of the layout that import contracts (`make check`) cannot say."""
 
 import ast
 import subprocess
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 APP = Path(__file__).parents[2] / "app"
-MAY_IMPORT_RAY = ("launch.py", "orchestration", "doctor", "chaos")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -18,10 +17,16 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_ray_is_imported_where_it_is_orchestrated_and_nowhere_else() -> None:
-    files = [path for path in APP.rglob("*.py") if path.relative_to(APP).parts[0] not in MAY_IMPORT_RAY]
-    assert files
-    assert [path for path in files if any(name.split(".")[0] == "ray" for name in imported(path))] == []
+def test_an_upward_import_breaks_the_contract(tmp_path: Path) -> None:
+    for name in ("app", "pyproject.toml"):
+        subprocess.run(["cp", "-r", str(APP.parent / name), str(tmp_path)], check=True)
+    check = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    with (tmp_path / "app" / "plan.py").open("a") as plan:
+        plan.write("\nfrom app.train import train\n")
+    broken = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1
+    assert "app.plan -> app.train" in broken.stdout
 
 
 def test_ray_internals_are_in_one_module() -> None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
-from app.ledger import recent_losses
-from app.rundir import STEPS, RunDirectory
+from app.run.directory import STEPS, RunDirectory
+from app.run.events import Checkpoint, Rollback
+from app.run.ledger import recent_losses
 from app.storage import LocalStore
-from app.stream import last_lines, open_stream
+from app.storage.jsonl import last_lines, open_stream
 
 
 def test_recent_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert recent_losses(store, 9) == []
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
-    open_stream(store, STEPS).write({"step": step, "loss": loss} for step, loss in losses)
+    with closing(open_stream(store, STEPS)) as stream:
+        stream.write({"step": step, "loss": loss} for step, loss in losses)
     assert recent_losses(store, 5) == [1.0, 2.5, 5.0]
 
 
 def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    open_stream(store, "lines").write({"number": number} for number in range(100))
+    with closing(open_stream(store, "lines")) as stream:
+        stream.write({"number": number} for number in range(100))
     with (tmp_path / "lines").open("ab") as file:
         file.write(b'{"number": 1')
     for num_bytes in range(1, 60):
@@ -32,7 +36,7 @@ def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
 def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     assert directory.skipped_steps() == frozenset()
-    directory.record({"event": "rollback", "steps": (41,)})
-    directory.record({"event": "checkpoint", "step": 5})
-    directory.record({"event": "rollback", "steps": (40, 42)})
+    directory.record(Rollback(steps=(41,), cause="loss nan"))
+    directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
+    directory.record(Rollback(steps=(40, 42), cause="loss nan"))
     assert directory.skipped_steps() == {40, 41, 42}

@@ -1,8 +1,11 @@
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from app.config import GptConfig, MlpConfig, Target, TaskConfig
@@ -13,16 +16,16 @@ from app.tasks import IGNORED, LanguageModeling, build_task
 SMALL = GptConfig(num_layers=2, num_heads=2, embed_dim=16, context_length=12)
 
 
-def gpt(**fields):
+def gpt(**fields: Any) -> Any:
     torch.manual_seed(0)
     return build_model(SMALL.model_copy(update=fields))
 
 
-def tokens(batch=3, context=12):
+def tokens(batch: int = 3, context: int = 12) -> Tensor:
     return torch.randint(256, (batch, context), generator=torch.Generator().manual_seed(2))
 
 
-def test_gpt_never_looks_ahead():
+def test_gpt_never_looks_ahead() -> None:
     model, inputs = gpt(), tokens()
     changed = inputs.clone()
     changed[:, 7] += 1
@@ -32,13 +35,13 @@ def test_gpt_never_looks_ahead():
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_gpt_starts_near_uniform():
+def test_gpt_starts_near_uniform() -> None:
     inputs = tokens(8)
     loss = F.cross_entropy(gpt()(inputs).flatten(0, 1), inputs.flatten())
     assert abs(loss.item() - math.log(256)) < 0.1
 
 
-def test_gpt_init_is_gpt2s():
+def test_gpt_init_is_gpt2s() -> None:
     model = gpt(embed_dim=64, num_layers=8)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -48,7 +51,7 @@ def test_gpt_init_is_gpt2s():
             assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
 
 
-def test_gpt_without_bias_has_none_and_dropout_only_trains():
+def test_gpt_without_bias_has_none_and_dropout_only_trains() -> None:
     assert not any("bias" in name for name, _ in gpt(bias=False).named_parameters())
     model = gpt(dropout=0.5)
     assert not torch.equal(model(tokens()), model(tokens()))
@@ -56,7 +59,7 @@ def test_gpt_without_bias_has_none_and_dropout_only_trains():
     assert torch.equal(model(tokens()), model(tokens()))
 
 
-def test_gpt_submodules_stand_in_forward_order():
+def test_gpt_submodules_stand_in_forward_order() -> None:
     model, called = gpt(), []
     leaves = [name for name, module in model.named_modules() if not list(module.children())]
     for name in leaves:
@@ -68,22 +71,22 @@ def test_gpt_submodules_stand_in_forward_order():
     assert model.blocks() == list(model.layers)
 
 
-def test_flops_are_those_of_the_matrices_and_attention():
+def test_flops_are_those_of_the_matrices_and_attention() -> None:
     model = gpt(bias=False)
     matmul = 2 * (16 * 48 + 16 * 16 + 2 * 16 * 64) + 16 * 256
     norms = 5 * 16
     assert model.flops_per_sample() == 12 * (6 * (matmul + norms) + 12 * 2 * 16 * 12)
-    mlp = build_model(MlpConfig(kind="mlp", in_features=5, hidden=(4,), out_features=3))
+    mlp: Any = build_model(MlpConfig(kind="mlp", in_features=5, hidden=(4,), out_features=3))
     assert mlp.flops_per_sample() == 6 * (5 * 4 + 4 + 4 * 3 + 3)
 
 
-def test_mlp_flattens_and_ends_linear():
-    model = build_model(MlpConfig(kind="mlp", in_features=64, hidden=(32, 16), out_features=10))
+def test_mlp_flattens_and_ends_linear() -> None:
+    model: Any = build_model(MlpConfig(kind="mlp", in_features=64, hidden=(32, 16), out_features=10))
     assert model(torch.zeros(2, 8, 8)).shape == (2, 10)
     assert isinstance(model.layers[-1], nn.Linear)
 
 
-def test_users_model_and_task_come_by_name():
+def test_users_model_and_task_come_by_name() -> None:
     linear = build_model(Target(target="torch.nn:Linear", args={"in_features": 2, "out_features": 1}))
     assert isinstance(linear, nn.Linear)
     assert isinstance(build_task(Target(target="app.tasks:LanguageModeling")), LanguageModeling)
@@ -97,7 +100,7 @@ def test_users_model_and_task_come_by_name():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_language_modeling_sums_over_counted_tokens(dtype):
+def test_language_modeling_sums_over_counted_tokens(dtype: torch.dtype) -> None:
     model, inputs = gpt().to(dtype), tokens()
     targets = inputs.clone()
     targets[0, :5] = IGNORED
@@ -109,7 +112,7 @@ def test_language_modeling_sums_over_counted_tokens(dtype):
     torch.testing.assert_close(sums.loss_sum.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_losses_add_up_over_microbatches():
+def test_losses_add_up_over_microbatches() -> None:
     torch.manual_seed(0)
     model, inputs, targets = nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,))
     for config, batch in (
@@ -125,7 +128,7 @@ def test_losses_add_up_over_microbatches():
             assert sum(part.metrics[name] for part in parts) == total
 
 
-def test_regression_is_mean_squared_error_without_broadcasting():
+def test_regression_is_mean_squared_error_without_broadcasting() -> None:
     model = nn.Linear(4, 1)
     inputs, targets = torch.randn(6, 4), torch.randn(6, dtype=torch.float64)
     sums = build_task(TaskConfig(kind="regression")).loss(model, (inputs, targets))

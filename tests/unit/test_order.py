@@ -1,9 +1,13 @@
+from __future__ import annotations
+
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from app.data.order import Permutation, SampleOrder, samples_digest
 
@@ -13,17 +17,17 @@ FROZEN_VALIDATION = [175, 143, 938, 664]
 FROZEN_DIGEST = 15385669249192051020
 
 
-def key(seed):
+def key(seed: int) -> NDArray[np.uint64]:
     return np.array([seed], np.uint64)
 
 
 @given(st.integers(1, 3000), SEEDS)
-def test_permutation_is_a_bijection(size, seed):
+def test_permutation_is_a_bijection(size: int, seed: int) -> None:
     assert sorted(Permutation(size, key(seed))(np.arange(size))) == list(range(size))
 
 
 @given(st.integers(2**20, 2**62), SEEDS)
-def test_permutation_of_any_size_stays_inside_and_does_not_repeat(size, seed):
+def test_permutation_of_any_size_stays_inside_and_does_not_repeat(size: int, seed: int) -> None:
     index = np.concatenate([np.arange(500), size - 1 - np.arange(500)])
     placed = Permutation(size, key(seed))(index)
     assert placed.min() >= 0
@@ -32,21 +36,21 @@ def test_permutation_of_any_size_stays_inside_and_does_not_repeat(size, seed):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_small_permutation_is_about_as_likely(size):
+def test_every_small_permutation_is_about_as_likely(size: int) -> None:
     drawn = [tuple(Permutation(size, key(seed * 7919))(np.arange(size))) for seed in range(2400)]
     counts = [drawn.count(each) for each in set(drawn)]
     assert len(counts) == [2, 6, 24][size - 2]
     assert min(counts) > 0.5 * max(counts)
 
 
-def test_permutation_looks_random():
+def test_permutation_looks_random() -> None:
     """Neighbours land independently: the mean gap of two uniform points is a third of the range."""
     placed = Permutation(100_000, key(1))(np.arange(100_000))
     assert abs(np.abs(np.diff(placed)).mean() / 100_000 - 1 / 3) < 0.01
     assert abs(np.corrcoef(placed, np.arange(100_000))[0, 1]) < 0.02
 
 
-def test_a_trillion_samples_open_at_once():
+def test_a_trillion_samples_open_at_once() -> None:
     began = time.perf_counter()
     ids = SampleOrder(10**12, 0.1, 1).train(np.arange(8))
     assert time.perf_counter() - began < 0.1
@@ -54,16 +58,18 @@ def test_a_trillion_samples_open_at_once():
 
 
 @given(st.integers(2, 400), st.floats(0.0, 0.9), SEEDS, st.integers(0, 3))
-def test_each_epoch_and_validation_partition_the_samples(num_samples, fraction, seed, epoch):
+def test_each_epoch_and_validation_partition_the_samples(
+    num_samples: int, fraction: float, seed: int, epoch: int
+) -> None:
     order = SampleOrder(num_samples, fraction, seed)
     train = order.train(epoch * order.num_train + np.arange(order.num_train))
-    held_out = order.validation(np.arange(order.num_validation)) if order.num_validation else []
+    held_out: Iterable[int] = order.validation(np.arange(order.num_validation)) if order.num_validation else []
     assert sorted([*train, *held_out]) == list(range(num_samples))
     assert (order.num_validation >= 1) == (fraction > 0)
 
 
-def test_order_depends_on_seed_and_epoch_and_the_split_on_seed_alone():
-    def held_out(seed):
+def test_order_depends_on_seed_and_epoch_and_the_split_on_seed_alone() -> None:
+    def held_out(seed: int) -> set[int]:
         return set(SampleOrder(100, 0.2, seed).validation(np.arange(20)))
 
     order = SampleOrder(100, 0.2, 1)
@@ -74,13 +80,13 @@ def test_order_depends_on_seed_and_epoch_and_the_split_on_seed_alone():
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=50))
-def test_any_grouping_of_positions_gives_the_same_ids(positions):
+def test_any_grouping_of_positions_gives_the_same_ids(positions: list[int]) -> None:
     order = SampleOrder(97, 0.1, 3)
     one_by_one = [int(order.train(np.array([position]))[0]) for position in positions]
     assert order.train(np.array(positions)).tolist() == one_by_one
 
 
-def test_the_order_is_frozen():
+def test_the_order_is_frozen() -> None:
     """A run must resume in the order that it began with: another order is another format of checkpoints."""
     order = SampleOrder(1000, 0.1, 1)
     assert order.train(np.arange(896, 904)).tolist() == FROZEN_TRAIN
@@ -89,9 +95,9 @@ def test_the_order_is_frozen():
 
 
 @given(st.permutations(range(8)), SEEDS)
-def test_digest_ignores_grouping_and_catches_loss_repeat_and_swap(positions, seed):
+def test_digest_ignores_grouping_and_catches_loss_repeat_and_swap(order: list[int], seed: int) -> None:
     ids = np.arange(8) * 31
-    positions = np.array(positions)
+    positions = np.array(order)
     whole = samples_digest(ids, positions, seed)
     parts = [samples_digest(ids[each], positions[each], seed) for each in np.array_split(np.arange(8), 3)]
     assert sum(parts) % 2**64 == whole

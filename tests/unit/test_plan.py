@@ -69,8 +69,8 @@ def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, ste
         run = plan.microbatches(step, rank)
         assert len(run) == plan.num_forwards(step, rank) >= 1
         assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
-        assert plan.lockstep or len(run) == max(1, plan.shares[rank])
-    if plan.lockstep:
+        assert plan.equal_forwards or len(run) == max(1, plan.shares[rank])
+    if plan.equal_forwards:
         assert {plan.num_forwards(step, rank) for rank in ranks(plan)} == {max(plan.shares)}
 
 
@@ -122,7 +122,7 @@ def test_even_shares_differ_by_one_at_most_and_the_first_take_more(num_microbatc
 
 
 @pytest.mark.parametrize(
-    ("global_size", "microbatch_size", "num_workers", "lockstep", "expected"),
+    ("global_size", "microbatch_size", "num_workers", "equal_forwards", "expected"),
     [
         (12, 4, 3, False, ["1", "1", "1"]),
         (13, 2, 3, False, ["111", "11", "11"]),
@@ -133,10 +133,10 @@ def test_even_shares_differ_by_one_at_most_and_the_first_take_more(num_microbatc
     ],
 )
 def test_who_runs_what(
-    global_size: int, microbatch_size: int, num_workers: int, lockstep: bool, expected: list[str]
+    global_size: int, microbatch_size: int, num_workers: int, equal_forwards: bool, expected: list[str]
 ) -> None:
     """A worker a word, a forward a letter: 1 counts, 0 is a pad."""
-    plan = Plan.even(global_size, microbatch_size, num_workers, lockstep=lockstep)
+    plan = Plan.even(global_size, microbatch_size, num_workers, equal_forwards=equal_forwards)
     weights = [[each.weight for each in plan.microbatches(1, rank)] for rank in ranks(plan)]
     assert ["".join(map(str, each)) for each in weights] == expected
 
@@ -181,7 +181,7 @@ def test_no_loader_has_read_a_step_that_is_called_unread(
     plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
 ) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
-    plan = replace(plan, lockstep=False, skip=skip - {step})
+    plan = replace(plan, equal_forwards=False, skip=skip - {step})
     read = []
     for rank in ranks(plan):
         stream = list(plan.stream(rank, 1, 200))

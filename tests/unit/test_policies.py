@@ -38,26 +38,28 @@ def test_a_preemption_costs_nothing() -> None:
 
 
 def test_a_node_on_which_workers_keep_dying_young_is_avoided_for_a_while() -> None:
-    quarantine = Quarantine(failures=3, young_s=20.0, sentence_s=600.0)
-    assert [quarantine.died("bad", 1.0, now_s, True) for now_s in (0.0, 10.0, 20.0)] == [False, False, True]
+    quarantine = Quarantine(failures=3, min_lifetime_s=20.0, cooldown_s=600.0)
+    assert [quarantine.record_death("bad", 1.0, now_s, True) for now_s in (0.0, 10.0, 20.0)] == [False, False, True]
     assert quarantine.avoided(20.0) == ["bad"]
     assert quarantine.avoided(619.0) == ["bad"]
     assert quarantine.avoided(621.0) == []
-    assert not quarantine.died("bad", 1.0, 700.0, True)  # counted anew
+    assert not quarantine.record_death("bad", 1.0, 700.0, True)  # counted anew
 
 
 def test_deaths_of_workers_that_have_trained_do_not_speak_against_their_node() -> None:
-    quarantine = Quarantine(failures=2, young_s=20.0)
+    quarantine = Quarantine(failures=2, min_lifetime_s=20.0)
     lives = [(1.0, 0.0), (60.0, 100.0), (1.0, 110.0), (1.0, 120.0)]
-    assert [quarantine.died("node", lived_s, now_s, True) for lived_s, now_s in lives] == [False, False, False, True]
+    verdicts = [quarantine.record_death("node", lived_s, now_s, True) for lived_s, now_s in lives]
+    assert verdicts == [False, False, False, True]
 
 
 def test_failures_that_lie_far_apart_are_not_added_up() -> None:
-    quarantine = Quarantine(failures=2, sentence_s=600.0)
-    assert [quarantine.died("node", 1.0, now_s, True) for now_s in (0.0, 700.0, 1400.0)] == [False, False, False]
+    quarantine = Quarantine(failures=2, cooldown_s=600.0)
+    verdicts = [quarantine.record_death("node", 1.0, now_s, True) for now_s in (0.0, 700.0, 1400.0)]
+    assert verdicts == [False, False, False]
 
 
 def test_the_only_node_is_never_quarantined_and_its_deaths_count_once_there_is_another() -> None:
     quarantine = Quarantine(failures=3)
-    assert [quarantine.died("only", 1.0, now_s, elsewhere=False) for now_s in range(10)] == [False] * 10
-    assert quarantine.died("only", 1.0, 10.0, elsewhere=True)
+    assert [quarantine.record_death("only", 1.0, now_s, elsewhere=False) for now_s in range(10)] == [False] * 10
+    assert quarantine.record_death("only", 1.0, 10.0, elsewhere=True)

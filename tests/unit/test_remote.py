@@ -1,20 +1,26 @@
 """Commands that run elsewhere, and what a machine knows of where it is."""
 
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
 import pytest
 from ray.job_submission import JobDetails
 
 from app.cli import main
-from app.groups import interface_of
+from app.launch.job import exit_code
+from app.launch.remote import _BEGINS, _ENDS, _show
 from app.orchestration.cluster import startable
-from app.orchestration.job import exit_code
+from app.world.groups import interface_of
 
 
-def test_addresses_lead_to_interfaces():
+def test_addresses_lead_to_interfaces() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.1") is None
 
 
-def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path):
+def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         "head_node_type: head\n"
@@ -31,7 +37,7 @@ def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path):
     ("status", "driver_exit_code", "expected"),
     [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("STOPPED", None, 3), ("FAILED", None, 1)],
 )
-def test_a_job_ends_with_the_exit_code_of_its_command(status, driver_exit_code, expected):
+def test_a_job_ends_with_the_exit_code_of_its_command(status: str, driver_exit_code: int | None, expected: int) -> None:
     info = JobDetails(type="SUBMISSION", status=status, entrypoint="", driver_exit_code=driver_exit_code)
     assert exit_code(info) == expected
 
@@ -43,16 +49,40 @@ def test_a_job_ends_with_the_exit_code_of_its_command(status, driver_exit_code, 
         (["--config", "ddp.yaml", "optimizer.lr=x", "--cluster", "nowhere.yaml"], "optimizer.lr"),
     ],
 )
-def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(arguments, said, capsys):
+def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(0.0, arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch):
+def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("app.remote.run_on_head", lambda cluster, arguments, verbose: given.append(arguments) or 0)
+    run_on_head = "app.launch.remote.run_on_head"
+    monkeypatch.setattr(run_on_head, lambda cluster, arguments, verbose: given.append(arguments) or 0)
     for words in (["--cluster", "c.yaml"], ["--cluster=c.yaml"]):
         assert main(0.0, ["--config", "ddp.yaml", *words, "run.name=c.yaml"]) == 0
         assert main(0.0, ["scale", "ddp", "--workers", "2:4", *words]) == 0
     train, scale = ["--config", "ddp.yaml", "run.name=c.yaml", "--job"], ["scale", "ddp", "--workers", "2:4"]
     assert given == [train, scale] * 2
+
+
+REACHED = f"ssh: hello\n{_BEGINS}\nstep 1\n\033[0m{_ENDS} 3\nShared connection closed.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "verbose", "code", "out", "err"),
+    [
+        (REACHED, False, 3, "step 1\n", ""),
+        (REACHED, True, 3, "ssh: hello\nstep 1\nShared connection closed.\n", ""),
+        (f"ssh: hello\n{_BEGINS}\nstep 1\nbroken pipe\n", False, None, "step 1\nbroken pipe\n", ""),
+        ("ssh: no route to host\n", False, None, "", "ssh: no route to host\n"),
+        ("ssh: no route to host\n", True, None, "ssh: no route to host\n", ""),
+    ],
+)
+def test_what_ssh_says_is_shown_where_it_explains_why_the_command_was_not_reached(
+    text: str, verbose: bool, code: int | None, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["printf", "%s", text], stdout=subprocess.PIPE, text=True) as remote:
+        assert _show(remote, verbose) == code
+    assert capsys.readouterr() == (out, err)

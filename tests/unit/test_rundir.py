@@ -8,8 +8,10 @@ import pytest
 
 from app.config import parse_config
 from app.errors import StorageError
-from app.rundir import RunDirectory, begin
+from app.launch.resume import start_or_resume
+from app.run.directory import RunDirectory
 from app.storage import LocalStore
+from tests.events import event_lines
 
 CONFIG = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
@@ -28,30 +30,30 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) -> None:
-    assert directory.create()
+    assert directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
-    assert not directory.create()
+    assert not directory.check_writable()
 
 
 def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(directory: RunDirectory) -> None:
-    directory.create()
+    directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
-    begin(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, "ray", 0.0, nothing)
-    begin(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, "ray", 0.0, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, "ray", 0.0, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, "ray", 0.0, nothing)
     assert directory.store.read("model.safetensors") == b"x"
-    assert [event["event"] for event in directory.read_events()] == ["run_started"]
+    assert [event["event"] for event in event_lines(directory)] == ["run_started"]
 
 
-def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory) -> None:
-    (directory.store.path / "config.yaml").mkdir(parents=True)
+def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"config.yaml cannot be read"):
         directory.stored_config()
 
 
 def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
-    directory: RunDirectory,
+    directory: RunDirectory, tmp_path: Path
 ) -> None:
     with pytest.raises(StorageError, match=r"does not see .*run"):
         directory.check_shared()
-    (directory.store.path / "owner.json").mkdir(parents=True)
+    (tmp_path / "run" / "owner.json").mkdir(parents=True)
     directory.check_shared()

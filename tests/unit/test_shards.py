@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from app.checkpoint.shards import Piece, Staged, load_pieces, pieces_of, pieces_to_write, whole_tensors
+from app.checkpoint.shards import Shard, StagingBuffer, load_shards, shards_of, shards_to_write, whole_tensors
 from app.errors import StorageError
+from app.storage import Read
 from app.storage.memory import MemoryStore
 
-STATE = {
+State = dict[str, Any]  # of tensors, and of more of the same
+
+STATE: State = {
     "model": {
         "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
         "half": torch.arange(9).bfloat16(),
@@ -23,29 +28,33 @@ STATE = {
 }
 
 
-def staged(pieces: list[Piece]) -> bytes:
-    copy = Staged()
-    copy.fill(pieces)
+def staged(shards: list[Shard]) -> bytes:
+    copy = StagingBuffer()
+    copy.fill(shards)
     data = b"".join(copy.chunks())
     assert len(data) == copy.num_bytes
     return data
 
 
-def cut(state: dict, num_ranks: int, rank: int) -> list[Piece]:
+def cut(state: State, num_ranks: int, rank: int) -> list[Shard]:
     """As FSDP2 does: rows, of which the last ranks may have none."""
-    pieces = []
-    for piece in pieces_of(state):
-        if not piece.shape:
-            pieces += [piece] if rank == 0 else []
+    shards = []
+    for shard in shards_of(state):
+        if not shard.shape:
+            shards += [shard] if rank == 0 else []
             continue
-        rows = -(-piece.shape[0] // num_ranks)
-        first = min(rank * rows, piece.shape[0])
-        box = piece.tensor[first : first + rows]
-        pieces.append(Piece(piece.name, box, piece.shape, (first, *piece.offset[1:]), sharded=True))
-    return pieces
+        rows = -(-shard.shape[0] // num_ranks)
+        first = min(rank * rows, shard.shape[0])
+        box = shard.tensor[first : first + rows]
+        shards.append(Shard(shard.name, box, shard.shape, (first, *shard.offset[1:]), sharded=True))
+    return shards
 
 
-def empty(state: dict) -> dict:
+def reads_of(store: MemoryStore, names: list[str]) -> list[Read]:
+    return [partial(store.read, name) for name in names]
+
+
+def empty(state: State) -> State:
     return {k: empty(v) if isinstance(v, dict) else torch.zeros_like(v) for k, v in state.items()}
 
 
@@ -53,7 +62,7 @@ def written(num_ranks: int) -> tuple[MemoryStore, list[str]]:
     store, names = MemoryStore(), []
     for rank in range(num_ranks):
         names.append(f"rank-{rank}")
-        store.files[names[-1]] = staged([piece for piece in cut(STATE, num_ranks, rank) if piece.tensor.numel()])
+        store.files[names[-1]] = staged([shard for shard in cut(STATE, num_ranks, rank) if shard.tensor.numel()])
     return store, names
 
 
@@ -62,11 +71,11 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(writers: int, readers: i
     store, names = written(writers)
     found = empty(STATE)
     for rank in range(readers):
-        pieces = cut(found, readers, rank)
+        shards = cut(found, readers, rank)
         if rank:  # a number is not cut: each rank has it
-            pieces += [piece for piece in pieces_of(found) if not piece.shape]
-        load_pieces(store, names, pieces)
-    for ours, theirs in zip(pieces_of(found), pieces_of(STATE), strict=True):
+            shards += [shard for shard in shards_of(found) if not shard.shape]
+        load_shards(reads_of(store, names), shards)
+    for ours, theirs in zip(shards_of(found), shards_of(STATE), strict=True):
         assert torch.equal(ours.tensor, theirs.tensor), ours.name
 
 
@@ -75,14 +84,14 @@ def test_boxes_that_are_cut_along_columns_too() -> None:
     store = MemoryStore()
     for index, (row, column) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
         box = whole[row : row + 2, column : (2 if column == 0 else 6)]
-        store.files[str(index)] = staged([Piece("m.w", box, (4, 6), (row, column))])
+        store.files[str(index)] = staged([Shard("m.w", box, (4, 6), (row, column))])
     target = torch.zeros(3, 3)
-    load_pieces(store, list(store.files), [Piece("m.w", target, (4, 6), (1, 1))])
+    load_shards(reads_of(store, list(store.files)), [Shard("m.w", target, (4, 6), (1, 1))])
     assert torch.equal(target, whole[1:4, 1:4])
 
 
 def test_a_file_is_plain_safetensors() -> None:
-    found = safetensors.torch.load(staged(pieces_of(STATE)))
+    found = safetensors.torch.load(staged(shards_of(STATE)))
     assert torch.equal(found["model.weight"], STATE["model"]["weight"])
     assert torch.equal(found["model.half"], STATE["model"]["half"])
     assert found["optimizer.weight.step"] == 3.0
@@ -90,27 +99,27 @@ def test_a_file_is_plain_safetensors() -> None:
 
 def test_a_copy_is_a_copy_and_its_memory_is_used_again() -> None:
     tensor = torch.ones(4)
-    copy = Staged()
-    copy.fill([Piece("w", tensor, (4,), (0,))])
+    copy = StagingBuffer()
+    copy.fill([Shard("w", tensor, (4,), (0,))])
     tensor.zero_()
     assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [1.0] * 4
-    copy.fill([Piece("w", tensor[:2], (2,), (0,))])
+    copy.fill([Shard("w", tensor[:2], (2,), (0,))])
     assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [0.0] * 2
 
 
 def test_to_make_room_again_leaves_a_copy_as_it_is() -> None:
     """A survivor begins its next attempt while the copy of the last one is still on its way to storage."""
-    copy, pieces = Staged(), [Piece("w", torch.ones(4), (4,), (0,))]
-    copy.reserve(pieces)
-    copy.fill(pieces)
+    copy, shards = StagingBuffer(), [Shard("w", torch.ones(4), (4,), (0,))]
+    copy.reserve(shards)
+    copy.fill(shards)
     file = b"".join(copy.chunks())
-    copy.reserve(pieces)
+    copy.reserve(shards)
     assert b"".join(copy.chunks()) == file
 
 
 def test_one_part_is_read_whole_by_its_own_names() -> None:
     store, names = written(3)
-    model = whole_tensors(store, names, "model")
+    model = whole_tensors(reads_of(store, names), "model")
     assert {name: tensor.shape for name, tensor in model.items()} == {
         name: tensor.shape for name, tensor in STATE["model"].items()
     }
@@ -120,25 +129,25 @@ def test_one_part_is_read_whole_by_its_own_names() -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (Piece("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
-        (Piece("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
+        (Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
+        (Shard("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
     ],
 )
-def test_another_model_is_told(target: Piece, said: str) -> None:
+def test_another_model_is_told(target: Shard, said: str) -> None:
     store = MemoryStore()
-    store.files["f"] = staged([Piece("w", torch.ones(2), (2,), (0,))])
+    store.files["f"] = staged([Shard("w", torch.ones(2), (2,), (0,))])
     with pytest.raises(StorageError, match=said):
-        load_pieces(store, ["f"], [target])
+        load_shards(reads_of(store, ["f"]), [target])
 
 
 def test_a_hole_is_told() -> None:
     store = MemoryStore()
-    store.files["f"] = staged([Piece("w", torch.ones(2, 3), (4, 3), (0, 0))])
+    store.files["f"] = staged([Shard("w", torch.ones(2, 3), (4, 3), (0, 0))])
     with pytest.raises(StorageError, match="lacks 3 of the numbers of w"):
-        load_pieces(store, ["f"], [Piece("w", torch.zeros(2, 3), (4, 3), (1, 0))])
+        load_shards(reads_of(store, ["f"]), [Shard("w", torch.zeros(2, 3), (4, 3), (1, 0))])
 
 
-def test_the_header_says_where_a_piece_belongs() -> None:
+def test_the_header_says_where_a_shard_belongs() -> None:
     store, names = written(3)
     header = json.loads(store.files[names[1]][8 : 8 + int.from_bytes(store.files[names[1]][:8], "little")])
     assert json.loads(header["__metadata__"]["boxes"])["model.weight"] == [[7, 5], [3, 0]]
@@ -146,21 +155,21 @@ def test_the_header_says_where_a_piece_belongs() -> None:
 
 def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
     state = {"model": {"weight": torch.ones(2), "nothing": torch.empty(0, 3)}}
-    pieces = pieces_to_write(state, replicas=True)
+    shards = shards_to_write(state, replicas=True)
     store = MemoryStore()
-    store.files["rank-0"] = staged(pieces)
-    load_pieces(store, ["rank-0"], pieces_of(empty(state)))
-    assert whole_tensors(store, ["rank-0"], "model")["nothing"].shape == (0, 3)
+    store.files["rank-0"] = staged(shards)
+    load_shards(reads_of(store, ["rank-0"]), shards_of(empty(state)))
+    assert whole_tensors(reads_of(store, ["rank-0"]), "model")["nothing"].shape == (0, 3)
     assert safetensors.torch.load(store.files["rank-0"])["model.nothing"].shape == (0, 3)
 
 
 def test_who_does_not_write_replicas_writes_shards_alone() -> None:
-    assert pieces_to_write(STATE, replicas=False) == []
+    assert shards_to_write(STATE, replicas=False) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
     state = {"model": {"ids": torch.arange(5).to(dtype)}}
     store = MemoryStore()
-    store.files["rank-0"] = staged(pieces_to_write(state, replicas=True))
-    assert torch.equal(whole_tensors(store, ["rank-0"], "model")["ids"], state["model"]["ids"])
+    store.files["rank-0"] = staged(shards_to_write(state, replicas=True))
+    assert torch.equal(whole_tensors(reads_of(store, ["rank-0"]), "model")["ids"], state["model"]["ids"])

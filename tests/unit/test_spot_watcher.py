@@ -64,9 +64,12 @@ def service(request: pytest.FixtureRequest) -> Iterator[MetadataService]:
 
 def cloud(name: str, host: str) -> Ask:
     clock = functools.partial(float, NOW_S)
-    return {"aws": Aws(host, False), "gcp": functools.partial(gcp, host, clock)}.get(
-        name, functools.partial(azure, host, clock)
-    )
+    clouds: dict[str, Ask] = {
+        "aws": Aws(host, False),
+        "gcp": functools.partial(gcp, host, clock),
+        "azure": functools.partial(azure, host, clock),
+    }
+    return clouds[name]
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -151,7 +154,7 @@ def drip(handler: Handler) -> None:
         handler.wfile.write(b"X")
 
 
-def body(text: str, **options: object) -> Callable[[Handler], None]:
+def body(text: str, **options: object) -> Callable[[Handler], object]:
     return lambda handler: handler.answer(200, text, **options)  # type: ignore[arg-type]
 
 
@@ -159,7 +162,7 @@ def notice_of(handler: Handler) -> str:
     return next(answers[handler.path] for answers in NOTICES.values() if handler.path in answers)
 
 
-WRONG: dict[str, Callable[[Handler], None]] = {
+WRONG: dict[str, Callable[[Handler], object]] = {
     "internal error": lambda handler: handler.answer(500, notice_of(handler)),
     "unavailable": lambda handler: handler.answer(503, notice_of(handler)),
     "redirect to a notice": lambda handler: handler.answer(302, Location=f"http://{handler.server.host}/elsewhere"),
@@ -189,7 +192,7 @@ WRONG: dict[str, Callable[[Handler], None]] = {
 
 
 @contextlib.contextmanager
-def answering(service: MetadataService, wrong: Callable[[Handler], None]) -> Iterator[None]:
+def answering(service: MetadataService, wrong: Callable[[Handler], object]) -> Iterator[None]:
     """With a short time-out only here: a right answer may take its time on a busy machine."""
     service.ill = wrong
     with pytest.MonkeyPatch.context() as patch:

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from app.storage import LocalStore
+from app.storage.jsonl import FileStream, SegmentStream, last_lines, read_lines
 from app.storage.memory import MemoryStore
-from app.stream import FileStream, SegmentStream, last_lines, read_lines
 
 
 class Disk:
     """Takes so many bytes, and then refuses."""
 
     def __init__(self, room: int) -> None:
-        self.room, self.data = room, b""
+        self.room = room
+        self.data = b""
 
     def write(self, data: bytes) -> int:
         if not self.room:
@@ -28,6 +29,7 @@ class Disk:
 
 def test_what_does_not_fit_goes_before_the_next_lines(tmp_path: Path) -> None:
     stream = FileStream(tmp_path / "lines")
+    stream._file.close()
     stream._file = disk = Disk(room=14)  # type: ignore[assignment]
     stream.write([{"n": 1}])
     stream.write([{"n": 2}, {"n": 3}])
@@ -53,8 +55,8 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path, left: bytes) 
 
 
 def test_segments_read_as_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.stream._SEGMENT_BYTES", 20)
-    monkeypatch.setattr("app.stream._EVERY_S", 0.001)
+    monkeypatch.setattr("app.storage.jsonl._SEGMENT_BYTES", 20)
+    monkeypatch.setattr("app.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
     store = MemoryStore()
     for first in (0, 40):  # a second writer goes on where the first one ended
         stream = SegmentStream(store, "lines")
@@ -76,7 +78,7 @@ def test_a_segment_that_the_bucket_refuses_goes_with_the_next_lines(monkeypatch:
                 raise OSError("503")
             super().commit(name, data)
 
-    monkeypatch.setattr("app.stream._EVERY_S", 0.001)
+    monkeypatch.setattr("app.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
     store = Refusing()
     stream = SegmentStream(store, "lines")
     stream.write([{"n": 1}])

@@ -15,49 +15,72 @@ import pytest
 import torch
 
 from app.config.schema import TensorBoardConfig
+from app.run.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Checkpoint,
+    CheckpointFailed,
+    CheckpointQuarantined,
+    Event,
+    Failure,
+    Finished,
+    Hang,
+    Log,
+    NodeQuarantined,
+    NotSaved,
+    Preemption,
+    Rollback,
+    Scale,
+    Shares,
+    Snapshot,
+    Straggler,
+    Validation,
+    Waiting,
+    WarmupShortened,
+)
 from app.storage import LocalStore
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
 from app.telemetry.meters import Meters
-from app.telemetry.narrate import compact, duration, narrate, result, size
+from app.telemetry.outcome import result
+from app.telemetry.tensorboard import TensorBoardTracker
 from app.telemetry.throughput import peak_flops
-from app.telemetry.trackers import MemoryTracker, TensorBoardTracker, Tracker, Trackers, build_trackers
+from app.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
+from app.units import compact, duration, size
+from tests.events import changed
 
-LOG: dict[str, Any] = {
-    "event": "log",
-    "time_s": 1.0,
-    "step": 1200,
-    "total_steps": 9000,
-    "loss": 2.4131,
-    "lr": 3e-4,
-    "grad_norm": 0.8,
-    "step_ms": 412.3,
-    "units_per_s": 39_812.0,
-    "samples_per_s": 311.0,
-    "mfu": 0.4118,
-    "memory_bytes": int(31.2 * 2**30),
-    "world_size": 4,
-    "eta_s": 3200.0,
-    "unit": "tok",
-}
+LOG = Log(
+    time_s=1.0,
+    step=1200,
+    total_steps=9000,
+    loss=2.4131,
+    lr=3e-4,
+    grad_norm=0.8,
+    step_ms=412.3,
+    units_per_s=39_812.0,
+    samples_per_s=311.0,
+    mfu=0.4118,
+    memory_bytes=int(31.2 * 2**30),
+    world_size=4,
+    eta_s=3200.0,
+    unit="tok",
+)
 LINE = "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | 39.8k tok/s | mfu 41.2% | 31.2 GiB | 4 workers | eta 53m"
-STARTED: dict[str, Any] = {
-    "event": "attempt_started",
-    "attempt": 2,
-    "world_size": 2,
-    "step": 40,
-    "source": "checkpoint",
-    "detected_s": 0.2,
-    "formed_s": 0.9,
-    "built_s": 1.2,
-    "restored_s": 0.6,
-    "first_step_s": 0.2,
-}
-ON_CPU = {**LOG, "mfu": None, "world_size": 1, "step_ms": 4.08, "unit": "samples"}
+STARTED = AttemptStarted(
+    attempt=2,
+    world_size=2,
+    step=40,
+    source="checkpoint",
+    detected_s=0.2,
+    formed_s=0.9,
+    built_s=1.2,
+    restored_s=0.6,
+    first_step_s=0.2,
+)
+ON_CPU = changed(LOG, mfu=None, world_size=1, step_ms=4.08, unit="samples")
 
 
-LOST = {"event": "failure", "member": "1f2e3d4c", "node": "0a1b2c3d4e5f"}
-SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after": [12, 4]}
+SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
 
 
 @pytest.mark.parametrize(
@@ -65,106 +88,106 @@ SHARES = {"event": "shares", "attempt": 1, "step": 60, "before": [8, 8], "after"
     [
         (LOG, LINE),
         (
+            changed(LOG, metrics={"accuracy": 0.912, "length": 12.5}),
+            LINE.replace("loss 2.413 |", "loss 2.413 | accuracy 0.9120 | length 12.50 |"),
+        ),
+        (
+            WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
+            "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        ),
+        (
             ON_CPU,
             "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | 311 samples/s | 31.2 GiB | 1 worker | eta 53m",
         ),
         (
-            {
-                "event": "validation",
-                "time_s": 1.0,
-                "step": 200,
-                "loss": 2.0,
-                "accuracy": 0.912,
-            },
+            Validation(time_s=1.0, step=200, metrics={"loss": 2.0, "accuracy": 0.912}),
             "validation at step 200 | loss 2.000 | accuracy 0.9120",
         ),
         (
-            {
-                "event": "checkpoint",
-                "step": 40,
-                "path": "runs/x/step-40",
-                "seconds": 0.42,
-                "bytes": 12_900_000,
-            },
+            Checkpoint(step=40, path="runs/x/step-40", seconds=0.42, blocked_s=0.01, bytes=12_900_000),
             "checkpoint at step 40 | 12.3 MiB in 0.4 s | runs/x/step-40",
         ),
         (
-            {"event": "snapshot", "step": 40, "stall_s": 0.0123, "bytes": 12_900_000},
+            Checkpoint(step=40, path="p", seconds=0.42, blocked_s=0.01, bytes=12_900_000, not_deleted="read-only"),
+            "checkpoint at step 40 | 12.3 MiB in 0.4 s | p | older ones cannot be deleted: read-only",
+        ),
+        (
+            Snapshot(step=40, stall_s=0.0123, bytes=12_900_000),
             "snapshots in the memory of other nodes from step 40 on: 12.3 MiB a worker, 12 ms each",
         ),
         (
-            {"event": "checkpoint_failed", "step": 40, "error": "No space left on device", "needed_bytes": 12_900_000},
+            CheckpointFailed(step=40, error="No space left on device", needed_bytes=12_900_000),
             "no checkpoint at step 40 yet, training goes on: No space left on device (12.3 MiB are needed)",
         ),
         (
-            {"event": "checkpoint_quarantined", "step": 40, "error": "step-00000040/a is missing"},
+            CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
             "checkpoint at step 40 is damaged and will not be used: step-00000040/a is missing",
         ),
         (
-            {"event": "not_saved", "step": 40, "error": "some of the weights are not finite"},
+            NotSaved(step=40, error="some of the weights are not finite"),
             "step 40 was not saved: some of the weights are not finite",
         ),
         (STARTED, "attempt 2: 2 workers, step 40 restored from checkpoint | ready in 3.1 s"),
         (
-            {**STARTED, "attempt": 1, "world_size": 1, "step": 0, "source": "start"},
+            changed(STARTED, attempt=1, world_size=1, step=0, source="start"),
             "attempt 1: 1 worker, from step 0 | ready in 3.1 s",
         ),
         (
-            {"event": "attempt_ended", "attempt": 1, "step": 43, "cause": "worker lost"},
+            AttemptEnded(attempt=1, step=43, cause="worker lost"),
             "attempt 1 ended after step 43: worker lost",
         ),
         (
-            {**SHARES, "microbatch_ms": [10.0, 30.1]},
+            changed(SHARES, microbatch_ms=(10.0, 30.1)),
             "shares (8, 8) -> (12, 4) from step 60: rank 1 is 3.0x slower",
         ),
         (
-            {**SHARES, "before": [12, 4], "after": [8, 8], "microbatch_ms": [10.0, 10.1]},
+            changed(SHARES, before=(12, 4), after=(8, 8), microbatch_ms=(10.0, 10.1)),
             "shares (12, 4) -> (8, 8) from step 60: equally fast",
         ),
-        ({**SHARES, "weights": [3.0, 1.0]}, "shares (8, 8) -> (12, 4) from step 60: weights 3, 1"),
+        (changed(SHARES, weights=(3.0, 1.0)), "shares (8, 8) -> (12, 4) from step 60: weights 3, 1"),
         (
-            {**SHARES, "after": [8, 8], "parallel": "fsdp"},
+            changed(SHARES, after=(8, 8), parallel="fsdp"),
             "shares stay even (8, 8): under fsdp every worker runs as many microbatches",
         ),
         (
-            {"event": "rollback", "attempt": 1, "steps": [40, 42], "cause": "loss nan, gradient norm nan at step 42"},
+            Rollback(attempt=1, steps=(40, 42), cause="loss nan, gradient norm nan at step 42"),
             "rolling back: loss nan, gradient norm nan at step 42; left out from now on: 40, 42",
         ),
         (
-            {**LOST, "kind": "worker", "error": "connection closed"},
+            Failure(member="1f2e3d4c", node="0a1b2c3d4e5f", kind="worker", error="connection closed"),
             "failure (worker) of worker 1f2e3d4c on node 0a1b2c3d: connection closed",
         ),
         (
-            {"event": "failure", "kind": "ours", "error": "waited 60 s for workers"},
+            Failure(kind="ours", error="waited 60 s for workers"),
             "failure: waited 60 s for workers",
         ),
         (
-            {"event": "preemption", "time_s": 5.0, "node": "0a1b2c3d4e", "deadline_s": 35.0, "members": ["a", "b"]},
+            Preemption(time_s=5.0, node="0a1b2c3d4e", deadline_s=35.0, members=("a", "b")),
             "node 0a1b2c3d goes in 30 s: 2 workers will leave it",
         ),
         (
-            {"event": "hang", "ranks": [1], "phase": "forward", "step": 60, "seconds": 3.21, "stacks": "runs/x/stacks"},
+            Hang(ranks=(1,), phase="forward", step=60, seconds=3.21, stacks="runs/x/stacks"),
             "rank 1 stuck in forward after step 60 for 3.2 s; stacks in runs/x/stacks",
         ),
         (
-            {"event": "straggler", "member": "a", "rank": 2, "phase": "loader", "lost_s": 0.2, "share": 0.31},
+            Straggler(member="a", rank=2, phase="loader", lost_s=0.2, share=0.31),
             "rank 2 is slow in loader: others wait 31% of every step",
         ),
-        ({"event": "scale", "before": [1, 2], "after": (2, 4)}, "scaling.num_workers [1, 2] -> [2, 4]"),
-        ({"event": "waiting", "workers": 1, "needed": 2}, "waiting for workers: 1 of at least 2 are there"),
+        (Scale(before=(1, 2), after=(2, 4)), "scaling.num_workers [1, 2] -> [2, 4]"),
+        (Waiting(workers=1, needed=2), "waiting for workers: 1 of at least 2 are there"),
         (
-            {"event": "node_quarantined", "time_s": 1.0, "node": "10.0.0.7", "why": None},
+            NodeQuarantined(time_s=1.0, node="10.0.0.7", attempt=None),
             "node quarantined | node 10.0.0.7",
         ),
     ],
 )
-def test_one_event_is_one_line(event: dict[str, Any], line: str) -> None:
-    assert narrate(event) == line
+def test_one_event_is_one_line(event: Event, line: str) -> None:
+    assert event.line() == line
 
 
 def test_verbose_says_where_the_time_of_a_start_went() -> None:
     spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first_step 0.2"
-    assert narrate(STARTED, verbose=True) == narrate(STARTED) + spent
+    assert STARTED.line(verbose=True) == STARTED.line() + spent
 
 
 def test_numbers_in_words() -> None:
@@ -175,7 +198,6 @@ def test_numbers_in_words() -> None:
 
 
 SUMMARY: dict[str, Any] = {
-    "event": "finished",
     "status": "finished",
     "step": 2000,
     "samples": 96_000,
@@ -209,7 +231,7 @@ def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
     console = Console(file=pipe)
     console.show(LOG)
     console.line("[rank 3] ran out of memory " + "x" * 200)
-    console.show(SUMMARY)
+    console.show(Finished(summary=SUMMARY))
     console.finish(SUMMARY)
     assert pipe.getvalue().splitlines() == [LINE, "[rank 3] ran out of memory " + "x" * 200, *RESULT]
 
@@ -217,13 +239,14 @@ def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
 def on_a_terminal(verbose: bool) -> str:
     """What 80 columns of a pseudo-terminal receive: the bar needs a process whose stdout is one."""
     script = (
-        "import json, sys\nfrom app.telemetry.console import Console\n"
+        "import json, sys\nfrom app.run.events import parse_event\nfrom app.telemetry.console import Console\n"
         "console = Console(verbose=sys.argv[1] == 'True')\n"
         "*events, summary = json.loads(sys.argv[2])\n"
-        "for event in events: console.show(event)\n"
+        "for event in events: console.show(parse_event(event))\n"
         "console.finish(summary)\n"
     )
-    events = json.dumps([LOG, STARTED, {**LOG, "step": 1210}, SUMMARY])
+    shown = [LOG, STARTED, changed(LOG, step=1210)]
+    events = json.dumps([*(event.to_line() for event in shown), SUMMARY])
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     subprocess.run([sys.executable, "-c", script, str(verbose), events], stdout=theirs, env=env, check=True, timeout=60)
@@ -248,7 +271,7 @@ def test_on_a_terminal_a_log_moves_the_bar_and_events_are_lines() -> None:
     assert "step 1210/9000 13%" in seen
     assert seen.count("| eta 53m") == 3  # two log events, and once more below the line between them
     assert LINE not in seen
-    assert narrate(STARTED) in seen
+    assert STARTED.line() in seen
     assert seen.rstrip().endswith(RESULT[-1])
     assert LINE in on_a_terminal(verbose=True)
 
@@ -302,17 +325,18 @@ def test_peak_flops(name: str, dtype: torch.dtype, teraflops: float | None) -> N
 def test_trackers_sort_figures() -> None:
     twin = MemoryTracker()
     trackers = Trackers([twin])
-    trackers.record(ON_CPU)
-    trackers.record({"event": "validation", "time_s": 1.0, "step": 1200, "loss": 2.5})
+    trackers.record(changed(ON_CPU, metrics={"accuracy": 0.9}))
+    trackers.record(Validation(time_s=1.0, step=1200, metrics={"loss": 2.5}))
     trackers.close()
     assert twin.values == {
         "train/loss": {1200: 2.4131},
         "train/lr": {1200: 3e-4},
         "train/grad_norm": {1200: 0.8},
+        "train/accuracy": {1200: 0.9},
         "speed/step_ms": {1200: 4.08},
         "speed/units_per_s": {1200: 39_812.0},
         "speed/samples_per_s": {1200: 311.0},
-        "speed/memory_bytes": {1200: LOG["memory_bytes"]},
+        "speed/memory_bytes": {1200: LOG.memory_bytes},
         "speed/world_size": {1200: 1},
         "validation/loss": {1200: 2.5},
     }
@@ -330,7 +354,7 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
     for first_step, value in ((1, 1.0), (3, 2.0)):
         trackers = build_trackers([TensorBoardConfig()], LocalStore(tmp_path), first_step)
         for step in range(first_step, 5):
-            trackers.record({"event": "log", "step": step, "total_steps": 4, "loss": value})
+            trackers.record(changed(LOG, step=step, total_steps=4, loss=value))
         trackers.close()
     assert drawn(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.timeouts import Timeouts
+from app.world.timeouts import Timeouts
 
 
 @pytest.mark.parametrize("silence_s", [0.5, 5.0, 60.0, 600.0])
 def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(silence_s: float) -> None:
     timeouts = Timeouts(silence_s)
     limits = [
-        timeouts.beat_s,
+        timeouts.heartbeat_s,
         timeouts.silence_s,
         timeouts.connect.total_seconds(),
         timeouts.form.total_seconds(),
@@ -19,4 +19,4 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
         timeouts.collective.total_seconds(),
     ]
     assert limits == sorted(set(limits))
-    assert timeouts.silence_s >= 3 * timeouts.beat_s  # two late heartbeats are not a death
+    assert timeouts.silence_s >= 3 * timeouts.heartbeat_s  # two late heartbeats are not a death

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.components.trigger import Interval
 from app.config import Every
-from app.trigger import Trigger
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
     ],
 )
 def test_steps_and_epochs_are_counted(every: Every | None, due: list[int]) -> None:
-    trigger = Trigger(every, steps_per_epoch=2.5)
+    trigger = Interval(every, steps_per_epoch=2.5)
     assert [step for step in range(1, 11) if trigger.due(step)] == due
 
 
@@ -62,6 +62,6 @@ def test_a_new_process_counts_from_the_checkpoint_that_it_found() -> None:
     assert trigger.wanted()
 
 
-def minutes(count: int) -> tuple[Trigger, Clock]:
+def minutes(count: int) -> tuple[Interval, Clock]:
     clock = Clock()
-    return Trigger(Every(count, "minutes"), 1.0, clock), clock
+    return Interval(Every(count, "minutes"), 1.0, clock), clock

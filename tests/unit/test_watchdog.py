@@ -9,32 +9,33 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from app.faults.watchdog import Limits, Progress, Snapshot, Straggler, Watchdog, straggler
+from app.faults.watchdog import Straggler, Watchdog, find_straggler
+from app.world.progress import Limits, Progress, ProgressReport
 
 WAITING, WORKING = 1, 0  # inside torch, or anywhere else
 FORWARD, BACKWARD, DATA, UPDATE = 1, 2, 3, 4
 
 
-def at(turn: int, left: int, phase: int, inside: int, seconds: float, limit_s: float | None = 3.0) -> Snapshot:
+def at(turn: int, left: int, phase: int, inside: int, seconds: float, limit_s: float | None = 3.0) -> ProgressReport:
     name = {FORWARD: "forward", BACKWARD: "backward", DATA: "loader", UPDATE: "update"}.get(phase, "collective")
-    return Snapshot(7, 0, [turn, -left, phase, inside], 41, name, seconds, limit_s, {})
+    return ProgressReport(7, 0, [turn, -left, phase, inside], 41, name, seconds, limit_s, {})
 
 
-def members(*snapshots: Snapshot) -> dict[str, Snapshot]:
-    return {name: replace(each, rank=rank) for rank, (name, each) in enumerate(zip("abc", snapshots, strict=False))}
+def members(*reports: ProgressReport) -> dict[str, ProgressReport]:
+    return {name: replace(each, rank=rank) for rank, (name, each) in enumerate(zip("abc", reports, strict=False))}
 
 
-def looked_at_twice(*snapshots: Snapshot) -> tuple[tuple[int, ...], str] | None:
+def looked_at_twice(*reports: ProgressReport) -> tuple[tuple[int, ...], str] | None:
     """The ranks and phase said to stall, once everybody has been where they are for three seconds more."""
     watchdog = Watchdog()
-    assert watchdog.look(members(*snapshots)) is None
-    later = [replace(each, seconds=each.seconds + 3.0) for each in snapshots]
-    stall = watchdog.look(members(*later))
-    return (stall.ranks, stall.phase) if stall else None
+    assert watchdog.look(members(*reports)) is None
+    later = [replace(each, seconds=each.seconds + 3.0) for each in reports]
+    hang = watchdog.look(members(*later))
+    return (hang.ranks, hang.phase) if hang else None
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "expected"),
+    ("reports", "expected"),
     [
         # the one in forward makes two wait in backward, with the longer times
         ([at(5, 0, BACKWARD, 1, 3.9), at(5, 0, FORWARD, 0, 4.0), at(5, 0, BACKWARD, 1, 9.0)], ((1,), "forward")),
@@ -61,8 +62,8 @@ def looked_at_twice(*snapshots: Snapshot) -> tuple[tuple[int, ...], str] | None:
         ([at(5, 0, BACKWARD, 1, -1.0), at(5, 0, FORWARD, 0, -0.5)], None),
     ],
 )
-def test_who_stalls(snapshots: list[Snapshot], expected: tuple[tuple[int, ...], str] | None) -> None:
-    assert looked_at_twice(*snapshots) == expected
+def test_who_stalls(reports: list[ProgressReport], expected: tuple[tuple[int, ...], str] | None) -> None:
+    assert looked_at_twice(*reports) == expected
 
 
 def test_nobody_says_nothing() -> None:
@@ -85,9 +86,9 @@ def test_who_waits_is_named_too() -> None:
     watchdog = Watchdog()
     for seconds in (0.0, 5.0):
         world = members(*(at(5, left, BACKWARD, 1, seconds) for left in (0, 1, 0)))
-        stall = watchdog.look(world)
-    assert stall is not None
-    assert (stall.members, stall.waiting, stall.seconds, stall.step) == (("b",), ("a", "c"), 5.0, 41)
+        hang = watchdog.look(world)
+    assert hang is not None
+    assert (hang.members, hang.waiting, hang.seconds, hang.step) == (("b",), ("a", "c"), 5.0, 41)
 
 
 class Clock:
@@ -128,7 +129,7 @@ def test_limits_follow_from_what_a_phase_has_taken(phase: str, durations: list[f
     found, clock = progress()
     run_phase(found, clock, phase, *durations)
     found.enter(phase)
-    assert found.snapshot().limit_s == pytest.approx(limit_s)
+    assert found.report().limit_s == pytest.approx(limit_s)
 
 
 def test_a_phase_that_an_attempt_broke_off_was_not_completed() -> None:
@@ -137,10 +138,10 @@ def test_a_phase_that_an_attempt_broke_off_was_not_completed() -> None:
     found.mark("backward")
     clock.now_s += 500.0
     found.leave()
-    assert found.snapshot().limit_s is None
+    assert found.report().limit_s is None
     found.begin(attempt=8, rank=0)
     found.mark("backward")
-    assert found.snapshot().limit_s == 3.0
+    assert found.report().limit_s == 3.0
 
 
 def test_what_earlier_attempts_took_is_remembered_and_what_they_did_is_not() -> None:
@@ -149,9 +150,9 @@ def test_what_earlier_attempts_took_is_remembered_and_what_they_did_is_not() -> 
     found.enter("collective", step=3)
     found.leave()
     found.begin(attempt=8, rank=1)
-    assert (found.snapshot().step, found.snapshot().spent_s) == (0, {})
+    assert (found.report().step, found.report().spent_s) == (0, {})
     found.mark("loader")
-    assert found.snapshot().limit_s == 10.0
+    assert found.report().limit_s == 10.0
 
 
 def test_a_process_that_is_stopped_as_a_whole_has_not_stalled() -> None:
@@ -159,21 +160,21 @@ def test_a_process_that_is_stopped_as_a_whole_has_not_stalled() -> None:
     found.mark("forward")
     for _ in range(3):
         clock.now_s += 1.0
-        said = found.snapshot()
+        said = found.report()
     assert said.seconds == pytest.approx(3.0)
     clock.now_s += 60.0
-    assert found.snapshot().seconds == pytest.approx(5.0)
+    assert found.report().seconds == pytest.approx(5.0)
 
 
 def test_seconds_begin_anew_with_every_phase_even_of_the_same_name() -> None:
     found, clock = progress()
     found.mark("forward")
     clock.now_s += 1.0
-    assert found.snapshot().seconds == pytest.approx(1.0)
+    assert found.report().seconds == pytest.approx(1.0)
     clock.now_s += 0.4
     found.mark("forward")
     clock.now_s += 0.5
-    assert found.snapshot().seconds == pytest.approx(0.5)
+    assert found.report().seconds == pytest.approx(0.5)
 
 
 def test_a_step_goes_forward_only() -> None:
@@ -182,20 +183,20 @@ def test_a_step_goes_forward_only() -> None:
     for num_microbatches in (1, 3):
         found, _ = progress()
         found.enter("restore")
-        positions = [found.snapshot().position]
+        positions = [found.report().position]
         batches = found.fetching(iter("abc" * 9))
         for step in (1, 2):
             for left, _ in zip(reversed(range(num_microbatches)), batches, strict=False):
-                positions.append(found.snapshot().position)
+                positions.append(found.report().position)
                 found.mark("forward", left)
-                positions.append(found.snapshot().position)
+                positions.append(found.report().position)
                 found.mark("backward")
-                positions.append(found.snapshot().position)
+                positions.append(found.report().position)
             found.mark("update")
-            positions.append(found.snapshot().position)
+            positions.append(found.report().position)
             found.enter("collective", step)
-            positions.append(found.snapshot().position)
-            words.append(found.snapshot().position)
+            positions.append(found.report().position)
+            words.append(found.report().position)
         assert positions == sorted(positions)
         assert len({tuple(each) for each in positions}) == len(positions)
     assert words[:2] == words[2:]
@@ -205,9 +206,9 @@ def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
     found, _ = progress()
 
     def batches() -> Iterator[str]:
-        assert found.snapshot().phase == "loader"
+        assert found.report().phase == "loader"
         yield "one"
-        assert found.snapshot().phase == "loader"
+        assert found.report().phase == "loader"
 
     seen = []
     for batch in found.fetching(batches()):
@@ -216,13 +217,13 @@ def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
     assert seen == ["one"]
 
 
-def test_a_snapshot_travels_as_json() -> None:
+def test_a_report_travels_as_json() -> None:
     found, clock = progress()
     run_phase(found, clock, "loader", 0.25)
     found.enter("collective", step=41)
-    said = found.snapshot()
+    said = found.report()
     line = json.dumps(asdict(said))
-    assert Snapshot(**json.loads(line)) == said
+    assert ProgressReport(**json.loads(line)) == said
     assert len(line) < 400
     assert (said.attempt, said.rank, said.step, said.phase, said.spent_s["loader"]) == (7, 2, 41, "collective", 0.25)
 
@@ -247,9 +248,9 @@ def test_the_training_thread_comes_first_among_the_stacks() -> None:
     assert "test_the_training_thread" not in stacks  # the one that asks
 
 
-def worked(rank: int, step: int, data_s: float, forward_s: float, rest_s: float) -> Snapshot:
+def worked(rank: int, step: int, data_s: float, forward_s: float, rest_s: float) -> ProgressReport:
     spent = {"loader": data_s, "forward": forward_s, "backward": rest_s}
-    return Snapshot(7, rank, [0, 0, 0, 0], step, "collective", 0.0, 3.0, spent)
+    return ProgressReport(7, rank, [0, 0, 0, 0], step, "collective", 0.0, 3.0, spent)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +271,15 @@ def test_who_makes_the_others_wait(data_s: list[float], forward_s: list[float], 
             for rank, (data, forward) in enumerate(zip(data_s, forward_s, strict=True))
         )
     )
-    assert straggler(before, after) == expected
+    assert find_straggler(before, after) == expected
 
 
 def test_nobody_straggles_who_is_alone_or_has_done_nothing_or_is_in_another_attempt() -> None:
     one, other = worked(0, 50, 1.0, 1.0, 1.0), worked(1, 60, 9.0, 9.0, 1.0)
-    assert straggler({"a": one}, {"a": other}) is None
-    assert straggler(members(one, one), members(one, one)) is None
-    assert straggler(members(one, one), members(replace(other, attempt=8), other)) is None
-    assert straggler({}, members(one, other)) is None
+    assert find_straggler({"a": one}, {"a": other}) is None
+    assert find_straggler(members(one, one), members(one, one)) is None
+    assert find_straggler(members(one, one), members(replace(other, attempt=8), other)) is None
+    assert find_straggler({}, members(one, other)) is None
 
 
 def test_limits_keep_their_order() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from app.checkpoint.shards import Piece
-from app.checkpoint.writer import Job, Writer
-from app.runtime import Event
+from app.checkpoint.manifest import FileDigest, Manifest
+from app.checkpoint.shards import Shard
+from app.checkpoint.writer import PendingWrite, Writer
+from app.run.events import Checkpoint, CheckpointFailed, Event
 
 LONG_S = 10.0
 
@@ -19,30 +21,50 @@ class Storage:
 
     def __init__(self, refuses: int = 0) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.refuses, self.done = refuses, []
+        self.refuses = refuses
+        self.done: list[int] = []
 
-    def write(self, job: Job) -> Event:
+    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         self.begun.release()
         assert self.go.acquire(timeout=LONG_S)
-        job.check()
+        pending.check()
         if self.refuses:
             self.refuses -= 1
             raise OSError("No space left on device")
-        self.done.append(job.step)
-        return {"event": "checkpoint", "step": job.step}
+        return f"file-{number}", FileDigest("", 0)
+
+    def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
+        assert pending.file
+        self.done.append(pending.step)
+        return Manifest(pending.step, attempt, 1, 0.0, "", dict([pending.file]))
+
+    def finish(self, pending: PendingWrite, manifest: Manifest) -> Event:
+        return Checkpoint(step=pending.step, path="", seconds=0.0, blocked_s=0.0, bytes=0)
 
 
-def pieces(value: float) -> list[Piece]:
-    return [Piece("w", torch.full((3,), value), (3,), (0,))]
+class Writes(Storage):
+    """Storage whose `write_file` is the test's own."""
+
+    def __init__(self, write: Callable[[PendingWrite], None]) -> None:
+        super().__init__()
+        self.write = write
+
+    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
+        self.write(pending)
+        return "file", FileDigest("", 0)
+
+
+def shards(value: float) -> list[Shard]:
+    return [Shard("w", torch.full((3,), value), (3,), (0,))]
 
 
 def put(writer: Writer, storage: Storage, *steps: int) -> None:
     for step in steps:
-        writer.put(step, pieces(step), storage.write)
+        writer.put(step, shards(step), {}, storage)
 
 
 def steps_of(news: list[Event]) -> list[int]:
-    return [each["step"] for each in news if each["event"] == "checkpoint"]
+    return [each.step for each in news if isinstance(each, Checkpoint)]
 
 
 def nothing() -> None:
@@ -66,15 +88,15 @@ def test_what_is_under_way_is_not_overwritten() -> None:
     writer, seen = Writer(), []
     at_it, go = threading.Event(), threading.Event()
 
-    def write(job: Job) -> None:
+    def write(pending: PendingWrite) -> None:
         at_it.set()
         assert go.wait(LONG_S)
-        seen.append(torch.frombuffer(bytearray(b"".join(job.staged.chunks())[-12:]), dtype=torch.float32).tolist())
+        seen.append(torch.frombuffer(bytearray(b"".join(pending.chunks())[-12:]), dtype=torch.float32).tolist())
 
-    writer.put(1, pieces(1.0), write)
+    writer.put(1, shards(1.0), {}, Writes(write))
     assert at_it.wait(LONG_S)
-    writer.put(2, pieces(2.0), write)
-    writer.put(3, pieces(3.0), write)
+    writer.put(2, shards(2.0), {}, Writes(write))
+    writer.put(3, shards(3.0), {}, Writes(write))
     go.set()
     assert writer.wait(nothing, LONG_S)
     assert seen == [[1.0] * 3, [3.0] * 3]
@@ -87,9 +109,10 @@ def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch:
     put(writer, storage, 1)
     assert writer.wait(nothing, LONG_S)
     told = writer.news()
-    assert [each["event"] for each in told] == ["checkpoint_failed", "checkpoint"]
-    assert (told[0]["step"], told[0]["error"]) == (1, "No space left on device")
-    assert told[0]["needed_bytes"] > 12
+    assert [each.name for each in told] == ["checkpoint_failed", "checkpoint"]
+    assert isinstance(told[0], CheckpointFailed)
+    assert (told[0].step, told[0].error) == (1, "No space left on device")
+    assert told[0].needed_bytes > 12
     assert writer.refused == ""
 
 
@@ -116,6 +139,26 @@ def test_what_is_dropped_is_not_committed() -> None:
     assert storage.done == [3]
 
 
+def test_a_dropped_state_that_storage_refuses_at_once_is_not_tried_again() -> None:
+    tries, begun, go = [], threading.Event(), threading.Event()
+
+    def write(pending: PendingWrite) -> None:
+        tries.append(pending.step)
+        begun.set()
+        assert go.wait(LONG_S)
+        raise OSError("No space left on device")  # before it has looked at a chunk, and so without asking `check`
+
+    writer, storage = Writer(), Storage()
+    writer.put(1, shards(1.0), {}, Writes(write))
+    assert begun.wait(LONG_S)
+    writer.drop()
+    go.set()
+    put(writer, storage, 2)
+    storage.go.release()
+    assert writer.wait(nothing, LONG_S)
+    assert tries == [1]
+
+
 def test_storage_that_does_not_answer_ends_a_wait() -> None:
     writer, storage = Writer(), Storage()
     put(writer, storage, 1)
@@ -125,10 +168,10 @@ def test_storage_that_does_not_answer_ends_a_wait() -> None:
 
 
 def test_what_is_not_storage_s_is_raised() -> None:
-    def write(job: Job) -> None:
+    def write(pending: PendingWrite) -> None:
         raise ZeroDivisionError
 
     writer = Writer()
-    writer.put(1, pieces(1.0), write)
+    writer.put(1, shards(1.0), {}, Writes(write))
     with pytest.raises(ZeroDivisionError):
         writer.wait(nothing, LONG_S)

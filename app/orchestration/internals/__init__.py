@@ -1,26 +1,36 @@
 """Everything of Ray that is not public API. tests/cluster/test_internals.py fails first when an upgrade moves it."""
 
-from __future__ import annotations
-
 from typing import Any
 
+import ray._private.state
 from ray._private import worker
 
 
-def hush() -> None:
-    """Keeps the raylet's messages off the terminal, which `log_to_driver=False` does not. What matters of them the
-    run says itself; all of them are in Ray's log files."""
-
-    def say_nothing(data: dict[str, Any], ignore_prefix: bool) -> None:
-        pass
-
-    worker.print_to_stdstream = say_nothing
+def silence_raylet() -> None:
+    """Keep the raylet's messages off the terminal, which `log_to_driver=False` does not."""
+    # What matters of them the run says itself; all of them are in Ray's log files.
+    worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def without_idle_actors(callbacks: list[Any]) -> list[Any]:
-    """Ray Train's callbacks less those that start an actor, three seconds of CPU, for what is not used here: a manager
-    of Ray Data datasets, and a cleaner of placement groups for controllers that outlive their driver."""
+    """Return Ray Train's callbacks less those that start an actor for what is not used here."""
+    # A manager of Ray Data datasets, and a cleaner of placement groups for controllers that outlive their driver. Each
+    # start of a run would be longer by three seconds of CPU.
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
     return [each for each in callbacks if not isinstance(each, DatasetsCallback | PlacementGroupCleanerCallback)]
+
+
+def draining_nodes() -> dict[str, float]:
+    """Return the nodes that are about to go: id -> Unix time at which the node goes; 0 where nobody said when."""
+    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in found.items()}
+
+
+def remember_head(cluster: dict[str, Any]) -> None:
+    """Let Ray's commands find the head of `cluster`, a parsed cluster file of one's own machines (provider local)."""
+    # Ray itself remembers the head only on the machine where `ray up` was given.
+    from ray.autoscaler._private.local.node_provider import LocalNodeProvider, record_local_head_state_if_needed
+
+    record_local_head_state_if_needed(LocalNodeProvider(cluster["provider"], cluster["cluster_name"]))

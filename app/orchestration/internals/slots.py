@@ -1,17 +1,18 @@
-"""A Ray Train worker group of slots. A slot is kept by one thread of the controller: it asks for an actor, starts the
-training in it, waits for its death, and asks again.
+"""A Ray Train worker group of slots, in which the death of one worker is not the end of the others.
 
-A slot that cannot be placed is a pending actor, which is what an autoscaler sees. A killed worker, a lost node, growth
-and shrinkage are the same thing here, the controller never blocks, and none of it counts as a failure of the run.
+A thread of the controller keeps each slot: it asks Ray for an actor, starts the training in it, waits for its death,
+and asks again.
 """
 
-from __future__ import annotations
-
+# A slot that cannot be placed is a pending actor, which is what an autoscaler sees. A killed worker, a lost node,
+# growth and shrinkage are the same thing here, the controller never blocks, and none of it is a failure of the run.
 import contextlib
 import inspect
 import queue
 import threading
 import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -28,11 +29,13 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers, time_monotonic
 from ray.train.v2.api import data_parallel_trainer
 
-from app.orchestration.messages import Dismissal
+from app.orchestration.messages import Leave
 from app.orchestration.policies import Quarantine
+from app.run.events import NodeQuarantined
 
 _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 5.0  # between the deaths of one that does not
+_FIRST_DELAY_S = 0.5  # between the deaths of one that does not
+_LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
 
 # What is overridden or called below, and with which arguments.
@@ -41,7 +44,6 @@ CONTRACT = {
     WorkerGroup._poll_workers_and_collect_errors: ["self", "timeout"],
     WorkerGroup._init_train_context: ["self", "workers", "sync_actor"],
     WorkerGroup._get_worker_runtime_env: ["custom_runtime_env"],
-    WorkerGroup.replace_replica_group: ["self", "replica_group_index"],
     WorkerGroup.shutdown: ["self"],
     WorkerGroup.abort: ["self"],
     ReplicaGroup.start_training: ["self", "worker_group_context"],
@@ -50,12 +52,13 @@ CONTRACT = {
 
 
 def coordinator_name(run_config: Any) -> str:
-    """The name of a run's coordinator: the controller, which Ray starts, has no other way to it."""
+    """Return the name of a run's coordinator, by which the controller finds it."""
+    # Ray starts the controller, so it cannot be handed the coordinator.
     return f"coordinator of {run_config.storage_path}/{run_config.name}"
 
 
-def moved() -> str | None:
-    """What of Ray's internals is not where slots expect it; None if all of it is."""
+def find_incompatibility() -> str | None:
+    """Return what of Ray's internals is not where slots expect it; None if all of it is."""
     for function, expected in CONTRACT.items():
         found = list(inspect.signature(function).parameters)
         if found != expected:
@@ -69,25 +72,18 @@ def moved() -> str | None:
 class SlotWorker(RayTrainWorker):
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:
-        """Never returns: that it fails is how the keeper hears of this actor's death."""
+        """Never return: by the failure of this call a slot's keeper hears of the actor's death."""
         threading.Event().wait()
 
 
-class _NoPlacementGroup:
-    placement_group = None
-
-    def shutdown(self) -> None:
-        pass
-
-
+@dataclass
 class _Slot:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.actor: Any = None
-        self.worker: Worker | None = None  # while it trains
-        self.poll: Any = None  # the answer that is awaited
-        self.left = False  # its worker went because it was asked to
-        self.closed = threading.Event()
+    index: int
+    actor: Any = None
+    worker: Worker | None = None  # while it trains
+    poll: Any = None  # the answer that is awaited
+    released: bool = False  # its worker went because it was asked to
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
         self.closed.set()
@@ -96,22 +92,25 @@ class _Slot:
 
 
 class SlotWorkerGroup(WorkerGroup):
+    """Keep as many slots filled as the coordinator wants, and show them to Ray as one group that does not change."""
+
     _worker_cls = SlotWorker
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
-        context = self._worker_group_context
         self._coordinator = ray.get_actor(coordinator_name(self._train_run_context.run_config))
-        self._question = self._coordinator.slots.remote()
+        self._target = self._coordinator.num_slots.remote()  # the answer that is awaited
         self._over = False
         self._quarantine = Quarantine()
         self._slots: list[_Slot] = []
         self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(self))}
         with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
             for callback in self._callbacks:
-                callback.before_worker_group_start(context)
+                callback.before_worker_group_start(self._worker_group_context)
             here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
             sync_actor = SynchronizationActor.options(label_selector=here).remote()
-            self._worker_group_state = WorkerGroupState(time_monotonic(), _NoPlacementGroup(), [], sync_actor)
+            # A placement group would have to fit as a whole, and would be lost as a whole.
+            none = SimpleNamespace(placement_group=None, shutdown=lambda: None)
+            self._worker_group_state = WorkerGroupState(time_monotonic(), none, [], sync_actor)
             for callback in self._callbacks:
                 callback.after_worker_group_start(self)  # no worker yet: slots fill when there is room
             self._open(len(self))
@@ -119,49 +118,58 @@ class SlotWorkerGroup(WorkerGroup):
             callback.after_worker_group_training_start(self)
 
     def __len__(self) -> int:
-        """What Ray takes for the number of workers; there may be more slots by now, or fewer."""
+        # What Ray takes for the number of workers. There may be more slots by now, or fewer.
         return int(self._worker_group_context.num_workers)
 
     def get_workers(self) -> list[Worker]:
         return [slot.worker for slot in self._slots if slot.worker]
 
     def _open(self, count: int) -> None:
-        """Opens or closes slots until `count` are open: first those that nobody fills."""
+        # Workers are told by the coordinator to leave; only slots that nobody fills are closed here.
         opened = [slot for slot in self._slots if not slot.closed.is_set()]
         for _ in range(count - len(opened)):
             slot = _Slot(len(self._slots))
             self._slots.append(slot)
             threading.Thread(target=self._keep, args=(slot,), daemon=True, name=f"slot-{slot.index}").start()
-        vacant = [slot for slot in reversed(opened) if slot.worker is None]
-        for slot in vacant[: max(0, len(opened) - count)]:
-            slot.close()
+        surplus = len(opened) - count
+        for slot in reversed(opened):
+            if surplus > 0 and slot.worker is None:
+                slot.close()
+                surplus -= 1
 
     def _keep(self, slot: _Slot) -> None:
         delay_s = 0.0
         while not slot.closed.is_set():
-            began, node = time.monotonic(), None
+            began_s = time.monotonic()
+            node = None
             slot.actor = self._actor_class().remote()
             if slot.closed.is_set():  # it closed while there was no actor to kill
                 ray.kill(slot.actor)
             with contextlib.suppress(RayError):
                 metadata = ray.get(slot.actor.get_metadata.remote())  # until there is room; only this thread waits
-                began, node = time.monotonic(), metadata.node_id
+                began_s = time.monotonic()
+                node = metadata.node_id
                 self._fill(slot, metadata)
                 ray.get(slot.actor.park.remote())
-            slot.worker = slot.poll = None
+            slot.worker = None
+            slot.poll = None
             ray.kill(slot.actor)
-            lived_s = time.monotonic() - began
-            if node and not slot.left and not slot.closed.is_set():
-                self._suspect(node, lived_s)
-            steady = slot.left or lived_s > _STEADY_S
-            delay_s = 0.0 if steady else min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
-            slot.left = False
+
+            lived_s = time.monotonic() - began_s
+            if node and not slot.released and not slot.closed.is_set():
+                self._record_death(node, lived_s)
+            # A worker that dies at its start would do so again and again.
+            if slot.released or lived_s > _STEADY_S:
+                delay_s = 0.0
+            else:
+                delay_s = min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
+            slot.released = False
             slot.closed.wait(delay_s)
 
-    def _suspect(self, node: str, lived_s: float) -> None:
+    def _record_death(self, node: str, lived_s: float) -> None:
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
-        if self._quarantine.died(node, lived_s, time.monotonic(), elsewhere):
-            self._coordinator.publish.remote({"event": "node_quarantined", "node": node})
+        if self._quarantine.record_death(node, lived_s, time.monotonic(), elsewhere):
+            self._coordinator.publish.remote(NodeQuarantined(node=node))
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context
@@ -189,52 +197,54 @@ class SlotWorkerGroup(WorkerGroup):
         slot.worker = worker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
-        self._follow_orders()
-        asked = {slot.index: self._ask(slot) for slot in self._slots if slot.worker}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout) if asked else ([], [])
+        self._follow_target()
+        asked: dict[Any, _Slot] = {}  # the answer that is awaited -> whose it is
+        for slot in self._slots:
+            if slot.worker:
+                # Not read again from the slot, whose keeper may empty it at any moment.
+                question = slot.poll or slot.actor.poll_status.remote()
+                slot.poll = question
+                asked[question] = slot
+        answered: list[Any] = []
+        if asked:
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
+
         statuses = []
-        for index, question in asked.items():
+        for question, slot in asked.items():
             status = WorkerStatus(running=True)
             if question in answered:
-                self._slots[index].poll = None
+                slot.poll = None
                 with contextlib.suppress(RayError):  # its keeper hears of it too
                     status = ray.get(question)
             statuses.append(status)
-            if status.return_value == Dismissal.LEFT:
-                self._slots[index].left = True
-                ray.kill(self._slots[index].actor)
+            if status.return_value == Leave.RELEASED:
+                slot.released = True
+                ray.kill(slot.actor)
         return self._as_one(statuses)
 
     def _as_one(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
-        """As many as Ray counts on, of which the first speaks for all: one report, one error, and an end once one
-        worker is done with the run and no other is at work. Until then empty slots may fill."""
-        done = next((each.return_value for each in statuses if each.return_value not in (None, Dismissal.LEFT)), None)
-        self._over = self._over or done is not None
-        first = WorkerStatus(
-            running=any(each.running for each in statuses) or not self._over,
-            error=next((each.error for each in statuses if each.error), None),
-            return_value=done,
-            training_report=next((each.training_report for each in statuses if each.training_report), None),
-        )
-        first.running = first.running and first.error is None
+        # Ray expects as many statuses as it has started workers. The first speaks for all of them.
+        first = WorkerStatus(running=False)
+        for status in statuses:
+            first.running = first.running or status.running
+            first.error = first.error or status.error
+            first.training_report = first.training_report or status.training_report
+            if status.return_value != Leave.RELEASED:
+                first.return_value = first.return_value or status.return_value
+        # The run ends once one worker is done with it and no other is at work. Until then empty slots may fill.
+        self._over = self._over or first.return_value is not None
+        first.running = (first.running or not self._over) and first.error is None
         rest = [WorkerStatus(running=False, training_report=first.training_report) for _ in range(len(self) - 1)]
         return [first, *rest]
 
-    def _follow_orders(self) -> None:
-        answered, _ = ray.wait([self._question], timeout=0)
+    def _follow_target(self) -> None:
+        answered, _ = ray.wait([self._target], timeout=0)
         if answered:
-            orders = ray.get(self._question)
-            self._question = self._coordinator.slots.remote()
-            self._over = self._over or orders.over
+            count = ray.get(self._target)
+            self._target = self._coordinator.num_slots.remote()
+            self._over = self._over or count == 0
             if not self._over:
-                self._open(orders.count)
-
-    def _ask(self, slot: _Slot) -> Any:
-        slot.poll = slot.poll or slot.actor.poll_status.remote()
-        return slot.poll
-
-    def replace_replica_group(self, replica_group_index: int) -> None:
-        ray.kill(self._slots[replica_group_index].actor)  # its keeper does the rest
+                self._open(count)
 
     def shutdown(self) -> None:
         self._close()
@@ -247,7 +257,7 @@ class SlotWorkerGroup(WorkerGroup):
     def _close(self) -> None:
         goodbyes = [worker.actor.shutdown.remote() for worker in self.get_workers()]
         for slot in self._slots:
-            slot.closed.set()
+            slot.closed.set()  # so that nobody fills it again
         if goodbyes:
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_SHUTDOWN_S)
         for slot in self._slots:
@@ -260,8 +270,10 @@ class SlotController(TrainController):
 
 @contextlib.contextmanager
 def slot_controller() -> Any:
-    """TorchTrainer has no argument for its controller, so it finds another one under the name."""
-    stock, data_parallel_trainer.TrainController = data_parallel_trainer.TrainController, SlotController
+    """Let a trainer that is fitted in this context use a controller of slots."""
+    # TorchTrainer has no argument for it, so it finds another controller under the name.
+    stock = data_parallel_trainer.TrainController
+    data_parallel_trainer.TrainController = SlotController
     try:
         yield
     finally:
@@ -269,7 +281,7 @@ def slot_controller() -> Any:
 
 
 def report(path: str, metrics: dict[str, Any]) -> None:
-    """Tells the controller of a checkpoint, as `ray.train.report` would if it did not wait for all ranks."""
+    """Tell the controller of a checkpoint, as `ray.train.report` would if it did not wait for all ranks."""
     reported = _TrainingReport(checkpoint=Checkpoint(path), metrics=metrics, validation=False)
     with contextlib.suppress(queue.Full):  # nothing reads it back
         get_train_context().get_result_queue().put_nowait(reported)

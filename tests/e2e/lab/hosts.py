@@ -137,7 +137,7 @@ class Lab:
         _run("ip", "-n", _SWITCH, "link", "set", _port(name), "up")
 
     def start(
-        self, name: str, command: str, keyboard: int = subprocess.DEVNULL, **environment: str
+        self, name: str, command: str, keyboard: int = subprocess.DEVNULL, /, **environment: str
     ) -> subprocess.Popen[str]:
         """A shell command typed on a host itself, in its /root."""
         return subprocess.Popen(

@@ -1,0 +1,27 @@
+"""The verbs of the command line, one file each: `add_arguments(parser)` says what it takes, `run(options)` does it.
+
+What takes long to import, above all torch and Ray, is imported inside the functions that need it: help, and what is
+wrong with a command, is then shown in a fraction of a second.
+"""
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """A line of the overview, below a heading that neighbours share."""
+
+    heading: str
+    usage: str
+    summary: str
+
+
+_EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt"
+_CHAOS = "do every fault to this application, stock Ray Train and torchrun on this machine, and compare"
+
+VERBS = {
+    "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
+    "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
+    "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
+    "export": Verb("look", "export RUN --out FILE [--step N]", _EXPORT),
+    "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
+}

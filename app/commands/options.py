@@ -1,0 +1,55 @@
+"""What several verbs share: their arguments, and what has to be right before a command does anything."""
+
+from argparse import ArgumentParser, Namespace
+
+from app.commands import VERBS
+from app.config import Config, load_config
+from app.errors import UsageError
+from app.launch import remote
+
+
+def add_config_arguments(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} --config FILE [key=value ...] [options]"
+    overrides = "overrides FILE, with dots for sections: batch.global_size=96"
+    parser.add_argument("words", nargs="*", metavar="key=value", help=overrides)
+    parser.add_argument("-c", "--config", metavar="FILE", help="what to train: as given, else from configs/")
+
+
+def add_run_argument(parser: ArgumentParser) -> None:
+    # Any number of runs passes here, and the verb counts them: argparse's own message would lack an example.
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run: its name below runs/, its path or its URI")
+
+
+def read_config(options: Namespace) -> Config:
+    """Read the configuration that the command names, with its overrides."""
+    for word in options.words:
+        if not is_override(word):
+            raise unknown_verb(word)
+    if options.config is None:
+        raise UsageError("--config FILE is missing, for example --config ddp.yaml")
+    return load_config(options.config, options.words)
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word is written key=value, and is not a URI with an equals sign in it."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "://" not in key
+
+
+def unknown_verb(word: str) -> UsageError:
+    return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
+
+
+def run_on_cluster(options: Namespace, *added: str) -> int:
+    """Give the same command, and `added` with it, on the head of the cluster that `--cluster` names."""
+    arguments = without_option(options.arguments, "--cluster", options.cluster)
+    return remote.run_on_head(options.cluster, [*arguments, *added], options.verbose)
+
+
+def without_option(arguments: list[str], option: str, value: str | None = None) -> list[str]:
+    """Return the command line without one option and its value."""
+    left = [each for each in arguments if each not in (option, f"{option}={value}")]
+    if value is not None and option in arguments:
+        # The value stands where the option stood. Only there: another argument may be the same word.
+        del left[arguments.index(option)]
+    return left

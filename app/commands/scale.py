@@ -1,0 +1,61 @@
+"""`scale RUN --workers MIN:MAX`: change the bounds of a run that is under way.
+
+The request is left in the run directory, which every node sees, so it needs neither Ray nor its address or token.
+"""
+
+import re
+import time
+from argparse import ArgumentParser, Namespace
+
+from app.commands.options import add_run_argument, run_on_cluster
+from app.errors import RunConflict, UsageError
+from app.run.directory import find_run
+from app.run.events import Scale
+from app.run.owner import read_owner
+
+_ANSWER_S = 20.0
+_POLL_S = 0.1
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("--workers", metavar="MIN:MAX", help="the new bounds: 2:8, or 4 for exactly four")
+
+
+def run(options: Namespace) -> int:
+    """Request other bounds. Once the running command has taken them up, print the former and the new ones."""
+    if len(options.runs) != 1 or options.workers is None:
+        raise UsageError("scale takes one run and --workers, for example: scale ddp --workers 2:8")
+    if options.cluster:
+        return run_on_cluster(options)
+    smallest, largest = _parse_bounds(options.workers)
+    directory = find_run(options.runs[0])
+    owner = read_owner(directory.store)
+    if owner is None or not owner.alive:
+        raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
+
+    requested_s = time.time()
+    directory.request_scale(smallest, largest)
+    while time.time() - requested_s < _ANSWER_S:
+        for event in reversed(directory.events(Scale)):
+            if (event.time_s or 0.0) >= requested_s:
+                print(f"scaling.num_workers of {directory.uri}: {list(event.before)} -> {list(event.after)}")
+                return 0
+        time.sleep(_POLL_S)
+
+    # Withdrawn, since the user is told that it failed: nothing may take it up later.
+    directory.pop_scale_request()
+    raise RunConflict(
+        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
+        "number of workers changes by a stop and another start"
+    )
+
+
+def _parse_bounds(workers: str) -> tuple[int, int]:
+    matched = re.fullmatch(r"(\d+)(?::(\d+))?", workers)
+    if matched:
+        smallest = int(matched[1])
+        largest = int(matched[2] or smallest)
+        if 1 <= smallest <= largest:
+            return smallest, largest
+    raise UsageError(f"--workers {workers}: must be MIN:MAX with 1 <= MIN <= MAX, for example 2:8")

@@ -1,0 +1,60 @@
+"""`train`, the default verb: start a run, or resume it where it stopped."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+
+from app.commands.options import add_config_arguments, read_config, run_on_cluster, without_option
+from app.config import Config
+from app.config.target import load_target
+from app.errors import UsageError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--job", action="store_true", help="as a Ray job, so that it outlives this terminal")
+
+
+def run(options: Namespace) -> int:
+    """Train here, on a cluster, or as a job of this machine's cluster."""
+    # Read here in each case, so that a mistake is told before the command goes anywhere.
+    config = read_config(options)
+    if options.cluster:
+        # As a job there: the command must outlive the connection to the head.
+        return run_on_cluster(options, "--job")
+    if options.job:
+        from app.launch.job import run_as_job
+
+        return run_as_job(config, without_option(options.arguments, "--job"))
+    return train(config, options.started_s, options.verbose)
+
+
+def train(config: Config, started_s: float, verbose: bool) -> int:
+    """Train under torchrun if that started this process, else under Ray. Return the exit code."""
+    # User code is named by its import path, as seen from where the command was given.
+    sys.path.insert(0, os.getcwd())
+    # Workers load it again. A mistake found here costs a second, and one found there a start of Ray.
+    for key, target in config.targets().items():
+        load_target(target, key)
+
+    if _under_torchrun():
+        from app.launch.torchrun import run_under_torchrun
+
+        return run_under_torchrun(config, started_s, verbose)
+    from app.launch.ray import launch
+
+    return launch(config, started_s, verbose)
+
+
+def _under_torchrun() -> bool:
+    # Anybody else who sets the same environment will do as well.
+    present = [name for name in _TORCHRUN if name in os.environ]
+    missing = [name for name in _TORCHRUN if name not in os.environ]
+    if present and missing:
+        raise UsageError(
+            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. "
+            "Start with torchrun, or unset them to train under Ray"
+        )
+    return bool(present)

@@ -1,0 +1,90 @@
+"""Optimizers, and what is done with gradients before an update."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.components.schedule import Schedule
+from app.config import AdamWConfig, OptimizerConfig, SgdConfig, TargetOptimizer
+from app.config.target import build_target
+from app.errors import ConfigError, Problem
+from app.parallel.dtensor import unsharded
+from app.parallel.precision import Precision
+
+PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a schedule scales it
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the configuration names, over the parameters that require a gradient."""
+    optimizer = _build(config, model)
+    # The schedule overwrites `lr`. Each group keeps its own peak, so that a user's optimizer may have different ones.
+    for group in optimizer.param_groups:
+        group.setdefault(PEAK, float(group["lr"]))
+    return optimizer
+
+
+def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    match config:
+        case AdamWConfig():
+            # One kernel in place of hundreds: on CUDA most of a small model's update is their launches.
+            fused = bool(params) and params[0].is_cuda
+            groups = _decay_matrices_only(params, config.weight_decay)
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        case SgdConfig():
+            groups = _decay_matrices_only(params, config.weight_decay)
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        case TargetOptimizer():
+            arguments = {"params": params, "lr": config.lr, **config.args}
+            optimizer = build_target(config.target, arguments, "optimizer")
+            if isinstance(optimizer, torch.optim.Optimizer):
+                return optimizer
+            what = f'"{config.target}" gave a {type(optimizer).__name__}, not a torch.optim.Optimizer'
+            raise ConfigError([Problem("", "optimizer.target", what)])
+    raise TypeError(type(config))
+
+
+def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two parameter groups, the second without weight decay."""
+    # It harms biases, gains and other one-dimensional parameters: pulled to zero, a norm would switch its layer off.
+    matrices = [param for param in params if param.dim() >= 2]
+    vectors = [param for param in params if param.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+    """Set every parameter group's rate for `step`. Return that of the first group."""
+    for group in optimizer.param_groups:
+        group["lr"] = schedule(step, group[PEAK])
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def rescale_gradients(
+    model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """Multiply all gradients by `correction`, the same on every rank, then clip them to a global norm of `max_norm`.
+
+    Returns:
+        The norm of the whole gradient after the correction and before clipping, () and whole even where gradients are
+        sharded; and the norms of each parameter's gradient before the correction, (parameters,), sharded as they are.
+    """
+    # One pass over the gradients does both: it reads and writes as many bytes as the model has.
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    norms = _norms(gradients)
+    norm = unsharded(torch.linalg.vector_norm(norms)) * correction
+    if max_norm is not None:
+        # On the device, and never more than 1: an `if` on the norm would make the host wait for it.
+        correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
+    precision.unscale(gradients, correction)
+    return norm, norms
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
+    if not gradients:
+        return torch.zeros(1)
+    if hasattr(gradients[0], "full_tensor"):  # the foreach kernels do not know sharded tensors
+        return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return torch.stack(list(torch._foreach_norm(gradients)))

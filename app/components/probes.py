@@ -1,0 +1,63 @@
+"""Faults on purpose and timing, put around what a step is given, in one chain and in one place."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from app.balance.shares import Balance
+from app.data import Fetched
+from app.faults.inject import Faults
+from app.tasks import Sums, Task
+from app.world.control import Rider
+from app.world.progress import Progress
+from app.world.runtime import Signals
+
+
+class Probes(Rider):
+    """Stands between a step and its batches, task, signals and control channel."""
+
+    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
+        self._faults = faults
+        self._balance = balance
+        self._progress = progress
+
+    def task(self, task: Task) -> Task:
+        # A run without faults and timing has the user's own task in its step: nothing to pay, nothing in a traceback.
+        if not (self._faults.active or self._balance.timed):
+            return task
+        return _ProbedTask(task, self._faults, self._balance)
+
+    def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Return the batches; the wait for each counts as the loader phase, and a step's first one arms its faults."""
+        if self._faults.active:
+            batches = self._faults.entering(batches)
+        # Timing comes last, around all else: what the loader costs is a part of what a microbatch costs.
+        return self._balance.batches(self._progress.fetching(batches))
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that all ranks enter alike."""
+        self._progress.enter(phase)
+        self._faults.reach(phase)
+
+    def signals(self, signals: Signals) -> Signals:
+        return self._faults.signals(signals)
+
+    def payload(self) -> list[float]:
+        self._faults.reach("collective")  # the message is about to be posted
+        return self._balance.payload()
+
+    def on_result(self, step: int, payload: list[float]) -> None:
+        self._balance.on_result(step, payload)
+
+
+class _ProbedTask:
+    def __init__(self, task: Task, faults: Faults, balance: Balance) -> None:
+        self._task = task
+        self._faults = faults
+        self._balance = balance
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        self._faults.before_forward()
+        sums = self._faults.corrupt(self._task.loss(model, batch))
+        self._balance.forwarded()
+        return sums

@@ -1,0 +1,179 @@
+"""What a worker process keeps from one attempt to the next."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from app.checkpoint.snapshots import SnapshotStore
+from app.checkpoint.state import HeldState, NamedOptimizer, Tensors, app_state
+from app.checkpoint.weights import load_exported
+from app.checkpoint.writer import Writer
+from app.components.optimizer import build_optimizer
+from app.components.trigger import Interval
+from app.config import Config, Every
+from app.data import Dataset, Loader, SampleOrder, build_dataset
+from app.data.loader import own_randomness
+from app.models import build_model
+from app.parallel import Parallel, strategy_of
+from app.parallel.precision import build_precision
+from app.plan import Plan
+from app.run.directory import base
+from app.tasks import build_task
+
+
+class WorkerState:
+    """The data with its loader processes, and the model and optimizer that a survivor brings to its next world.
+
+    All fields are for reading; this class alone writes them.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self.precision = build_precision(config.precision, device)
+        self.task = build_task(config.task)
+        self.dataset = build_dataset(config.data)
+        # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
+        self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
+        self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
+        self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
+        self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
+        self.fingerprint = fingerprint(self.dataset)
+        self.held = HeldState()  # the step whose state `model` and `optimizer` hold
+        self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
+        # These outlive attempts too: a checkpoint that is on its way is finished in the next one, and a copy of another
+        # node's shard is needed just when the attempt that made it has failed.
+        self.writer = Writer()
+        self.snapshot_store = SnapshotStore()
+        self._triggers: dict[str, Interval] = {}
+        self._closing: list[Callable[[], object]] = []
+        self._model: nn.Module
+        self._optimizer: torch.optim.Optimizer | None
+        self._start_anew()
+        self._warm_up()
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer of `model`, built when it is first asked for."""
+        if self._optimizer is None:
+            self._optimizer = build_optimizer(self._config.optimizer, self._model)
+        return self._optimizer
+
+    def _warm_up(self) -> None:
+        """Import what the first step needs, before joining, so that running workers do not wait for this one."""
+        # Over a second of imports, most of which torch hides in an optimizer.
+        self.state(self._model)
+        if not strategy_of(self._config.parallel).survivors_hold_all:
+            # It is of the parameters before they are sharded, and would update tensors that nobody computes with.
+            self._optimizer = None
+
+    def _start_anew(self) -> None:
+        """Build the initial model, which the seed, or a file, makes the same on every rank."""
+        torch.manual_seed(self._config.run.seed)
+        model = build_model(self._config.model)
+        if self._config.run.init_from:
+            load_exported(model, base() / self._config.run.init_from)
+        self._model = self.precision.convert(model)
+        self._optimizer = None
+        self.held.complete(0)
+
+    def prepare(self, skip: frozenset[int], parallel: Parallel) -> None:
+        """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew."""
+        # If the set has changed, the state may contain an update from one of these steps, also where this worker did
+        # not live to hear of it. Shards are of a world that is gone.
+        may_stay = skip == self.skip and parallel.survivors_hold_all and self.held.step is not None
+        if not may_stay:
+            self._start_anew()
+        self.skip = skip
+
+    @property
+    def step(self) -> int:
+        """Return the step whose state the model and optimizer hold, 0 if none."""
+        return self.held.step or 0
+
+    def advance_to(self, step: int) -> None:
+        """Take note that the model and optimizer hold the state of `step`."""
+        self.held.complete(step)
+
+    def state(self, model: nn.Module) -> dict[str, Tensors]:
+        """Return live references to everything that a checkpoint holds, from the model as the strategy unwraps it."""
+        optimizer = NamedOptimizer(model, self.optimizer)
+        return app_state({"model": model, "optimizer": optimizer, "precision": self.precision})
+
+    def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:
+        """Return the trigger of a periodic act, last carried out `age_s` ago or more, for another attempt."""
+        # The same one for all attempts: with a clock of its own, each of many short attempts would put the act off.
+        if name not in self._triggers:
+            self._triggers[name] = Interval(every, self.order.num_train / self._config.batch.global_size)
+        self._triggers[name].begin(age_s)
+        return self._triggers[name]
+
+    def close_later(self, close: Callable[[], object]) -> None:
+        """Have `close` called when the attempt is over, however it ends."""
+        self._closing.append(close)
+
+    def close_attempt(self) -> None:
+        """Close what the attempt has opened. Before the next one, whose leader reads what this one has written."""
+        while self._closing:
+            self._closing.pop()()
+
+    @property
+    def num_steps(self) -> int:
+        """Return the length of the run in optimizer steps."""
+        run = self._config.run
+        return run.steps or math.ceil((run.epochs or 0) * self.order.num_train / self._config.batch.global_size)
+
+    @property
+    def num_train_samples(self) -> int | None:
+        """Return where the stream of samples ends, None for a run counted in steps."""
+        run = self._config.run
+        # A run counted in epochs ends with the last sample of the last one, so its last step may be short.
+        return None if run.steps else (run.epochs or 0) * self.order.num_train
+
+    def plan(self, world_size: int, parallel: Parallel) -> Plan:
+        """Return the plan of the steps of an attempt, with even shares."""
+        return Plan.even(
+            self._config.batch.global_size,
+            self._config.batch.microbatch_size,
+            world_size,
+            equal_forwards=parallel.equal_forwards,
+            num_samples=self.num_train_samples,
+            skip=self.skip,
+        )
+
+    def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:
+        """Return the plan of one step over all samples that are held out; None if none are."""
+        size = self.order.num_validation
+        if not size:
+            return None
+        batch = self._config.batch
+        return Plan.even(size, batch.microbatch_size, world_size, equal_forwards=parallel.equal_forwards)
+
+    def example(self) -> tuple[Tensor, ...]:
+        """Return a batch of one real sample, on the device."""
+        return tuple(tensor.to(self.precision.device) for tensor in _batch_of(self.dataset, 0))
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Return what tells one dataset from another, at the cost of two samples."""
+    # Resuming with other data would break every promise on the order of samples; reading all of it would take hours.
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    for index in (0, len(dataset) - 1):
+        for tensor in _batch_of(dataset, index):
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _batch_of(dataset: Dataset, index: int) -> tuple[Tensor, ...]:
+    # Without a seed, a dataset that augments would look like another one each time.
+    with own_randomness(0):
+        batch: Any = default_collate([dataset[index]])
+    return tuple(batch)

@@ -1,0 +1,74 @@
+"""`--job`: train as a Ray job of this machine's cluster, which outlives the terminal that gave the command."""
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from app.config import Config
+from app.errors import UsageError
+from app.run.directory import RunDirectory
+from app.run.interrupts import EXIT_STOPPED
+
+# The key in a job's metadata that holds the URI of its run.
+_RUN = "run"
+_POLL_S = 0.2
+
+
+def run_as_job(config: Config, arguments: list[str]) -> int:
+    """Submit a command, unless a job of its run is under way already. Show its output, and return its exit code."""
+    # Both modules log each connection that they open, between the lines of the run.
+    for name in ("job.sdk", "dashboard_sdk"):
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    try:
+        client = JobSubmissionClient()
+    except ConnectionError as error:
+        raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
+
+    run = RunDirectory.of(config).uri
+    job = _find_job(client, run)
+    if job is None:
+        command = shlex.join([sys.executable, "main.py", *arguments])
+        job = client.submit_job(
+            # Not by Ray's working_dir: in a copy elsewhere, relative paths would lead to another place.
+            entrypoint=f"cd {shlex.quote(os.getcwd())} && exec {command}",
+            submission_id=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+            metadata={_RUN: run},
+        )
+    print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
+    return asyncio.run(_follow(client, job))
+
+
+def _find_job(client: JobSubmissionClient, run: str) -> str | None:
+    for job in client.list_jobs():
+        metadata = job.metadata or {}
+        if metadata.get(_RUN) == run and not job.status.is_terminal():
+            return str(job.submission_id)
+    return None
+
+
+async def _follow(client: JobSubmissionClient, job: str) -> int:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+    # The output may end a moment before the status says that the job has.
+    info = client.get_job_info(job)
+    while not info.status.is_terminal():
+        await asyncio.sleep(_POLL_S)
+        info = client.get_job_info(job)
+    return exit_code(info)
+
+
+def exit_code(info: JobDetails) -> int:
+    """Return the exit code of the command that a job ran."""
+    if info.driver_exit_code is not None:
+        return int(info.driver_exit_code)
+    # Ray keeps no exit code of a job that it was asked to stop.
+    if info.status == JobStatus.STOPPED:
+        return EXIT_STOPPED
+    if info.status == JobStatus.SUCCEEDED:
+        return 0
+    return 1

@@ -1,0 +1,74 @@
+"""Train on Ray: from a configuration to a running `TorchTrainer`, and back to an exit code."""
+
+import threading
+from contextlib import closing
+from importlib import import_module
+
+from app.config import Config
+from app.launch.resume import discard_if_unused, start_or_resume
+from app.run.directory import RunDirectory
+from app.run.interrupts import Interrupts
+from app.run.owner import Ownership
+from app.telemetry.console import Console
+
+
+def launch(config: Config, started_s: float, verbose: bool) -> int:
+    """Train on Ray, for a command given at `started_s` (Unix time). Return its exit code.
+
+    Raises:
+        ResourcesMissing: the cluster has no room for the smallest number of workers.
+    """
+    directory = RunDirectory.of(config)
+    new = directory.check_writable()
+    # Before anything in the directory is read, which another command might change.
+    ownership = Ownership.claim(directory.store)
+    with closing(Console(verbose)) as console:
+        try:
+            if not start_or_resume(config, directory, "ray", started_s, console.line):
+                return 0
+            with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
+                return _run(config, directory, ownership, console, interrupts, verbose)
+        finally:
+            ownership.release()
+            if new:
+                discard_if_unused(directory)
+
+
+def _run(
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    console: Console,
+    interrupts: Interrupts,
+    verbose: bool,
+) -> int:
+    """Connect to a cluster, wait for room on it and train there until the run ends."""
+    import ray
+
+    from app.orchestration.cluster import EMBEDDED, await_room, connect, describe_cluster, gpus_per_worker
+
+    # What follows needs torch and Ray Train; their import runs while Ray's processes start.
+    importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
+    importing.start()
+    address = connect(config, verbose)
+    importing.join()
+
+    interrupts.on_abort = ray.shutdown
+    # Again, because connecting has put Ray's own signal handlers in their place.
+    interrupts.install()
+    from app.orchestration.trainer import Fit, build_trainer, recovery_mode, start_coordinator
+
+    try:
+        console.line(describe_cluster(address))
+        embedded = address == EMBEDDED
+        gpus = gpus_per_worker(config, embedded)
+        expected = await_room(config, gpus, ownership, interrupts, embedded)
+
+        mode, why_not = recovery_mode(config.recovery.mode)
+        if why_not:
+            console.line(why_not)
+        coordinator = start_coordinator(mode, config, directory, ownership, expected)
+        trainer = build_trainer(mode, config, directory, coordinator, gpus)
+        return Fit(trainer, coordinator, directory, console, interrupts).result()
+    finally:
+        ray.shutdown()

@@ -1,0 +1,83 @@
+"""`--cluster FILE`: run the command on the head of a cluster that `ray up FILE` started.
+
+The working directory is copied to the head, where training becomes a Ray job, which outlives this machine. This end
+only shows the output: the same command, here or on another machine, shows it again.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from app.errors import TrainingError, UsageError
+
+# The working directory on the nodes. `file_mounts` of the cluster files name it too.
+HOME = "~/steadfast"
+# Printed on the head around the command's output. What comes before and after is of ssh and Ray.
+_BEGINS = "steadfast begins"
+_ENDS = "steadfast ends with exit code"
+
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+
+def run_on_head(cluster: str, arguments: list[str], verbose: bool) -> int:
+    """Copy the working directory to the head, run the command there, and return its exit code.
+
+    Raises:
+        UsageError: there is no such cluster, or it cannot be reached.
+        TrainingError: the connection was lost.
+    """
+    if not Path(cluster).is_file():
+        raise UsageError(f"--cluster {cluster}: there is no such file")
+    description = yaml.safe_load(Path(cluster).read_text())
+    if description["provider"]["type"] == "local":
+        from app.orchestration.internals import remember_head
+
+        remember_head(description)
+
+    copied = subprocess.run([*_RAY, "rsync-up", cluster, "./", f"{HOME}/"], capture_output=True, text=True, check=False)
+    if copied.returncode:
+        output = f"{copied.stdout}{copied.stderr}".strip()
+        raise UsageError(f"the head of {cluster} cannot be reached. Start it by: ray up {cluster}\n{output}")
+
+    # The head prints the exit code, because `ray exec` turns every one but 0 into 1.
+    command = f"echo {_BEGINS}; cd {HOME} && python main.py {shlex.join(arguments)}; echo {_ENDS} $?"
+    remote = subprocess.Popen(
+        [*_RAY, "exec", cluster, command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        exit_code = _show(remote, verbose)
+    except KeyboardInterrupt:
+        # Only this end stops, and with 0: nothing has failed.
+        remote.terminate()
+        print("\nleft; it goes on. The same command shows it again")
+        return 0
+    if exit_code is None:
+        raise TrainingError("the connection to the head was lost. What runs there goes on; the same command shows it")
+    return exit_code
+
+
+def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:
+    """Print the command's output as it comes. Return its exit code, None if the connection ended before it."""
+    assert remote.stdout
+    begun = False
+    exit_code = None
+    hidden = []
+    for line in remote.stdout:
+        if _BEGINS in line:
+            begun = True
+        elif _ENDS in line:
+            # Taken from the line's end: the codes by which a terminal resets its colours may stand before it.
+            exit_code = int(line.rpartition(_ENDS)[2])
+        elif verbose or (begun and exit_code is None):
+            print(line, end="", flush=True)
+        else:
+            hidden.append(line)
+    remote.wait()
+
+    if not begun and not verbose:
+        # The command was not reached, and only what ssh and Ray said can tell why.
+        print("".join(hidden), end="", file=sys.stderr)
+    return exit_code

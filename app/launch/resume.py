@@ -1,0 +1,84 @@
+"""Decide what giving the same command again means: start, resume, or say that the run has finished."""
+
+from collections.abc import Callable
+from typing import Any
+
+from app.checkpoint.catalog import Catalog
+from app.config import Config, diff
+from app.errors import RunConflict
+from app.run.directory import RunDirectory
+from app.run.events import RunStarted
+from app.telemetry.environment import environment
+from app.telemetry.outcome import already_finished
+
+
+def start_or_resume(
+    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
+) -> bool:
+    """Write down what is to run. Return False if the run has finished already, after telling the user so by `say`.
+
+    Raises:
+        RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
+    """
+    stored = directory.stored_config()
+    resumable = has_checkpoint(directory)
+    _check_resume_mode(config, directory, resumable)
+
+    changes = diff(stored, config) if stored else []
+    refused = [change for change in changes if change.identity]
+    if refused and resumable:
+        differences = "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in refused)
+        raise RunConflict(
+            f"{directory.uri} holds a run of another configuration:\n{differences}\n"
+            "Give the former values to resume it, or choose another run.name"
+        )
+    if refused:
+        # There is nothing to resume, and the ledger and events of the former configuration would only mislead.
+        directory.clear()
+
+    summary = directory.summary()
+    if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
+        say(already_finished(config, directory.uri, summary))
+        return False
+
+    directory.delete_summary()
+    # A request for other bounds that nobody has taken up was meant for the command before this one.
+    directory.pop_scale_request()
+    directory.write_config(config)
+    for change in changes:
+        if resumable and not change.identity and not change.free:
+            say(f"changed {change.key}: {change.old} -> {change.new}")
+    directory.record(RunStarted(time_s=started_s, launcher=launcher))
+    directory.write_environment(environment())
+    return True
+
+
+def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool) -> None:
+    if config.run.resume == "must" and not resumable:
+        raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
+    if config.run.resume == "never" and resumable:
+        raise RunConflict(
+            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove it"
+        )
+
+
+def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
+    """Return whether `config` asks for more steps or epochs than the finished run has done."""
+    if config.run.steps is not None:
+        return config.run.steps > int(summary["step"])
+    if stored is None or stored.run.epochs is None:
+        # How many epochs its steps were is not known here. If it has done them all, the run ends at once.
+        return True
+    return (config.run.epochs or 0) > stored.run.epochs
+
+
+def has_checkpoint(directory: RunDirectory) -> bool:
+    """Return whether a checkpoint was ever committed, even if it is damaged by now."""
+    catalog = Catalog(directory.store)
+    return bool(catalog.quarantined()) or catalog.newest() is not None
+
+
+def discard_if_unused(directory: RunDirectory) -> None:
+    """Delete a folder that this command made, if it failed before its first step."""
+    if not has_checkpoint(directory) and not directory.last_step_line():
+        directory.store.delete("")

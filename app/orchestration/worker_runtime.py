@@ -1,0 +1,183 @@
+"""The worker's side of a run on Ray: its `Runtime`, and the function that Ray Train calls in every worker."""
+
+import os
+import traceback
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+import torch
+import torch.distributed as dist
+
+from app.balance.shares import LABEL
+from app.config import Config
+from app.errors import SteadfastError
+from app.faults.numerics import BadStep
+from app.orchestration.heartbeat import Commands, HeartbeatClient, Message
+from app.orchestration.internals.slots import report
+from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from app.parallel import strategy_of
+from app.run.directory import RunDirectory
+from app.run.events import Checkpoint, Event
+from app.world.groups import PeerLost, interface_of, is_peer_loss
+from app.world.progress import Limits, Progress
+from app.world.runtime import Signals, World, form_world, local_device
+from app.world.timeouts import Timeouts
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What the driver hands to every worker, by way of Ray Train."""
+
+    config: Config
+    directory: RunDirectory
+    coordinator: Any  # handle of the Coordinator actor
+    coordinator_host: str
+    folder: Path  # the command's working directory
+
+
+class RayRuntime:
+    """Take part in world after world as the coordinator assigns them, and report how they end."""
+
+    outlives_peers: ClassVar[bool] = True  # or Ray ends this process when another worker is lost
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        here = ray.get_runtime_context()
+        self.device = local_device()
+        self.leave_reason = Leave.RUN_ENDED  # why there is no next world
+        self._host = spec.coordinator_host
+        self._coordinator = spec.coordinator
+        self._timeouts = Timeouts(spec.config.recovery.silence_s)
+        self._progress = Progress(Limits(spec.config.recovery.stall_s))
+        self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
+        self._commands = Commands()
+        self._attempt = 0
+        self._world: World | None = None
+
+        # What batch.balance may weigh this machine by.
+        labels = (os.environ.get(LABEL), *here.get_node_labels().values())
+        os.environ[LABEL] = ",".join(filter(None, labels))
+        if self.outlives_peers and strategy_of(spec.config.parallel).survivors_hold_all:
+            # The host waits for gradients before it updates weights: what an aborted NCCL leaves in them is garbage,
+            # which a survivor must not take into the state that it brings along.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+
+        address = (self._host, ray.get(self._coordinator.heartbeat_port.remote()))
+        self._heartbeats = HeartbeatClient(address, self._member.name, self._timeouts, self._beat, self._obey)
+        # What a host's own name leads to is often its loopback, and that is where gloo would listen.
+        if interface := interface_of(self._heartbeats.own_address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def next_world(self) -> World | None:
+        """Return the next world once it has formed; None when this worker is not needed any more."""
+        self._world = None
+        while self.leave_reason != Leave.RELEASED:
+            answer = self._join()
+            if isinstance(answer, Leave):
+                self.leave_reason = answer
+                break
+            self._attempt = answer.attempt
+            try:
+                self._world = self._form(answer)
+            except PeerLost as error:
+                # Once the coordinator has missed whoever did not come, it forms a world without them.
+                self.failed(0, error)
+                continue
+            # The command may have come while there was nothing to abort.
+            if self._commands.aborted == answer.attempt or self._heartbeats.ended:
+                self._world.groups.abort()
+            return self._world
+        return None
+
+    def signals(self) -> Signals:
+        commands = self._commands
+        leave = commands.leave == self._attempt
+        return Signals(stop=commands.stop, leave=leave, checkpoint=commands.save == self._attempt)
+
+    def publish(self, event: Event) -> None:
+        self._coordinator.publish.remote(event)
+        if isinstance(event, Checkpoint):
+            report(event.path, {"step": event.step})
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Report why the attempt broke after `step`. Raise `error` if that ends the run."""
+        kind, over = self._report(step, error)
+        if over and kind != "peer":
+            raise error
+        if kind not in ("peer", "numeric"):
+            self.leave_reason = Leave.RELEASED  # a process that an exception has gone through is not trusted any more
+
+    def close(self) -> None:
+        """Leave the run."""
+        ray.get(self._coordinator.leave.remote(self._member.name))
+        self._heartbeats.close()
+
+    def _join(self) -> WorldAssignment | Leave:
+        answer: WorldAssignment | Leave = ray.get(self._coordinator.join.remote(self._member))
+        if isinstance(answer, WorldAssignment) and self._heartbeats.ended:
+            return Leave.RELEASED  # the coordinator may not know yet that this worker is cut off
+        return answer
+
+    def _form(self, place: WorldAssignment) -> World:
+        try:
+            store = dist.TCPStore(self._host, place.store_port, None, False, timeout=self._timeouts.form)
+        except RuntimeError as error:
+            raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
+        node = self._member.node
+        return form_world(
+            store, place.rank, place.size, place.attempt, self.device, place.skip, self._timeouts, self._progress, node
+        )
+
+    def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
+        # (kind of the failure, whether the run is over)
+        kind = _kind(error)
+        message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
+        skip = error.steps if isinstance(error, BadStep) else ()
+        lines = "".join(traceback.format_exception(error))
+        failure = FailureReport(kind, self._attempt, step, message, lines, skip)
+        return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
+
+    def _beat(self) -> Message:
+        return {"progress": asdict(self._progress.report())}
+
+    def _obey(self, commands: Commands | None) -> None:
+        if commands is not None:
+            if commands.dump == self._attempt != self._commands.dump:
+                self._heartbeats.send({"stacks": self._progress.stacks()})
+            self._commands = commands
+        # This is the heartbeats' thread. It looks at the world last: either the world is there, or the training thread,
+        # which forms it, looks at the commands afterwards.
+        world = self._world
+        if world is not None and (commands is None or commands.aborted == world.attempt):
+            world.groups.abort()
+
+
+def _kind(error: BaseException) -> str:
+    if is_peer_loss(error):
+        return "peer"
+    if isinstance(error, SteadfastError):
+        return "ours"
+    if isinstance(error, BadStep):
+        return "numeric"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "oom"
+    return "exception"
+
+
+def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
+    """Train as one worker of the run. Return its reason to leave, by which a slot knows whether to be filled again."""
+    # Not above, because the driver imports this module too, and needs nothing of what trains.
+    from app.worker import work
+
+    if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
+        os.chdir(spec.folder)
+    runtime = runtime_class(spec)
+    try:
+        spec.directory.check_shared()
+    except SteadfastError as error:
+        runtime.failed(0, error)  # which ends the run
+    work(spec.config, runtime, spec.directory)
+    runtime.close()
+    return runtime.leave_reason.value

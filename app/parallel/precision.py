@@ -1,0 +1,69 @@
+"""Number formats, and what they mean for backward and update. Full precision is a `Precision` that adds nothing."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from app.config import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Where and in which formats a model computes. It owns backward, unscaling and the optimizer call."""
+
+    device: torch.device  # where parameters live
+    param_dtype: torch.dtype = torch.float32  # of parameters, gradients and optimizer state
+    autocast_dtype: torch.dtype | None = None  # of matrix products, None for `param_dtype` itself
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.autocast_dtype or self.param_dtype
+
+    @property
+    def lag_steps(self) -> int:
+        """Return how many steps later a step's numbers can be read without waiting for the device."""
+        return 1 if self.device.type == "cuda" else 0
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return the model on the device, in the format that its parameters are kept in."""
+        return model.to(device=self.device, dtype=self.param_dtype)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scalar loss to those that are there."""
+        loss.backward()
+
+    def unscale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor` in place, together with whatever `backward` has scaled them by."""
+        if isinstance(factor, Tensor):
+            # Not a number: reading it from the device would make the host wait in every step.
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        elif factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer; the gradients are gone afterwards."""
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return live references to what a checkpoint must hold of this: nothing, for formats without a loss scale."""
+        return {}
+
+
+def build_precision(config: PrecisionConfig, device: torch.device) -> Precision:
+    """Return the format that the configuration names; "auto" is bf16 on a GPU that has it, else fp32."""
+    kind = config.kind
+    if kind == "fp64":
+        return Precision(device, torch.float64)
+    # Not on a CPU unless it is asked for: most of them emulate bf16.
+    if kind == "bf16" or (kind == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()):
+        return Precision(device, autocast_dtype=torch.bfloat16)
+    return Precision(device)

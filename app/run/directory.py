@@ -1,0 +1,195 @@
+"""The run directory: what lies where."""
+
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from app.config import Config, dump_config, parse_config
+from app.errors import StorageError, UsageError
+from app.run.events import Event, Rollback, parse_event
+from app.run.owner import read_owner
+from app.storage import Store, join, open_store
+from app.storage.documents import read_json, write_json
+from app.storage.jsonl import last_lines, open_stream, read_lines
+
+STEPS = "steps.jsonl"  # the sample ledger
+METRICS = "metrics.jsonl"  # the figures of log steps
+EVENTS = "events.jsonl"
+_CONFIG = "config.yaml"
+_ENVIRONMENT = "environment.json"
+_SUMMARY = "summary.json"
+_SCALE = "scale.json"
+_PROBE = ".writable"
+_FOLDERS = ("checkpoints", "faults", "stacks", "tensorboard")
+_SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
+# Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
+_LAST_LINE_BYTES = 16384
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+def base() -> Path:
+    """Return what a relative path of a run is relative to."""
+    return _SHARED if _SHARED.is_dir() else Path.cwd()
+
+
+class EventWriter:
+    """Appends events to `events.jsonl`. A run has one at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._stream = open_stream(store, EVENTS)
+
+    def write(self, event: Event) -> None:
+        """Write an event down, unless it is one that is only shown."""
+        if event.kept:
+            self._stream.write([event.stamped().to_line()])
+
+    def close(self) -> None:
+        """Return once all is on storage, or storage has refused it once more."""
+        self._stream.close()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory `{run.storage}/{run.name}`. It pickles, and means the same on every node that sees the storage."""
+
+    store: Store
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls.at(join(config.run.storage, config.run.name))
+
+    @classmethod
+    def at(cls, location: str) -> Self:
+        """Return the directory at a path or URI. Raises UsageError for a URI of a kind that storage does not know."""
+        if "://" not in location:
+            location = str(base() / location)
+        try:
+            return cls(open_store(location))
+        except ValueError as error:
+            raise UsageError(f"run.storage: {location}: {error}") from error
+
+    @property
+    def uri(self) -> str:
+        return self.store.uri
+
+    def __truediv__(self, name: str) -> str:
+        return join(self.uri, name)
+
+    def check_writable(self) -> bool:
+        """Check that the run directory can be written. Return True if it was empty. Raises UsageError."""
+        try:
+            new = not self.store.list("")
+            self.store.commit(_PROBE, b"")
+            self.store.delete(_PROBE)
+        except OSError as error:
+            raise UsageError(
+                f"run.storage: {self.uri} cannot be written: {error.strerror or error}. Choose another run.storage"
+            ) from error
+        return new
+
+    def check_shared(self) -> None:
+        """Check that this machine sees what the command has put there. Raises StorageError if not."""
+        with suppress(OSError):  # storage that does not answer may be shared all the same
+            if read_owner(self.store):
+                return
+            raise StorageError(
+                f"{socket.gethostname()} does not see {self.uri}, where the command keeps the run. Mount one folder "
+                f"on all nodes, at {_SHARED} for example, or give run.storage a bucket or a path that all of them share"
+            )
+
+    def open_events(self) -> EventWriter:
+        return EventWriter(self.store)
+
+    def record(self, event: Event) -> None:
+        """Append one event; whoever has more to tell opens the writer."""
+        writer = self.open_events()
+        writer.write(event)
+        writer.close()
+
+    def all_events(self) -> list[Event]:
+        """Return the kept events that this release knows, in the order in which they were written."""
+        found = []
+        for line in read_lines(self.store, EVENTS):
+            event = parse_event(line)
+            if event is not None:
+                found.append(event)
+        return found
+
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        """Return the kept events of one kind."""
+        return [event for event in self.all_events() if isinstance(event, kind)]
+
+    def last_step_line(self) -> dict[str, Any]:
+        """Return the last line of the ledger, {} if there is none; what comes before is not read."""
+        lines = last_lines(self.store, STEPS, _LAST_LINE_BYTES)
+        return lines[-1] if lines else {}
+
+    def skipped_steps(self) -> frozenset[int]:
+        """Return the steps that the rollbacks so far leave out."""
+        skipped: set[int] = set()
+        for rollback in self.events(Rollback):
+            skipped.update(rollback.steps)
+        return frozenset(skipped)
+
+    def summary(self) -> dict[str, Any] | None:
+        return read_json(self.store, _SUMMARY)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_json(self.store, _SUMMARY, summary)
+
+    def delete_summary(self) -> None:
+        """Take back that the run has ended: it goes on."""
+        self.store.delete(_SUMMARY)
+
+    def request_scale(self, smallest: int, largest: int) -> None:
+        """Leave a request for other bounds; the process that runs the run takes it up."""
+        write_json(self.store, _SCALE, {"num_workers": [smallest, largest]})
+
+    def pop_scale_request(self) -> tuple[int, int] | None:
+        """Return the newest request for other bounds, once."""
+        request = read_json(self.store, _SCALE)
+        if request is None:
+            return None
+        self.store.delete(_SCALE)
+        smallest, largest = request["num_workers"]
+        return smallest, largest
+
+    def stored_config(self) -> Config | None:
+        """Return the configuration that the run was last started with; None if there is none. Raises StorageError."""
+        try:
+            return parse_config(self.store.read(_CONFIG).decode())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # Not None: a bucket that does not answer would make a run look new, and the command would start it anew.
+            raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
+
+    def write_config(self, config: Config) -> None:
+        self.store.commit(_CONFIG, dump_config(config).encode())
+
+    def write_environment(self, found: dict[str, Any]) -> None:
+        write_json(self.store, _ENVIRONMENT, found)
+
+    def clear(self) -> None:
+        """Delete all that a run leaves, except the claim of the command that runs it."""
+        # By name: the folder itself may hold what the user put there.
+        for name in (_CONFIG, _SUMMARY, _SCALE, EVENTS, STEPS, METRICS, _ENVIRONMENT, *_FOLDERS):
+            self.store.delete(name)
+
+
+def find_run(name: str) -> RunDirectory:
+    """Return an existing run: by its path or URI, or by its name below runs/ where runs are kept. Raises UsageError."""
+    places = [name]
+    if "://" not in name:
+        places = [str(Path.cwd() / name), str(base() / name), str(base() / "runs" / name)]
+    for place in places:
+        directory = RunDirectory.at(place)
+        try:
+            if read_owner(directory.store):
+                return directory
+        except OSError as error:
+            raise UsageError(f"{place} cannot be read: {error.strerror or error}") from error
+    raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")

@@ -1,0 +1,423 @@
+"""The events of a run: one class for each, with its fields, whether it is kept, and its line on the console.
+
+`events.jsonl` holds one line for each kept event; scripts may rely on the names and fields below. Units are part of a
+field's name: `_s` seconds, `_ms` milliseconds, `_bytes` bytes. A field that is None is left out of the line.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from app.units import Wording, compact, duration, in_words, joined, number, plural, size
+
+
+class Event(BaseModel):
+    """Something that happened in a run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ClassVar[str]  # in `events.jsonl`: that of the class, in small letters
+    kept: ClassVar[bool] = True  # written to `events.jsonl`; what comes every few steps is only shown
+    wording: ClassVar[str] = ""  # the console line, with fields in braces; by default all fields follow the name
+    # The field whose entries stand beside the others in the line: scripts ask for `loss`, not for `metrics.loss`.
+    spread: ClassVar[str] = ""
+
+    time_s: float | None = None  # Unix time; whoever writes the event down sets it
+    attempt: int | None = None  # None between two attempts
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def stamped(self) -> Self:
+        """Return the event with the time of now, if it has none."""
+        if self.time_s is not None:
+            return self
+        return self.model_copy(update={"time_s": round(time.time(), 4)})
+
+    def of_attempt(self, attempt: int) -> Self:
+        """Return the event as one of an attempt."""
+        return self.model_copy(update={"attempt": attempt})
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the event says beside its name, time and attempt."""
+        fields: dict[str, Any] = {}
+        for name, value in self:
+            if name == self.spread:
+                fields.update(value)
+            else:
+                fields[name] = value
+        return {name: value for name, value in fields.items() if name not in _HEAD and value is not None}
+
+    def to_line(self) -> dict[str, Any]:
+        """Return the line of `events.jsonl`."""
+        head: dict[str, Any] = {"time_s": self.time_s, "event": self.name}
+        if self.attempt is not None:
+            head["attempt"] = self.attempt
+        return head | self.fields()
+
+    def line(self, verbose: bool = False) -> str:
+        """Return what the console shows; `verbose` adds where the time of a start went."""
+        if self.wording:
+            return Wording().vformat(self.wording, (), dict(self))
+        parts = [self.name.replace("_", " ")]
+        if self.attempt is not None:
+            parts.append(f"attempt {self.attempt}")
+        parts += [f"{key} {value}" for key, value in self.fields().items()]
+        return joined(parts)
+
+
+class RunStarted(Event):
+    """A command has taken the run up."""
+
+    launcher: str  # "ray" or "torchrun"
+
+
+class AttemptStarted(Event):
+    """The first step of an attempt is done."""
+
+    step: int  # the one whose state the attempt begins with, 0 at the start of a run
+    source: str  # where that was found: "rank 2", "snapshot", "checkpoint" or "start"
+    world_size: int
+    detected_s: float  # from the last step before to the end of the former attempt, as this worker saw it
+    formed_s: float  # until the workers were connected
+    built_s: float  # from there until model, optimizer and the rest were there
+    restored_s: float  # from there until every rank held the state
+    first_step_s: float  # from there to the end of the first step
+
+    def line(self, verbose: bool = False) -> str:
+        origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
+        ready_s = self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
+        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin} | ready in {ready_s:.1f} s"
+        if verbose:
+            line += f" | detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
+            line += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"
+        return line
+
+
+class WarmupShortened(Event):
+    """The schedule's warm-up is longer than the run, and ends with it."""
+
+    wording = "schedule.warmup_steps {before} -> {after}: the run has {num_steps:step}"
+
+    before: int  # as the configuration says
+    after: int
+    num_steps: int  # length of the run
+
+
+class AttemptEnded(Event):
+    """The set of workers changes, or the run ends."""
+
+    wording = "attempt {attempt} ended after step {step}: {cause}"
+
+    # "finished", "stopped", "resized", "worker lost", "all workers lost", "exception" or what was wrong with a step
+    cause: str
+    step: int | None = None  # the last one that was done
+
+
+class Log(Event):
+    """The figures of a log step, means and medians since the last one."""
+
+    kept = False
+
+    step: int
+    total_steps: int  # length of the run
+    loss: float  # mean over the global batch
+    lr: float
+    grad_norm: float  # before clipping
+    unit: str  # what a "unit" is here: "tok" or "samples"
+    memory_bytes: int  # peak of this worker, on its device or, without one, in the process
+    world_size: int
+    step_ms: float  # median
+    units_per_s: float
+    samples_per_s: float
+    eta_s: float  # until the end of the run
+    mfu: float | None = None  # model FLOPs utilisation, 0 to 1, where the peak of the device is known
+    metrics: Mapping[str, float] = {}  # of the task, mean over the global batch
+
+    def figures(self) -> dict[str, float]:
+        """Return what trackers draw, by tag."""
+        train = self.model_dump(include={"loss", "lr", "grad_norm"}) | dict(self.metrics)
+        # `mfu` has no curve where it is unknown: a zero would be read as a fault.
+        speed = self.model_dump(include=_SPEED, exclude_none=True)
+        return _tagged("train", train) | _tagged("speed", speed)
+
+    def line(self, verbose: bool = False) -> str:
+        rate = self.samples_per_s if self.unit == "samples" else self.units_per_s
+        return joined(
+            [
+                f"step {self.step}/{self.total_steps} {100 * self.step // self.total_steps}%",
+                f"loss {number(self.loss)}",
+                in_words(self.metrics),
+                f"lr {self.lr:.1e}".replace("e-0", "e-"),
+                f"{self.step_ms:.0f} ms",
+                f"{compact(rate)} {self.unit}/s",
+                f"mfu {self.mfu:.1%}" if self.mfu else "",
+                size(self.memory_bytes),
+                plural(self.world_size, "worker"),
+                f"eta {duration(self.eta_s)}",
+            ]
+        )
+
+
+class Validation(Event):
+    """Means over all held-out samples, after `step`. In the line the metrics stand beside the other fields."""
+
+    wording = "validation at step {step} | {metrics:metrics}"
+    spread = "metrics"
+
+    step: int
+    metrics: Mapping[str, float]
+
+    def figures(self) -> dict[str, float]:
+        """Return what trackers draw, by tag."""
+        return _tagged("validation", self.metrics)
+
+
+class Restore(Event):
+    """An attempt goes on from state that was there."""
+
+    step: int
+    source: str  # "rank 2", "snapshot" or "checkpoint"
+    lost_steps: int  # finished steps that are done again
+
+
+class Checkpoint(Event):
+    """A checkpoint is committed."""
+
+    wording = "checkpoint at step {step} | {bytes:size} in {seconds:.1f} s | {path}"
+
+    step: int
+    path: str
+    seconds: float  # from the copy to the commit
+    blocked_s: float  # those of them in which training waited
+    bytes: int
+    not_deleted: str | None = None  # why an older one could not be deleted
+
+    def line(self, verbose: bool = False) -> str:
+        stays = f"older ones cannot be deleted: {self.not_deleted}" if self.not_deleted else ""
+        return joined([super().line(), stays])
+
+
+class CheckpointFailed(Event):
+    """Storage refuses a checkpoint. It is tried again, or the next one is."""
+
+    wording = "no checkpoint at step {step} yet, training goes on: {error}"
+
+    step: int
+    error: str
+    needed_bytes: int
+
+    def line(self, verbose: bool = False) -> str:
+        needed = f" ({size(self.needed_bytes)} are needed)" if self.needed_bytes else ""
+        return super().line() + needed
+
+
+class NotSaved(Event):
+    """What a worker held when the user's code raised was not worth a checkpoint, or could not be written."""
+
+    wording = "step {step} was not saved: {error}"
+
+    step: int
+    error: str
+
+
+class CheckpointQuarantined(Event):
+    """A checkpoint is not what was written, so nothing reads it any more."""
+
+    wording = "checkpoint at step {step} is damaged and will not be used: {error}"
+
+    step: int
+    error: str
+
+
+class Snapshot(Event):
+    """The first copy of an attempt to other nodes' memory; later ones are not told."""
+
+    wording = "snapshots in the memory of other nodes from step {step} on: {bytes:size} a worker, {stall_s:ms} each"
+
+    step: int
+    stall_s: float  # how long training waited
+    bytes: int  # of one worker
+
+
+class NoSnapshots(Event):
+    """Sharded state is not copied to other nodes in this attempt."""
+
+    wording = "no snapshots in memory, a lost node costs the steps since the last checkpoint: {error}"
+
+    error: str
+
+
+class Failure(Event):
+    """A worker is lost, or its code raised."""
+
+    error: str
+    # "worker", "hang", "preemption", "exception", "oom", or "ours" for an error that has a remedy of its own
+    kind: str | None = None
+    member: str | None = None  # name of the worker
+    node: str | None = None  # Ray's id of the machine
+    step: int | None = None
+    fatal: bool = False  # the run ends
+    budget: str | None = None  # why it ends, where one kind of failure has come too often
+    traceback: str | None = None
+
+    def line(self, verbose: bool = False) -> str:
+        if self.member is None:
+            return f"failure: {self.error}"
+        # Of the 56 digits of Ray's id, eight are enough to find the node.
+        where = f" on node {self.node[:8]}" if self.node is not None else ""
+        return f"failure ({self.kind}) of worker {self.member}{where}: {self.error}"
+
+
+class Preemption(Event):
+    """A node is about to go."""
+
+    node: str  # Ray's id of the machine
+    deadline_s: float  # Unix time at which it goes, 0 where nobody has said when
+    members: tuple[str, ...]  # the workers on it
+
+    def line(self, verbose: bool = False) -> str:
+        when = "is going"
+        if self.deadline_s and self.time_s is not None:
+            when = f"goes in {self.deadline_s - self.time_s:.0f} s"
+        return f"node {self.node[:8]} {when}: {plural(len(self.members), 'worker')} will leave it"
+
+
+class NodeQuarantined(Event):
+    """Workers keep dying young on a node, so it gets no more of them for a while."""
+
+    node: str
+
+
+class Hang(Event):
+    """Some ranks are stuck, and the others wait for them."""
+
+    wording = "rank {ranks:each} stuck in {phase} after step {step} for {seconds:.1f} s; stacks in {stacks}"
+
+    ranks: tuple[int, ...]  # those who are stuck
+    phase: str  # what they are in: "loader", "forward", "backward", "update", "collective", "checkpoint" ...
+    step: int
+    seconds: float  # how long they have been in `phase`
+    stacks: str  # folder with what every thread of every worker was doing
+
+
+class Straggler(Event):
+    """One rank makes the others wait in every step."""
+
+    wording = "rank {rank} is slow in {phase}: others wait {share:.0%} of every step"
+
+    member: str  # name of the worker
+    rank: int
+    phase: str  # "loader" or "forward"
+    lost_s: float  # how long they wait for it in a step, most of it in `phase`
+    share: float  # of the step's time, 0 to 1
+
+
+class Scale(Event):
+    """The bounds of the number of workers are other ones from now on: (smallest, largest)."""
+
+    wording = "scaling.num_workers [{before:each}] -> [{after:each}]"
+
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
+class Waiting(Event):
+    """The run is short of workers."""
+
+    wording = "waiting for workers: {workers} of at least {needed} are there"
+
+    workers: int  # that are there
+    needed: int  # at least
+
+
+class WaitingForStorage(Event):
+    """No world can form, since storage does not take the number of the next attempt."""
+
+    error: str
+
+
+class Shares(Event):
+    """Microbatches of a step are shared out in another way from `step` on; or stay even, and why."""
+
+    step: int
+    before: tuple[int, ...]  # microbatches by rank
+    after: tuple[int, ...]
+    microbatch_ms: tuple[float, ...] | None = None  # by rank, where measured speeds are the reason
+    weights: tuple[float, ...] | None = None  # by rank, where the configuration's weights are
+    parallel: str | None = None  # the strategy under which shares must stay even
+
+    def line(self, verbose: bool = False) -> str:
+        if self.parallel is not None:
+            return f"shares stay even {self.after}: under {self.parallel} every worker runs as many microbatches"
+        change = f"shares {self.before} -> {self.after} from step {self.step}"
+        if self.weights is not None:
+            return f"{change}: weights {', '.join(f'{weight:g}' for weight in self.weights)}"
+        times_ms = self.microbatch_ms or (1.0,)
+        slower = max(times_ms) / min(times_ms)
+        if slower < 1.05:
+            return f"{change}: equally fast"
+        return f"{change}: rank {times_ms.index(max(times_ms))} is {slower:.1f}x slower"
+
+
+class Rollback(Event):
+    """A step was bad: the run goes back to a checkpoint before `steps`, and leaves them out from now on."""
+
+    wording = "rolling back: {cause}; left out from now on: {steps:each}"
+
+    steps: tuple[int, ...]
+    cause: str
+
+
+class Spike(Event):
+    """A loss spiked, and there is no budget to leave the step out."""
+
+    step: int
+    cause: str
+
+
+class FaultInjected(Event):
+    """A fault that the configuration asks for has struck."""
+
+    kind: str  # as in the configuration: "kill_at", "hang_at" ...
+    phase: str
+    step: int
+    rank: int
+
+
+class Finished(Event):
+    """The run has ended, by itself or on request."""
+
+    spread = "summary"
+
+    summary: Mapping[str, Any]  # the contents of `summary.json`; in the line they stand beside the other fields
+    sample: str | None = None  # text that shows what the model has learnt
+
+
+_KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
+_HEAD = Event.model_fields.keys()
+_SPEED = {"step_ms", "units_per_s", "samples_per_s", "memory_bytes", "world_size", "mfu"}
+
+
+def parse_event(line: Mapping[str, Any]) -> Event | None:
+    """Return the event of a line of `events.jsonl`; None for a line that this release cannot read."""
+    kind = _KINDS.get(line.get("event", ""))
+    if kind is None:
+        return None
+    fields = dict(line)
+    if kind.spread:
+        own = {"event", *kind.model_fields} - {kind.spread}
+        fields[kind.spread] = {key: value for key, value in line.items() if key not in own}
+    try:
+        return kind.model_validate(fields)
+    # A line of a release whose event had not this one's fields. Fields that only that release knew are passed over.
+    except ValidationError:
+        return None
+
+
+def _tagged(group: str, figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"{group}/{name}": value for name, value in figures.items()}

@@ -1,0 +1,64 @@
+"""Handle Ctrl-C and SIGTERM: one means finish the step, checkpoint and stop; a second one means stop now."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+EXIT_STOPPED = 3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ABORT_S = 3.0
+# A terminal and a launcher may both deliver one Ctrl-C; nobody presses it twice so fast.
+_SAME_S = 0.5
+
+
+class Interrupts:
+    """A context in which the first SIGINT or SIGTERM calls `on_stop`; the second calls `on_abort` and ends the process.
+
+    `on_abort` has three seconds.
+    """
+
+    def __init__(self, on_stop: Callable[[], None] = lambda: None, on_abort: Callable[[], None] = lambda: None) -> None:
+        self.on_stop = on_stop
+        self.on_abort = on_abort
+        self._first_s = 0.0
+
+    @property
+    def stopping(self) -> bool:
+        return self._first_s > 0
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a stop has been requested; for code that has nothing to finish."""
+        # The handler itself must not raise: it may run inside a callback of Ray, which swallows exceptions.
+        if self.stopping:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        self._former = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Put the handlers in place, also again after a library has installed its own."""
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if not self._first_s:
+            self._first_s = now_s
+            self.on_stop()
+        elif now_s - self._first_s > _SAME_S:
+            sys.stderr.write("stopped at once; the last checkpoint holds\n")
+            # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
+            threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
+            self.on_abort()
+            os._exit(EXIT_STOPPED)

@@ -1,0 +1,43 @@
+"""How a run ended, in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.config import Config
+from app.units import compact, duration, in_words, joined, plural
+
+Summary = Mapping[str, Any]
+
+
+def result(summary: Summary) -> list[str]:
+    """Return the lines that tell what a run did, what it is worth and where it lies; what is unknown is left out."""
+    # The summary of `summary.json`, to which the driver has added `sample` (text) and `tensorboard` (directory).
+    done = [plural(summary["step"], "step")]
+    for amount in ("samples", "tokens"):
+        if summary.get(amount):
+            done.append(f"{compact(summary[amount])} {amount}")
+    course = [
+        f"{summary['goodput']:.1%}",
+        plural(summary["attempts"], "attempt"),
+        plural(summary["lost_steps"], "lost step"),
+        f"stalled {duration(summary['stall_s'])}",
+    ]
+    told = {
+        summary["status"]: f"{', '.join(done)} in {duration(summary['wall_s'])}",
+        "goodput": joined(course),
+        "validation": in_words(summary["metrics"]),
+        "checkpoint": summary["last_checkpoint"],
+        # It may have several lines, which stand below each other.
+        "sample": (summary.get("sample") or "").replace("\n", "\n" + 12 * " "),
+        "curves": f"tensorboard --logdir {summary['tensorboard']}",
+    }
+    return [f"{name:<10}  {text}" for name, text in told.items() if text]
+
+
+def already_finished(config: Config, path: str, summary: Summary) -> str:
+    """Return what the same command says of a run that has nothing left to do."""
+    extension = f"run.steps={2 * summary['step']}"
+    if config.run.epochs:
+        extension = f"run.epochs={2 * config.run.epochs}"
+    reached = joined([f"{path} has finished: {plural(summary['step'], 'step')}", in_words(summary["metrics"])])
+    return f"{reached}\nExtend it with {extension}, or choose another run.name"

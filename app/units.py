@@ -1,0 +1,67 @@
+"""Format numbers for log lines and messages."""
+
+import string
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.filesize import pick_unit_and_suffix
+
+
+def number(value: float) -> str:
+    """Write four digits, so that the width stays the same from line to line: 2.413, 2.000."""
+    return f"{value:#.4g}".rstrip(".")
+
+
+def compact(value: float) -> str:
+    """Write a count with a decimal suffix: 812, 39.8k, 1.2M."""
+    unit, suffix = pick_unit_and_suffix(int(value), ["", "k", "M", "G", "T"], 1000)
+    return f"{value / unit:.1f}{suffix}" if suffix else f"{value:.0f}"
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes with a binary suffix: 10.1 MiB."""
+    unit, suffix = pick_unit_and_suffix(int(num_bytes), ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{num_bytes / unit:.1f} {suffix}"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration as precisely as an estimate can be: 45s, 53m, 3h 12m."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f}s"
+    if minutes < 60:
+        return f"{minutes}m"
+    return f"{minutes // 60}h {minutes % 60}m"
+
+
+def plural(count: float, noun: str) -> str:
+    """Write a count with its noun: 1 worker, 4 workers."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Join the parts of a console line; empty parts are left out."""
+    return " | ".join(part for part in parts if part)
+
+
+def in_words(metrics: Mapping[str, float]) -> str:
+    """Write metrics as a part of a console line: loss 2.413 | accuracy 0.5000."""
+    return joined(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+class Wording(string.Formatter):
+    """Fills in a line with fields in braces. Beside Python's format specs there are words for what a value is."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        match format_spec:
+            case "size":
+                return size(value)
+            case "ms":
+                return f"{1e3 * value:.0f} ms"
+            case "each":
+                return ", ".join(map(str, value))
+            case "metrics":
+                return in_words(value)
+            case "step" | "worker":
+                return plural(value, format_spec)
+        return str(super().format_field(value, format_spec))

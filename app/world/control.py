@@ -1,0 +1,221 @@
+"""The control channel: how all ranks act on the same step without ever waiting for the device.
+
+It is a small all-reduce of host data on a gloo group of its own. A message is posted when a step ends and read when the
+next one ends, so it travels while the device works; every rank reads it at the same step. Short steps share a message:
+the leader proposes how many, and all ranks follow from the same message on.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.run.ledger import StepStats
+from app.world.runtime import LEAVE, STOP
+
+_HALF = 1 << 32
+_POST_EVERY_S = 0.05  # how old a step may become before it is posted; one message costs about 0.5 ms of CPU
+_WARM_UP = 32  # steps of an attempt, each with a message of its own, before their time is trusted
+_ROW = 6  # numbers of a step in a message, before those of its metrics
+
+
+class StepResult(NamedTuple):
+    """What one rank did in a step.
+
+    Attributes:
+        numbers: (3 + metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then the
+            metric sums of this rank. They stay on the device until somebody needs them.
+        grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
+    """
+
+    step: int
+    numbers: Tensor
+    num_samples: int  # of this rank, pads excluded
+    samples_digest: int  # of this rank, modulo 2^64
+    metric_names: tuple[str, ...] = ()
+    grad_norms: Tensor | None = None
+    lr: float = 0.0  # of the first parameter group
+    seconds: float = 0.0  # that the host took
+
+
+class _HostCopy:
+    """The numbers of a step on their way from the device. `row()` waits only if they have not arrived yet."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+        self._host = result.numbers
+        self._arrived: torch.cuda.Event | None = None
+        if result.numbers.is_cuda:
+            # Pinned, because a copy to pageable memory makes the host wait for the device.
+            self._host = torch.empty_like(result.numbers, device="cpu", pin_memory=True)
+            self._host.copy_(result.numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def __len__(self) -> int:
+        return _ROW + len(self.result.metric_names)
+
+    def row(self) -> list[float]:
+        """Return the numbers that are added up over ranks, `len(self)` of them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss_sum, count, self.grad_norm, *metrics = self._host.tolist()
+        not_finite = not (math.isfinite(loss_sum) and math.isfinite(self.grad_norm))
+        # Float64 is exact to 2^53, so the halves of a digest may be added up over 2^21 ranks.
+        high, low = divmod(self.result.samples_digest, _HALF)
+        return [loss_sum, count, high, low, self.result.num_samples, not_finite, *metrics]
+
+    def stats(self, row: Sequence[float]) -> StepStats:
+        """Return what all ranks know of the step, from the sum of their rows."""
+        loss_sum = row[0]
+        count, high, low, num_samples, not_finite = (int(number) for number in row[1:_ROW])
+        divisor = count or math.nan  # no mean of nothing, where everything in a step is masked
+        metrics = {}
+        for name, total in zip(self.result.metric_names, row[_ROW:], strict=True):
+            metrics[name] = total / divisor
+        return StepStats(
+            step=self.result.step,
+            loss=loss_sum / divisor,
+            count=count,
+            grad_norm=self.grad_norm,
+            num_samples=num_samples,
+            samples_digest=(high * _HALF + low) % _HALF**2,
+            finite=not not_finite,
+            metrics=metrics,
+        )
+
+
+class _Pace:
+    """Decides how many steps a message may cover, from the time between the latest ones."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended = deque([clock()], maxlen=_WARM_UP)
+
+    def tick(self) -> None:
+        self._ended.append(self._clock())
+
+    def steps_per_message(self) -> int:
+        if len(self._ended) < _WARM_UP:
+            return 1
+        # The median, because a step with a checkpoint or a validation after it takes many times as long.
+        step_s = median(new - old for old, new in pairwise(self._ended))
+        return max(1, min(_WARM_UP, int(_POST_EVERY_S / step_s)))
+
+
+class Rider:
+    """Numbers that travel along with every message and are added up over ranks. This one sends none."""
+
+    def payload(self) -> list[float]:
+        """Return the numbers that this rank adds to the message. The length must be equal on all ranks."""
+        return []
+
+    def on_result(self, step: int, payload: list[float]) -> None:
+        """Take the sum over all ranks. Every rank is given it after the same step."""
+
+
+class ControlChannel:
+    """Exchanges the messages of one attempt. A RuntimeError of its methods is how ranks notice that a peer is gone.
+
+    Args:
+        group: a gloo group of the whole world, which nothing else uses meanwhile.
+        lag_steps: steps by which a message trails, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
+        names: what a rank may request beside "stop" and "leave"; the same on all ranks, in the same order.
+        rider: what else travels in the messages.
+
+    Attributes:
+        requested: what any rank has requested and nobody has acknowledged yet, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lag_steps: int,
+        names: Sequence[str] = (),
+        rider: Rider | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.requested: set[str] = set()
+        self._group = group
+        self._is_leader = group.rank() == 0
+        self._lag_steps = lag_steps
+        self._names = (STOP, LEAVE, *names)
+        self._rider = rider or Rider()
+        self._pace = _Pace(clock)
+        self._step = 0
+        self._num_steps = 1  # that the next message covers
+        self._requests: set[str] = set()  # this rank's, for the next message
+        self._copies: deque[_HostCopy] = deque()
+        self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy]]] = deque()
+
+    @property
+    def ending(self) -> bool:
+        return STOP in self.requested or LEAVE in self.requested
+
+    def acknowledge(self, name: str) -> None:
+        """Forget a request that has been carried out, on all ranks at the same step."""
+        self.requested.discard(name)
+
+    def exchange(self, result: StepResult, requests: Iterable[str]) -> list[StepStats]:
+        """Take the numbers of a step; return those of the steps that all ranks have finished meanwhile."""
+        self._pace.tick()
+        self._step = result.step
+        self._copies.append(_HostCopy(result))
+        self._requests |= set(requests)
+        # Read before the next one is posted: the message before has had a whole step to travel.
+        finished = self._read() if self._posted else []
+        num_ready = len(self._copies) - self._lag_steps
+        if num_ready >= self._num_steps:
+            self._post(num_ready)
+        return finished
+
+    def drain(self) -> list[StepStats]:
+        """Return every step that `exchange` has not returned yet, oldest first. A collective."""
+        if self._copies:
+            self._post(len(self._copies))
+        finished = []
+        while self._posted:
+            finished += self._read()
+        return finished
+
+    def _post(self, num_steps: int) -> None:
+        copies = [self._copies.popleft() for _ in range(num_steps)]
+        numbers: list[float] = [self._pace.steps_per_message() if self._is_leader else 0]
+        numbers += [name in self._requests for name in self._names]
+        for copy in copies:
+            numbers += copy.row()
+        self._requests.clear()
+        message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
+        # Not by dist.all_reduce, whose checks take as long as this call.
+        work = self._group.allreduce([message])
+        self._posted.append((work, message, copies))
+
+    def _read(self) -> list[StepStats]:
+        work, message, copies = self._posted.popleft()
+        work.wait()
+        numbers = message.tolist()
+        self._num_steps = int(numbers[0])
+        for name, num_ranks in zip(self._names, numbers[1:], strict=False):
+            if num_ranks:
+                self.requested.add(name)
+        at = 1 + len(self._names)
+        finished = []
+        for copy in copies:
+            finished.append(copy.stats(numbers[at : at + len(copy)]))
+            at += len(copy)
+        self._rider.on_result(self._step, numbers[at:])
+        return finished
+
+
+def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether the condition holds on any rank, so that all ranks branch alike. A blocking collective."""
+    answers = torch.tensor([condition], dtype=torch.int64)
+    dist.all_reduce(answers, dist.ReduceOp.MAX, group=group)
+    return bool(answers)

@@ -1,0 +1,185 @@
+"""The process groups of one attempt, and how they end when a peer is gone.
+
+The only module with private names of torch.distributed: tests/unit/test_torch_internals.py fails first when one moves.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
+
+from app.world.timeouts import Timeouts
+
+_SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
+_POLL_S = 0.0005
+_RELEASE_S = 1.0  # an abort releases those who wait within this time, if it can at all
+_abandoned: list[tuple[dist.ProcessGroup, ...]] = []
+
+# Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text tells from a bug in the code.
+# If the peer has ended: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer", or "reset" for "closed".
+# If it is silent: "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation".
+_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+
+
+class PeerLost(Exception):
+    """A collective failed because another member of the world is gone. It ends the attempt, not the run."""
+
+
+class Communicator(Protocol):
+    """Carries collectives on a device, and can be ended while one is under way."""
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one attempt."""
+
+    control: dist.ProcessGroup  # gloo, of the whole world, for host data
+    store: dist.Store  # of this attempt alone
+    sockets: dict[int, int]  # descriptor -> inode of what forming has opened
+    communicators: tuple[Communicator, ...] = ()  # NCCL's; none on CPU
+    aborted: threading.Event = field(default_factory=threading.Event)  # set before a communicator is aborted
+    sides: list[dist.ProcessGroup] = field(default_factory=list)
+    under_way: list[dist.Work] = field(default_factory=list)  # that nobody waits for when the attempt ends
+
+    @classmethod
+    def form(
+        cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
+    ) -> Self:
+        """Form the default group (NCCL for CUDA tensors, gloo for host data) and the control group. A collective.
+
+        Raises:
+            PeerLost: a member did not come, or died while forming.
+        """
+        before = _open_sockets()
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        prefixed = dist.PrefixStore(f"attempt-{generation}", store)
+        # Torch names groups in the store by this count, which goes on where forming has failed. A survivor would then
+        # look for newcomers under another name than theirs, for ever.
+        _world.group_count = 0
+        try:
+            prefixed.set(f"here/{rank}", "")
+            prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
+            control = dist.new_group(backend="gloo", timeout=timeouts.connect)
+        except (RuntimeError, dist.DistError) as error:
+            _destroy()  # one of the two may have formed
+            raise PeerLost(f"forming a world of {size} failed: {error}") from error
+        for group in (None, control):
+            _set_pg_timeout(timeouts.collective, group)
+        communicators: tuple[Communicator, ...] = ()
+        if device.type == "cuda":
+            communicators = (_get_default_group()._get_backend(device),)
+        return cls(control, prefixed, _opened_since(before), communicators)
+
+    def side_group(self) -> dist.ProcessGroup:
+        """Form another gloo group of the whole world, for what may take long beside the rest. A collective."""
+        before = _open_sockets()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self.sockets.update(_opened_since(before))
+        self.sides.append(group)
+        return group
+
+    def abort(self) -> None:
+        """Make every collective that is under way raise, here and at the peers. Safe from any thread."""
+        self.aborted.set()
+        # First of all, because NCCL's kernels spin on the device until their communicator is aborted.
+        for communicator in self.communicators:
+            with contextlib.suppress(RuntimeError):  # it has failed already
+                communicator.abort()
+        # Gloo's own abort and shutdown release nobody, and its sockets stay open for as long as anything, a traceback
+        # say, refers to the group. So they are shut from outside.
+        for descriptor, inode in list(self.sockets.items()):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                _shut(descriptor, inode)
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for collectives in which a rank may only send, or only receive.
+
+        Raises:
+            RuntimeError: a collective has failed.
+            PeerLost: the groups have been aborted; what was to be received may be garbage.
+        """
+        works = list(works)
+        try:
+            for work in works:
+                # Polled. When a connection ends, gloo wakes those who wait for a message to begin, but nobody whose
+                # message is half-way: `work.wait()` would then last for `timeouts.collective`.
+                while not work.is_completed() and not self.aborted.is_set():
+                    time.sleep(_POLL_S)
+                if self.aborted.is_set():
+                    raise PeerLost("the world was aborted")
+                work.wait()
+        except (RuntimeError, PeerLost):
+            self._abandon_if_stuck(works)
+            raise
+
+    def destroy(self) -> None:
+        """Destroy all groups, so that this process can be part of another world."""
+        self._abandon_if_stuck(self.under_way)
+        _destroy()
+
+    def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
+        # The end of a group waits for its threads. One that is stuck keeps its group, until the process ends.
+        until_s = time.monotonic() + _RELEASE_S
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() >= until_s:
+                _abandoned.append((_get_default_group(), self.control, *self.sides))
+                return
+            time.sleep(_POLL_S)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Return whether an error raised inside a step says that a peer is gone, rather than that the code is wrong."""
+    if isinstance(error, PeerLost | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _MARKS)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this machine's network interface that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it is down, or has no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _open_sockets() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found
+
+
+def _opened_since(before: dict[int, int]) -> dict[int, int]:
+    return dict(_open_sockets().items() - before.items())
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    # A descriptor that was closed meanwhile may be another file's by now.
+    if os.fstat(descriptor).st_ino == inode:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            # To shut a listener would end the process: gloo's thread throws where nobody catches.
+            if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,166 @@
+"""How far a worker is: marks that its training thread sets and another thread reads."""
+
+import os
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from app.world import groups
+from app.world.stacks import stacks
+
+T = TypeVar("T")
+
+# Phases that a rank enters on its own, between two that all ranks enter alike: in the order of one microbatch.
+_LOCAL = {"forward": 1, "backward": 2, "loader": 3, "update": 4}
+_ALL_LEFT = 1 << 30  # the first microbatch of the step has not begun
+_REMEMBERED = 512  # durations of a phase
+_A_WHILE_S = 0.5
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a phase may take: five times what nearly all before it took, and never less than these."""
+
+    step_s: float = 3.0  # the phases of a step
+    rare_s: float = 10.0  # those that wait for storage, where some seconds more are ordinary
+    unseen_s: float = 300.0  # those never completed so far: start-up, compilation, the first checkpoint
+
+    def of(self, phase: str, durations: list[float]) -> float:
+        """Return the limit of a phase in seconds, from the seconds that it took before."""
+        if not durations:
+            return self.unseen_s
+        p99 = sorted(durations)[int(0.99 * len(durations))]
+        in_step = phase in _LOCAL or phase == "collective"
+        least_s = self.step_s if in_step else max(self.step_s, self.rare_s)
+        return max(least_s, 5 * p99)
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """How far a worker is, as every heartbeat tells it. Small, because it travels as JSON."""
+
+    attempt: int
+    rank: int
+    position: list[int]  # compares among the workers of an attempt, whatever their shares
+    step: int  # the last one that the worker has done
+    phase: str
+    seconds: float  # in this phase so far
+    limit_s: float | None  # for this phase; None for ever
+    spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
+
+
+class _Mark(NamedTuple):
+    # One object, because another thread reads it: separate attributes could be read half old, half new.
+    phase: str
+    since_s: float
+    turn: int  # how many phases all ranks have entered alike
+    left: int  # microbatches of the step that have not begun
+
+
+class Progress:
+    """The progress of one process. The training thread marks its phases, and one other thread reads `report()`.
+
+    Args:
+        gap_s: most that counts of a time without a report: this process, or its machine, was stopped then.
+    """
+
+    def __init__(
+        self, limits: Limits | None = None, gap_s: float = 2.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits or Limits()
+        self._gap_s = gap_s
+        self._clock = clock
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        # What the reading thread knows.
+        self._reported_s = clock()
+        self._reported_mark: _Mark | None = None
+        self._seconds = 0.0
+        self.begin(attempt=0, rank=0)
+        self.leave()
+
+    @property
+    def phase(self) -> str:
+        return self._mark.phase
+
+    def begin(self, attempt: int, rank: int) -> None:
+        """Enter an attempt, on the training thread. The first phase is to build model and data."""
+        self._attempt = attempt
+        self._rank = rank
+        self._thread = threading.get_ident()
+        self._step = 0
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._mark = _Mark("build", self._clock(), 0, _ALL_LEFT)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Mark a phase that all ranks enter in the same order; `step` is one that has just been done."""
+        if step is not None:
+            self._step = step
+        self._complete(phase, self._mark.turn + 1, _ALL_LEFT)
+
+    def mark(self, phase: str, left: int | None = None) -> None:
+        """Mark a phase of this rank's own, with the microbatches left after this one if their number has changed."""
+        self._complete(phase, self._mark.turn, self._mark.left if left is None else left)
+
+    def fetching(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches, and mark the wait for each as the loader phase."""
+        while True:
+            self.mark("loader")
+            try:
+                fetched = next(batches)
+            except StopIteration:
+                return
+            yield fetched
+
+    def leave(self) -> None:
+        """Leave the attempt. The phase that this breaks off was not completed, so it does not count."""
+        self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT)
+
+    def report(self) -> ProgressReport:
+        """Return how far this worker is. One thread calls this, in intervals of at most `gap_s`."""
+        now_s = self._clock()
+        mark = self._mark
+        if mark is not self._reported_mark:
+            self._reported_mark = mark
+            self._seconds = 0.0
+        self._seconds += min(now_s - max(mark.since_s, self._reported_s), self._gap_s)
+        self._reported_s = now_s
+
+        # The training thread writes to both meanwhile. Copying a deque or dict of floats is atomic, a loop is not.
+        durations = list(self._durations[mark.phase])
+        spent_s = self._spent.copy()
+        return ProgressReport(
+            attempt=self._attempt,
+            rank=self._rank,
+            position=[mark.turn, -mark.left, _LOCAL.get(mark.phase, 0), self._is_in_collective()],
+            step=self._step,
+            phase=mark.phase,
+            seconds=round(self._seconds, 3),
+            limit_s=None if mark.phase == "idle" else round(self._limits.of(mark.phase, durations), 3),
+            spent_s={phase: round(seconds, 4) for phase, seconds in spent_s.items()},
+        )
+
+    def stacks(self) -> str:
+        """Return the stacks of every other thread of this process, the training thread's first."""
+        return stacks(self._thread)
+
+    def _complete(self, phase: str, turn: int, left: int) -> None:
+        now_s = self._clock()
+        before, since_s, _, _ = self._mark
+        self._durations[before].append(now_s - since_s)
+        self._spent[before] += now_s - since_s
+        self._mark = _Mark(phase, now_s, turn, left)
+
+    def _is_in_collective(self) -> int:
+        # Of two ranks that have come equally far, the one inside a collective waits for the one that is not. A rank
+        # that has not been there for a while is not asked: it is no suspect yet, and is on its way.
+        if self._seconds <= _A_WHILE_S:
+            return 0
+        frame = sys._current_frames().get(self._thread)
+        return int(frame is not None and frame.f_code.co_filename.startswith((_TORCH, groups.__file__)))

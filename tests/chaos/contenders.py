@@ -1,0 +1,182 @@
+"""The contenders: how each is started, what its workers and its nodes are, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import processes
+from tests.chaos.matrix import FAULTS, LIMIT_S, PACE_S, Fault
+
+OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
+_TORCHRUN = ("-m", "torch.distributed.run")
+_ALONE = (*_TORCHRUN, "--standalone", "--nproc-per-node", "1")
+_STANDALONE = (*_TORCHRUN, "--standalone", "--nproc-per-node", "2")
+
+
+@dataclass
+class Contender:
+    """A command, and eyes on what it does. Nodes are those of a Ray cluster; torchrun's are agents of its own.
+
+    Args:
+        folder: where its steps.jsonl lies.
+        worker: what the titles of its training processes hold.
+    """
+
+    name: str
+    folder: Path
+    command: tuple[str, ...]
+    worker: str
+    bed: Any = None
+    faults: tuple[Fault, ...] = FAULTS
+    environment: dict[str, str] = field(default_factory=dict)
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """The first time, or once more after it has failed; with two nodes."""
+        while self.bed and len(self.bed.nodes) < 2:
+            self.bed.add()
+        self._spawn()
+
+    def worker_pids(self) -> list[int]:
+        titles = processes.descendants().items()
+        return [pid for pid, title in titles if self.worker in title and _TORCHRUN[1] not in title]
+
+    @property
+    def num_nodes(self) -> int:
+        """Each has room for one worker."""
+        return len(self.bed.nodes) if self.bed else 2
+
+    def add(self) -> None:
+        self.bed.add()
+
+    def drain(self, notice_s: float) -> None:
+        """Announces that the newest node goes, and takes it away when it was said to."""
+        until_s = self.bed.drain(self.bed.nodes[-1], notice_s)
+        time.sleep(until_s - time.time())
+        self.remove()
+
+    def remove(self) -> None:
+        self.bed.lose(self.bed.nodes[-1], graceful=True)
+
+    def code(self) -> int | None:
+        """Its exit code once it has ended; of several processes the first one's."""
+        return self.running[0].poll() if self.running else None
+
+    def stop(self) -> None:
+        processes.end([process.pid for process in self.running] + self.worker_pids())
+        for process in self.running:
+            process.wait()
+        self.running.clear()
+
+    def _spawn(self, *words: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
+            self.running.append(
+                subprocess.Popen(
+                    [sys.executable, *self.command, *words],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # a Ctrl-C is for the matrix, which ends all of them
+                )
+            )
+
+
+class Agents(Contender):
+    """torchrun with one agent a node. It has no notice of a node's end but SIGTERM, which is what its agent gets."""
+
+    def start(self) -> None:
+        for _ in range(2):
+            self._spawn()
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.running)
+
+    def add(self) -> None:
+        self._spawn()
+
+    def drain(self, notice_s: float) -> None:
+        until = time.monotonic() + notice_s
+        self.running[-1].send_signal(signal.SIGTERM)
+        time.sleep(until - time.monotonic())
+        self._end(self.running.pop())
+
+    def remove(self) -> None:
+        self._end(self.running.pop())
+
+    def _end(self, agent: subprocess.Popen[bytes]) -> None:
+        processes.end([agent.pid])
+        agent.wait()
+
+
+def ours(words: list[str], folder: Path, bed: Any, pace_file: str) -> Contender:
+    task = f'task={{target: "tests.chaos.pace:Paced", args: {{file: "{pace_file}", seconds: {PACE_S}}}}}'
+    place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}"]
+    return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed)
+
+
+def ours_undisturbed(words: list[str], folder: Path) -> Contender:
+    """The same loop without Ray, which starts sooner, in one worker: the result is that of any number of them."""
+    place = (f"run.storage={folder}", "run.name=undisturbed", "checkpoint.every=1 epochs")
+    return Contender(
+        f"{OURS}, undisturbed", folder / "undisturbed", (*_ALONE, "main.py", *words, *place), "name=undisturbed"
+    )
+
+
+def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
+    """Recommended: failures are looked for four times as often as by default, and silence is one."""
+    tuned = {
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # waited out when a drained node still counts
+        "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    }
+    command = ("-m", "tests.chaos.ray_loop", str(job), bed.address, settings)
+    found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)
+    found.environment = tuned if settings == "recommended" else {}
+    return found if settings == "recommended" else _by_default(found)
+
+
+def torchrun(job: Path) -> Contender:
+    """Elastic, with time-outs a fraction of their defaults, so that the commonest faults cost it least."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    elastic = ("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d")
+    rendezvous = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "chaos")
+    swift = ("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
+    command = (*_TORCHRUN, *elastic, *rendezvous, *swift, *_loop(job))
+    found = Agents(TORCHRUN, job.with_suffix(""), command, "tests.chaos.torchrun_loop")
+    # Workers that share the agents' store may wait for each other for ever (pytorch issue 135712).
+    found.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return found
+
+
+def torchrun_by_default(job: Path) -> Contender:
+    return _by_default(_standalone_loop(TORCHRUN, job))
+
+
+def baseline_undisturbed(job: Path) -> Contender:
+    return _standalone_loop("baselines, undisturbed", job)
+
+
+def _standalone_loop(name: str, job: Path) -> Contender:
+    return Contender(name, job.with_suffix(""), (*_STANDALONE, *_loop(job)), "tests.chaos.torchrun_loop")
+
+
+def _loop(job: Path) -> tuple[str, ...]:
+    return ("-m", "tests.chaos.torchrun_loop", str(job))
+
+
+def _by_default(contender: Contender) -> Contender:
+    contender.name, contender.faults = f"{contender.name}, defaults", FAULTS[:1]
+    return contender

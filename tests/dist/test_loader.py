@@ -1,0 +1,36 @@
+"""Loading in processes of its own gives what loading in place does, errors included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.errors import DataError
+from tests.unit.test_data import Noisy, Odd, loader_of, microbatches
+
+
+def test_worker_processes_give_the_same_survive_between_calls_and_end() -> None:
+    expected = list(loader_of(Noisy()).steps(microbatches(0, 40)))
+    loader = loader_of(Noisy(), num_workers=2)
+    pids = []
+    for _ in range(2):
+        unfinished = loader.steps(microbatches(100, 10**6))
+        next(unfinished)
+        fetched = list(loader.steps(microbatches(0, 40)))
+        pids.append([worker.pid for worker in loader._loader._iterator._workers])
+        assert [each.microbatch for each in fetched] == [each.microbatch for each in expected]
+        assert [each.digest for each in fetched] == [each.digest for each in expected]
+        assert all(torch.equal(a.batch[0], b.batch[0]) for a, b in zip(fetched, expected, strict=True))
+    assert pids[0] == pids[1]
+
+
+def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
+    loader = loader_of(Odd((torch.zeros(3), 7), sample=0), num_workers=1)
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match=r"^sample \d+ is \(float32 \(\d,\), int \(\)\), expected \(float32"
+        ) as raised:
+            list(loader.steps(microbatches(0, 40)))
+        # Its frames hold the loader, whose process would outlive the test.
+        raised.value.__traceback__ = None
+        del raised

@@ -1,0 +1,30 @@
+"""Optimizers other than the default: what they hold survives resizes, stops and restarts as the weights do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.checks import check_identical, check_run
+from tests.dist.drill import drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+SGD = ["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.01"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("momentum", ["0.9", "0.0"])
+def test_sgd_over_a_resize_equals_one_process(tmp_path: Path, kind: str, momentum: str) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}", *SGD, f"optimizer.momentum={momentum}")
+    run = drill(config, worlds=[3, 2], leave_after=[5])
+    check_run(run, reference(config))
+    assert bool(run.optimizer) == (momentum == "0.9"), "without momentum SGD has no state"
+
+
+def test_sgd_that_is_stopped_and_resumed_is_identical_to_one_that_was_not(tmp_path: Path) -> None:
+    undisturbed = drill(small(tmp_path / "whole", *SGD, "optimizer.nesterov=true"), worlds=[2])
+    config = small(tmp_path / "halves", *SGD, "optimizer.nesterov=true")
+    drill(config, worlds=[2], stop_after=6)
+    check_identical(drill(config, worlds=[2]), undisturbed)

@@ -1,0 +1,105 @@
+"""A tracker that a user brings along by import path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.step import Stepper
+from app.tasks import LanguageModeling, Sums
+from app.world.groups import PeerLost
+from tests.dist.checks import check_run, check_weights
+from tests.dist.drill import DrillRuntime, drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+OWN = "{target: 'tests.examples.json_lines:JsonLines', args: {file: mine.jsonl}}"
+BROKEN = "{target: 'tests.dist.test_trackers:Broken'}"
+
+
+class Broken:
+    """Raises in its first call, as one whose server is gone does."""
+
+    def __init__(self, location: str, first_step: int) -> None:
+        pass
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        raise ConnectionError("the server is gone")
+
+
+def test_ones_own_tracker_has_each_log_step_once_over_a_resize_and_a_broken_one_ends_nothing(tmp_path: Path) -> None:
+    words = [f"trackers=[{BROKEN}, {OWN}]", "logging.every_steps=2", "validation.every=7 steps"]
+    config = small(tmp_path, *words)
+    run = drill(config, worlds=[2, 3], leave_after=[5])
+    check_run(run, reference(config))
+    lines = [json.loads(line) for line in (tmp_path / "small" / "mine.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    assert losses == {step: run.history.committed[step]["loss"] for step in range(2, 15, 2)}
+    assert [line["step"] for line in lines if "validation/loss" in line] == [7, 14]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradient_norms_are_drawn_every_so_many_steps_and_are_those_of_the_mean_gradient(
+    tmp_path: Path, kind: str
+) -> None:
+    every = ["logging.gradient_norms_every=4 steps", "logging.every_steps=4", f"trackers=[{OWN}]"]
+    config = small(tmp_path, f"parallel.kind={kind}", *every)
+    drill(config, worlds=[2, 3], leave_after=[5])
+    lines = [json.loads(line) for line in (tmp_path / "small" / "mine.jsonl").read_text().splitlines()]
+    drawn = {line["step"]: line for line in lines if "train/gradient_norms/max" in line}
+    whole = {line["step"]: line["train/grad_norm"] for line in lines if "train/grad_norm" in line}
+    assert list(drawn) == [4, 8, 12]
+    for step, line in drawn.items():
+        assert line["train/gradient_norms/norm"] == pytest.approx(whole[step])
+        assert 0 < line["train/gradient_norms/min"] < line["train/gradient_norms/max"] < whole[step]
+
+
+class Parity(LanguageModeling):
+    """A task whose metrics depend on the microbatch: each has a name that others lack."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        sums = super().loss(model, batch)
+        odd = int(batch[0].sum()) % 2
+        return replace(sums, metrics={"seen": torch.tensor(float(sums.count)), f"odd{odd}": torch.ones(())})
+
+
+def test_metrics_of_a_task_are_logged_also_where_microbatches_have_different_ones(tmp_path: Path) -> None:
+    words = [f"trackers=[{OWN}]", "logging.every_steps=1", "task.target=tests.dist.test_trackers:Parity"]
+    run = drill(small(tmp_path, *words, "validation.every=null", "data.validation_fraction=0"), worlds=[3])
+    assert run.summary["status"] == "finished"
+    lines = [json.loads(line) for line in (tmp_path / "small" / "mine.jsonl").read_text().splitlines()]
+    assert [line["train/seen"] for line in lines] == pytest.approx([1.0] * 14)
+    kept = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in kept] == list(range(1, 15))
+    assert kept[-1]["metrics"]["seen"] == pytest.approx(1.0)
+
+
+def lose_a_peer_while_agreeing() -> None:
+    """In the first step of the first attempt, as all ranks that are left would see it."""
+    agree, failed = Stepper._agreed_metric_names, DrillRuntime.failed
+    attempts: list[int] = []
+
+    def lost(self: Stepper, metrics: Mapping[str, Tensor]) -> tuple[str, ...]:
+        attempts.append(self.world.attempt)
+        if len(attempts) == 1:
+            raise PeerLost("while ranks agreed on the names of metrics")
+        return agree(self, metrics)
+
+    def survive(self: DrillRuntime, step: int, error: BaseException) -> None:
+        if not isinstance(error, PeerLost):
+            failed(self, step, error)
+
+    Stepper._agreed_metric_names = lost
+    DrillRuntime.failed = survive
+
+
+def test_a_peer_that_is_lost_while_ranks_agree_on_metrics_leaves_no_half_step(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    run = drill(config, worlds=[2, 2], patch=lose_a_peer_while_agreeing)
+    check_weights(run, reference(config))

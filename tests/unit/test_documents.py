@@ -1,0 +1,58 @@
+"""What the documents say of the code is so: the files, the names and the events that they mention are there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.documents import EVENTS, ROOT, events_page
+
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md"]
+
+
+def quoted(page: str) -> Iterator[str]:
+    """Yield what a page has between backquotes, code blocks left out."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for found in re.findall(r"`([^`]+)`", text):
+        yield " ".join(found.split())
+
+
+def test_the_page_of_events_is_what_would_be_written_now() -> None:
+    assert EVENTS.read_text() == events_page(), "run: python -m tests.documents"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    paths = {each for each in quoted(page) if re.fullmatch(r"(app|cluster|configs|docs|tests)/[\w./-]*", each)}
+    links = {each for each in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())}
+    folder = (ROOT / page).parent
+    missing = [each for each in paths if not (ROOT / each).exists()]
+    missing += [each for each in links if not (folder / each).exists()]
+    assert not missing
+
+
+def test_names_that_the_architecture_names_are_in_the_code() -> None:
+    words: set[str] = set()
+    for path in [*(ROOT / "app").rglob("*.py"), ROOT / "tests/dist/drill.py"]:
+        words.update(re.findall(r"\w+", path.read_text()))
+    # `Coordinator._lost`, `build_optimizer`, `World.shard`: identifiers, maybe with dots and with arguments.
+    named = [each for each in quoted("docs/architecture.md") if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", each)]
+    diagram = (ROOT / "docs/architecture.md").read_text().partition("```mermaid")[2].partition("```")[0]
+    named += re.findall(r"\b[A-Z]\w+(?:\.\w+|(?=\())", diagram)
+    unknown = []
+    for each in named:
+        parts = each.partition("(")[0].split(".")
+        if not all(part in words for part in parts) and not (ROOT / each).exists():
+            unknown.append(each)
+    assert not unknown
+
+
+def test_the_floors_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    picture = re.search(r"```text\n(cli .*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
+    assert picture
+    drawn = [line.partition("  ")[0].replace(" · ", " | ") for line in picture[1].splitlines()]
+    assert drawn == contracts[0]["layers"]

@@ -1,0 +1,192 @@
+"""Events as lines of `events.jsonl`: what is written, what is read back of it, and what is only shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.run import events
+from app.run.directory import RunDirectory
+from app.run.events import Event, parse_event
+from app.storage import LocalStore
+from tests.events import changed, event_lines
+
+LOG = events.Log(
+    step=10,
+    total_steps=20,
+    loss=2.5,
+    lr=1e-3,
+    grad_norm=0.5,
+    unit="tok",
+    memory_bytes=1024,
+    world_size=2,
+    step_ms=12.5,
+    units_per_s=100.0,
+    samples_per_s=10.0,
+    mfu=0.4,
+    eta_s=1.5,
+    metrics={"accuracy": 0.75},
+)
+SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
+TABLE: list[Event] = [
+    events.RunStarted(launcher="ray"),
+    events.AttemptStarted(
+        step=40,
+        source="rank 2",
+        world_size=2,
+        detected_s=0.2,
+        formed_s=0.9,
+        built_s=1.2,
+        restored_s=0.6,
+        first_step_s=0.2,
+    ),
+    events.WarmupShortened(before=50, after=20, num_steps=20),
+    events.AttemptEnded(cause="worker lost", step=43),
+    events.AttemptEnded(cause="worker lost"),
+    LOG,
+    changed(LOG, mfu=None, metrics={}),
+    events.Validation(step=200, metrics={"loss": 2.0, "accuracy": 0.912}),
+    events.Restore(step=40, source="checkpoint", lost_steps=3),
+    events.Checkpoint(step=40, path="runs/x/step-40", seconds=0.42, blocked_s=0.01, bytes=100),
+    events.Checkpoint(step=40, path="runs/x", seconds=0.42, blocked_s=0.01, bytes=100, not_deleted="read-only"),
+    events.CheckpointFailed(step=40, error="No space left on device", needed_bytes=100),
+    events.NotSaved(step=40, error="some of the weights are not finite"),
+    events.CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
+    events.Snapshot(step=40, stall_s=0.01, bytes=100),
+    events.NoSnapshots(error="one node"),
+    events.Failure(error="waited 60 s", kind="ours", fatal=True),
+    events.Failure(error="bug", kind="exception", member="a", node="b", step=3, budget="3 of 3", traceback="at x"),
+    events.Preemption(node="0a1b2c3d", deadline_s=35.0, members=("a", "b")),
+    events.NodeQuarantined(node="10.0.0.7"),
+    events.Hang(ranks=(1, 2), phase="forward", step=60, seconds=3.2, stacks="runs/x/stacks"),
+    events.Straggler(member="a", rank=2, phase="loader", lost_s=0.2, share=0.31),
+    events.Scale(before=(1, 2), after=(2, 4)),
+    events.Waiting(workers=1, needed=2),
+    events.WaitingForStorage(error="connection refused"),
+    changed(SHARES, microbatch_ms=(10.0, 30.1)),
+    changed(SHARES, weights=(3.0, 1.0)),
+    changed(SHARES, parallel="fsdp"),
+    events.Rollback(steps=(40, 42), cause="loss nan"),
+    events.Spike(step=40, cause="loss 9 after 2"),
+    events.FaultInjected(kind="nan_at", phase="forward", step=3, rank=1),
+    events.Finished(summary={"status": "finished", "step": 20, "metrics": {"loss": 2.0}}),
+    events.Finished(summary={"status": "stopped", "step": 20, "metrics": {}}, sample="to be"),
+]
+
+
+def named(event: Event) -> str:
+    return event.name
+
+
+def test_the_table_holds_every_kind_under_a_name_of_its_own() -> None:
+    kinds = set(Event.__subclasses__())
+    assert {type(event) for event in TABLE} == kinds
+    assert len({kind.name for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("event", TABLE, ids=named)
+@pytest.mark.parametrize(("attempt", "time_s"), [(None, None), (2, 5.25)])
+def test_what_is_read_is_what_was_written(event: Event, attempt: int | None, time_s: float | None) -> None:
+    written = changed(event, attempt=attempt, time_s=time_s)
+    line = json.loads(json.dumps(written.to_line()))
+    assert parse_event(line) == written
+
+
+@pytest.mark.parametrize("event", TABLE, ids=named)
+def test_a_line_begins_alike_and_leaves_out_what_is_not_known(event: Event) -> None:
+    line = event.of_attempt(2).to_line()
+    assert list(line)[:3] == ["time_s", "event", "attempt"]
+    assert line["event"] == event.name
+    said = {key: value for key, value in line.items() if key not in ("time_s", "event")}
+    assert None not in said.values()
+    assert "attempt" not in event.to_line()
+
+
+@pytest.mark.parametrize("event", TABLE, ids=named)
+def test_a_field_of_another_release_is_passed_over(event: Event) -> None:
+    if isinstance(event, events.Validation | events.Finished):
+        return  # their fields are whatever the task and the summary call them
+    assert parse_event({**event.to_line(), "of_another_release": 1}) == event
+
+
+@pytest.mark.parametrize("event", TABLE, ids=named)
+def test_every_event_is_one_line_without_what_is_not_known(event: Event) -> None:
+    line = event.of_attempt(2).stamped().line()
+    assert line
+    assert "\n" not in line
+    assert "None" not in line.replace("step None", "")  # an attempt that ended before its first step says so
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "of_another_release", "time_s": 1.0},
+        {"event": "event", "time_s": 1.0},
+        {"time_s": 1.0},
+        {},
+    ],
+)
+def test_kinds_that_this_release_does_not_know_are_no_events(line: dict[str, Any]) -> None:
+    assert parse_event(line) is None
+
+
+def test_a_line_without_a_field_of_this_release_is_no_event() -> None:
+    for event in TABLE:
+        required = [name for name, field in type(event).model_fields.items() if field.is_required()]
+        for name in required:
+            line = event.to_line()
+            if name in line:  # the metrics of a validation, and a summary, have no field of their own
+                del line[name]
+                assert parse_event(line) is None
+
+
+def test_only_what_comes_every_few_steps_is_not_kept() -> None:
+    assert {type(event) for event in TABLE if not event.kept} == {events.Log}
+
+
+def test_kept_events_are_read_back_in_order_and_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    kept = [changed(event, time_s=float(number)) for number, event in enumerate(TABLE) if event.kept]
+    writer = directory.open_events()
+    for event in TABLE:
+        if not event.kept:
+            writer.write(event)
+    for event in kept:
+        writer.write(event)
+    writer.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time_s": 1.0, "event": "of_another_release", "step": 1}\n')
+    assert directory.all_events() == kept
+    assert len(event_lines(directory)) == len(kept) + 1
+    assert directory.events(events.Rollback) == [event for event in kept if isinstance(event, events.Rollback)]
+
+
+def test_lines_are_exactly_these(tmp_path: Path) -> None:
+    """Scripts may rely on them."""
+    directory = RunDirectory(LocalStore(tmp_path))
+    for event in (
+        events.AttemptEnded(attempt=1, time_s=4.5, cause="worker lost", step=43),
+        events.Rollback(attempt=1, time_s=5.0, steps=(40, 42), cause="loss nan"),
+        events.Scale(time_s=6.0, before=(1, 2), after=(2, 4)),
+        events.Validation(attempt=1, time_s=7.0, step=20, metrics={"loss": 2.0, "accuracy": 0.5}),
+        events.Finished(attempt=1, time_s=8.0, summary={"status": "finished", "step": 20, "tokens": None}),
+    ):
+        directory.record(event)
+    assert (tmp_path / "events.jsonl").read_text().splitlines() == [
+        '{"time_s":4.5,"event":"attempt_ended","attempt":1,"cause":"worker lost","step":43}',
+        '{"time_s":5.0,"event":"rollback","attempt":1,"steps":[40,42],"cause":"loss nan"}',
+        '{"time_s":6.0,"event":"scale","before":[1,2],"after":[2,4]}',
+        '{"time_s":7.0,"event":"validation","attempt":1,"step":20,"loss":2.0,"accuracy":0.5}',
+        '{"time_s":8.0,"event":"finished","attempt":1,"status":"finished","step":20}',
+    ]
+
+
+def test_an_event_keeps_the_time_that_it_has_been_given() -> None:
+    event = events.Waiting(workers=1, needed=2)
+    stamped = event.stamped()
+    assert event.time_s is None
+    assert stamped.time_s is not None
+    assert stamped.stamped() is stamped

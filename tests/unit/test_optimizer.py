@@ -1,0 +1,77 @@
+"""Which optimizer a configuration makes, and at which rates its groups go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.components.optimizer import build_optimizer, set_learning_rates
+from app.components.schedule import build_schedule
+from app.config import ConstantConfig, SgdConfig, Target, parse_config
+from app.errors import ConfigError, RunConflict
+from app.launch.resume import start_or_resume
+from app.run.directory import RunDirectory
+from app.storage import LocalStore
+
+OURS = "tests.unit.test_optimizer"
+
+
+def head_at_a_tenth(params: Iterable[nn.Parameter], lr: float, betas: Any) -> torch.optim.Optimizer:
+    """As a user writes it: the last two parameters have a rate of their own."""
+    *body, weight, bias = params
+    groups: list[dict[str, Any]] = [{"params": body}, {"params": [weight, bias], "lr": lr / 10}]
+    return torch.optim.Adam(groups, lr=lr, betas=betas)
+
+
+def halved_every_third_step(step: int, num_steps: int, start: float) -> float:
+    return start * 0.5 ** ((step - 1) // 3)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_weight_decay_is_for_matrices_only() -> None:
+    optimizer = build_optimizer(SgdConfig(lr=0.1, weight_decay=0.3), model())
+    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.3, 2), (0.0, 2)]
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+def test_each_group_of_ones_own_optimizer_keeps_its_rate() -> None:
+    words = ["optimizer.lr=0.4", f"optimizer.target={OURS}:head_at_a_tenth", "optimizer.args={betas: [0.8, 0.9]}"]
+    config = parse_config("", overrides=words)
+    optimizer = build_optimizer(config.optimizer, model())
+    schedule = build_schedule(ConstantConfig(warmup_steps=4), num_steps=10)
+    assert set_learning_rates(optimizer, schedule, step=2) == pytest.approx(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.02])
+    set_learning_rates(optimizer, schedule, step=9)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
+
+
+def test_ones_own_schedule_is_a_factor_of_the_peak() -> None:
+    target = Target(target=f"{OURS}:halved_every_third_step", args={"start": 0.8})
+    schedule = build_schedule(target, num_steps=10)
+    assert [schedule(step, 2.0) for step in (1, 3, 4, 7)] == pytest.approx([1.6, 1.6, 0.8, 0.4])
+
+
+def test_what_is_no_optimizer_is_refused_by_name() -> None:
+    config = parse_config("", overrides=["optimizer.target=builtins:dict"])
+    with pytest.raises(ConfigError, match=r"optimizer.target: .*gave a dict, not a torch.optim.Optimizer"):
+        build_optimizer(config.optimizer, model())
+
+
+def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    directory.check_writable()
+    said: list[str] = []
+    start_or_resume(parse_config(""), directory, "ray", 0.0, said.append)
+    directory.store.commit("checkpoints/step-00000001/manifest.json", b"{}")
+    with pytest.raises(RunConflict, match=r"optimizer.kind: adamw -> sgd"):
+        start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, "ray", 0.0, said.append)
+    start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, "ray", 0.0, said.append)
+    assert said == ["changed optimizer.lr: 0.001 -> 0.5"]

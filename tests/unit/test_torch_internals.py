@@ -1,0 +1,100 @@
+"""Fails first when an upgrade of PyTorch moves what is used of its private names, or words a lost peer otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _utils
+
+from app.world.groups import is_peer_loss
+
+APP = Path(__file__).parents[2] / "app"
+# A private name, looked up or imported: `torch._foreach_norm`, `from torch.distributed.tensor._utils import ...`.
+PRIVATE = re.compile(r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]|^ *from torch[\w.]* import .*\b_\w+", re.MULTILINE)
+
+
+def parameters(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
+    users = {str(file.relative_to(APP)) for file in APP.rglob("*.py") if PRIVATE.search(file.read_text())}
+    assert users == {"world/groups.py", "checkpoint/shards.py", "components/optimizer.py", "parallel/precision.py"}
+
+
+def test_process_groups() -> None:
+    assert parameters(distributed_c10d._set_pg_timeout) == ["timeout", "group"]
+    assert not parameters(distributed_c10d._get_default_group)
+    assert isinstance(distributed_c10d._world.group_count, int)
+    assert callable(dist.ProcessGroup._get_backend)
+    assert callable(dist.ProcessGroup.allreduce)  # what the control channel calls in place of dist.all_reduce
+
+
+def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:
+    assert "group_count" in inspect.getsource(distributed_c10d._process_group_name)
+
+
+def test_an_nccl_communicator_can_be_aborted() -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("this PyTorch has no NCCL")
+    assert callable(dist.ProcessGroupNCCL.abort)
+
+
+def test_the_place_of_a_shard_in_its_tensor() -> None:
+    assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
+
+
+def test_operations_on_many_tensors_at_once() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])]
+    assert [float(norm) for norm in torch._foreach_norm(tensors)] == [5.0, 10.0]
+    torch._foreach_mul_(tensors, 2.0)
+    torch._foreach_mul_(tensors, torch.tensor(0.5))
+    assert [each.tolist() for each in tensors] == [[3.0, 4.0], [6.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("peer_stays", "message"),
+    [
+        (False, "gloo/transport/tcp/pair.cc:*Connection * by peer*"),
+        (True, "gloo/transport/tcp/unbound_buffer.cc:*] Timed out waiting *ms for recv operation to complete*"),
+    ],
+)
+def test_a_lost_peer_is_told_by_gloos_two_messages(peer_stays: bool, message: str) -> None:
+    """It ends, or does not answer: the two that `is_peer_loss` has to tell from a mistake in the code."""
+    store = dist.HashStore()
+    over = threading.Event()
+
+    def peer() -> None:
+        group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
+        if peer_stays:
+            over.wait()
+        del group
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.2 if peer_stays else 10)
+    with pytest.raises(RuntimeError) as raised:
+        group.allreduce([torch.ones(1)], options).wait()
+    over.set()
+    thread.join()
+    assert fnmatch(str(raised.value), f"*/{message}")
+    assert is_peer_loss(raised.value)
+
+
+def test_a_mistake_in_the_code_is_no_lost_peer() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(2) @ torch.ones(3)
+    assert not is_peer_loss(raised.value)
