@@ -4,6 +4,8 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Test processes at a time, where tests do not mind their neighbours.
 JOBS ?= 2
+# Few at a time to each process: long tests that wait would hold back the short ones behind them.
+PARALLEL := -n $(JOBS) --maxschedchunk 4
 
 .PHONY: install train unit test test-slow test-all e2e check
 
@@ -27,16 +29,17 @@ train: .venv/.train
 
 # Half a minute: what to run after each edit.
 unit: .venv/.dev
-	$(PYTEST) -n $(JOBS) tests/unit -m "not slow"
+	$(PYTEST) $(PARALLEL) tests/unit -m "not slow"
 
 # Every claim once. The cheap failures come first.
 test: unit
-	$(PYTEST) -n $(JOBS) tests/dist -m "not slow"
+	$(PYTEST) $(PARALLEL) tests/dist -m "not slow"
 	$(PYTEST) tests/cluster -m "not slow"
 
 # What `make test` leaves out: more worlds, more points to be killed at, more seeds.
 test-slow: .venv/.dev
-	$(PYTEST) -n $(JOBS) tests/unit tests/dist -m slow
+	$(PYTEST) $(PARALLEL) --hypothesis-profile=thorough tests/unit -m "slow or hypothesis"
+	$(PYTEST) $(PARALLEL) tests/dist -m slow
 	$(PYTEST) tests/cluster -m slow
 
 test-all: test test-slow

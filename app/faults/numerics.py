@@ -5,7 +5,7 @@ Every rank is given the same numbers in the same order (`StepStats`), so all dec
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -85,11 +85,11 @@ class Numerics:
         return f"loss {agreed.loss:.4g} against a median of {median(self._losses):.4g} at step {agreed.step}"
 
 
-def is_spike(loss: float, recent: Iterable[float], most: float) -> bool:
+def is_spike(loss: float, recent: Collection[float], most: float) -> bool:
     """Return whether `loss` lies above all `recent` losses, and over `most` robust deviations above their median."""
-    losses = list(recent)
-    if len(losses) < _ENOUGH or not loss > max(losses):
+    if len(recent) < _ENOUGH or not loss > max(recent):
         return False
+    losses = list(recent)
     # Losses spread by factors. In logarithms a falling curve, a plateau and a loss of almost nothing are alike.
     if min(losses) > 0:
         losses = [math.log(each) for each in losses]

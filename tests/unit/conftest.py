@@ -5,6 +5,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.stores")
 
-# How long an example takes depends on how busy the machine is.
-settings.register_profile("steadfast", deadline=None)
-settings.load_profile("steadfast")
+# How long an example takes depends on how busy the machine is. `make test-slow` tries many more of them.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile("quick")

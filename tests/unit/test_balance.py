@@ -99,7 +99,7 @@ def test_shares_change_when_it_has_been_worth_it_for_a_while(
     assert decisions(words, shares) == expected
 
 
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import (
@@ -214,7 +214,6 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 NESTED = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.dictionaries(st.text(), NESTED, max_size=4))
 def test_round_trip_of_any_arguments(args: dict[str, object]) -> None:
     config = Config(model=Target(target="a:b", args=args))

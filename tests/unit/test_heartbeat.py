@@ -16,7 +16,7 @@ import pytest
 from app.orchestration.heartbeat import Commands, HeartbeatClient, HeartbeatServer
 from app.world.timeouts import Timeouts
 
-TIMEOUTS = Timeouts(silence_s=0.4)
+TIMEOUTS = Timeouts(silence_s=0.25)
 SOON_S = 10.0
 
 
@@ -94,7 +94,7 @@ async def _end(server: HeartbeatServer) -> None:
 
 
 def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
-    time.sleep(1.2 * TIMEOUTS.lease_s)
+    time.sleep(1.1 * TIMEOUTS.lease_s)
     ends.loop.call_soon_threadsafe(lambda: ends.server.command(leave=3))
     assert ends.heard.get(timeout=SOON_S) == Commands(leave=3)
     assert ends.lost.empty()
@@ -102,7 +102,7 @@ def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
 
 def test_behind_a_partition_the_worker_is_taken_for_dead_and_then_counts_itself_out(ends: Ends) -> None:
     ends.cable.cut.set()
-    assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.4 s")
+    assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.25 s")
     assert ends.heard.empty()  # first the others go on without it
     assert ends.heard.get(timeout=SOON_S) is None
     assert ends.client.ended

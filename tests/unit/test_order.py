@@ -35,7 +35,7 @@ def test_permutation_of_any_size_stays_inside_and_does_not_repeat(size: int, see
     assert len(set(placed)) == len(index)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_every_small_permutation_is_about_as_likely(size: int) -> None:
     drawn = [tuple(Permutation(size, key(seed * 7919))(np.arange(size))) for seed in range(2400)]
     counts = [drawn.count(each) for each in set(drawn)]

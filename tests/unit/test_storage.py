@@ -70,7 +70,7 @@ def test_a_half_committed_file_of_a_file_system_leaves_the_old_one(tmp_path: Pat
 
 
 def test_google_storage_that_does_not_answer_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.arrow._RETRY_BUDGET_S", 1.0)
+    monkeypatch.setattr("app.storage.arrow._RETRY_BUDGET_S", 0.2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         store = open_store(f"gs://anonymous@b/runs?scheme=http&endpoint_override=127.0.0.1:{nobody.getsockname()[1]}")

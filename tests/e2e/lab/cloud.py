@@ -64,7 +64,8 @@ class Cloud:
         server = f"python -c {shlex.quote(_SERVER)} > ~/moto.log 2>&1"
         self._server = lab.start(_API, server, MOTO_IAM_LOAD_MANAGED_POLICIES="true")
         lab.run(_API, f"until (exec 3<>/dev/tcp/127.0.0.1/{_PORT}) 2>&-; do sleep 0.1; done", timeout_s=60)
-        self._client = lab.start(_API, f"python -c {shlex.quote(_CLIENT)}", subprocess.PIPE, **self.settings)
+        client = f"python -c {shlex.quote(_CLIENT)}"
+        self._client = lab.start(_API, client, subprocess.PIPE, subprocess.PIPE, **self.settings)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._hosts: set[str] = set()
@@ -122,7 +123,8 @@ class Cloud:
         self._closing.set()
         self._thread.join()
         for process in (self._client, self._server):
-            process.kill()
+            with process:  # closes its pipes, and waits
+                process.kill()
 
     def _follow(self) -> None:
         while not self._closing.wait(_POLL_S):

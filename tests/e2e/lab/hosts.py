@@ -137,14 +137,20 @@ class Lab:
         _run("ip", "-n", _SWITCH, "link", "set", _port(name), "up")
 
     def start(
-        self, name: str, command: str, keyboard: int = subprocess.DEVNULL, /, **environment: str
+        self,
+        name: str,
+        command: str,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = subprocess.DEVNULL,
+        /,
+        **environment: str,
     ) -> subprocess.Popen[str]:
-        """A shell command typed on a host itself, in its /root."""
+        """Start a shell command typed on a host itself, in its /root; its errors go where its output goes."""
         return subprocess.Popen(
             [*typing_at(name), command],
             env=_SETTINGS | environment,
-            stdin=keyboard,
-            stdout=subprocess.PIPE,
+            stdin=stdin,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -153,8 +159,8 @@ class Lab:
     def run(
         self, name: str, command: str, timeout_s: float = 120, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """The same, to its end; output and errors are in `stdout`."""
-        process = self.start(name, command, **environment)
+        """Run a shell command to its end; output and errors are in `stdout`."""
+        process = self.start(name, command, subprocess.DEVNULL, subprocess.PIPE, **environment)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
