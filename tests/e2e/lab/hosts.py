@@ -46,6 +46,7 @@ class Lab:
 
     addresses: dict[str, str] = field(default_factory=dict)
     _powered: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _started: list[subprocess.Popen[str]] = field(default_factory=list)  # they end with their hosts at the latest
 
     def __post_init__(self) -> None:
         sweep()
@@ -146,7 +147,7 @@ class Lab:
         **environment: str,
     ) -> subprocess.Popen[str]:
         """Start a shell command typed on a host itself, in its /root; its errors go where its output goes."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*typing_at(name), command],
             env=_SETTINGS | environment,
             stdin=stdin,
@@ -155,6 +156,8 @@ class Lab:
             text=True,
             start_new_session=True,
         )
+        self._started = [*(each for each in self._started if each.poll() is None), process]
+        return process
 
     def run(
         self, name: str, command: str, timeout_s: float = 120, **environment: str
@@ -189,6 +192,8 @@ class Lab:
     def close(self) -> None:
         for name in list(self._powered):
             self.power_off(name)
+        for process in self._started:
+            process.wait()
         sweep()
 
     def __enter__(self) -> Lab:
