@@ -103,7 +103,8 @@ class Worlds:
 
     async def form(self, starts: bool = False, step: int = 0) -> None:
         """Form the next world. It `starts` if it finishes a step; `step` is the furthest one in the ledger."""
-        names = [name for name in ("a", "b", "c") if name not in self.subject._dead]
+        # The one that may be new comes first: survivors would not wait for it.
+        names = [name for name in ("c", "b", "a") if name not in self.subject._dead]
         places = await asyncio.gather(*(self.subject.join(Member(name, None, name)) for name in names))
         (self.attempt,) = {place.attempt for place in places if isinstance(place, WorldAssignment)}
         if starts:
@@ -291,16 +292,16 @@ def test_a_thousand_failures_that_no_death_explains_end_the_run_within_its_budge
     assert ERROR in fatal.error
 
 
-def test_a_thousand_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
+def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
-        for number in range(1, 1001):
+        for number in range(1, 31):
             await worlds.form(starts=True, step=number)
             worlds.subject.lose("c", "connection closed")
             await worlds.fail("a", "b")
             del worlds.subject._dead["c"]  # another one takes its name
 
     worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
-    assert worlds.told() == [("worker", "c", False)] * 1000
+    assert worlds.told() == [("worker", "c", False)] * 30
     assert not worlds.subject.over
 
 
