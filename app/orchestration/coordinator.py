@@ -12,7 +12,7 @@ from app.errors import RunConflict
 from app.orchestration.heartbeat import HeartbeatServer
 from app.orchestration.membership import Form, Membership, Resize, Short, Wait
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from app.orchestration.policies import Budgets
+from app.orchestration.policies import BrokenWorlds, Budgets
 from app.orchestration.supervisor import Supervisor
 from app.run import events
 from app.run.directory import RunDirectory
@@ -23,6 +23,14 @@ _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers th
 _GATHER_S = 0.3  # how long a newcomer waits for others
 _STORAGE_S = 1.0  # how long after storage has refused it is asked again
 _DEATH_NEWS_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
+
+# What to do where workers live and cannot reach each other. Which of it is wrong cannot be known from here.
+_REMEDY = (
+    "Look for a network interface that does not exist or does not lead to the other workers (GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
+    "With NCCL_DEBUG=INFO, NCCL tells what it tries, and -v shows it. Workers have these variables from the command, "
+    "or, on a cluster that runs already, from ray start on their node. Then give the same command again"
+)
 
 Answer = WorldAssignment | Leave
 
@@ -53,13 +61,19 @@ class Coordinator:
         self._ownership.renew_in_background()  # the command that has claimed the run does so no more
         self._events_file = directory.open_events()
         self._events: list[Event] = []
-        self._budgets = Budgets(dict.fromkeys(("worker", "hang", "exception", "oom"), recovery.max_failures))
+        counted = ("worker", "hang", "exception", "oom", "communication")
+        self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
+        self._broken_worlds = BrokenWorlds()
         self._seen_failures: set[tuple[int, str]] = set()
         # Members taken for dead -> the cause, until an event has told it. One behind a partition may come back.
         self._dead: dict[str, str] = {}
         # Members without a world, whose call waits for the answer.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._running = 0  # the attempt under way, 0 between two
+        # Set once it is known why the attempt under way must end: what its members raise then is a consequence.
+        self._doomed = asyncio.Event()
+        # All who were dead when a member noticed it are known by then: their heartbeats have been missing for so long.
+        self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
         self._store: dist.TCPStore | None = None  # of the newest world; it ends with this reference
         self._skip = directory.skipped_steps()
 
@@ -102,6 +116,7 @@ class Coordinator:
     async def leave(self, name: str) -> None:
         """Let a worker go: the end of its heartbeats is not a failure."""
         if self._forget(name):
+            self._doomed.set()
             self.reconcile()
 
     async def failed(self, member: str, report: FailureReport) -> bool:
@@ -111,7 +126,20 @@ class Coordinator:
             await asyncio.sleep(_DEATH_NEWS_S)
             if report.attempt and report.attempt == self.heartbeats.commands.aborted:
                 report = replace(report, kind="peer")
-        return self._judge(member, report)
+        return self._judge(member, await self._second_thought(report))
+
+    async def _second_thought(self, report: FailureReport) -> FailureReport:
+        # "peer" is what a worker makes of an error's text. It is one if a member of the attempt has been lost; a wrong
+        # interface raises the same, and would do so in world after world.
+        if report.kind != "peer" or report.attempt != self._running:
+            return report
+        try:
+            await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
+        except TimeoutError:
+            # Of those who wait, the first ends the attempt, so that it is charged once.
+            if report.attempt == self._running and not self._doomed.is_set():
+                return replace(report, kind="communication")
+        return report
 
     def _judge(self, member: str, report: FailureReport) -> bool:
         if member in self._dead:  # the others have gone on without it
@@ -122,6 +150,9 @@ class Coordinator:
             cause = "worker lost"
         elif report.kind == "numeric":
             cause = report.message
+        elif report.kind == "communication":
+            cause = "communication failed"
+            self._charge_communication(member, report)
         else:
             self._charge(member, report)
         self._end_attempt(cause, report)
@@ -144,6 +175,21 @@ class Coordinator:
             budget=exceeded,
         )
         self.record(failure)
+
+    def _charge_communication(self, member: str, report: FailureReport) -> None:
+        failure = events.Failure(
+            kind=report.kind,
+            member=member,
+            step=report.step,
+            error=report.message,
+            traceback=report.traceback,
+        )
+        self.record(failure)
+        broken = self._broken_worlds.count(report.attempt)
+        exceeded = self._budgets.spend(report.kind, self._last_step())
+        if reason := broken or exceeded:
+            why = f"workers cannot communicate, though none was lost: {reason}\n{report.message}\n{_REMEDY}"
+            self.give_up(why, report.kind, exceeded)
 
     async def publish(self, event: Event) -> None:
         """Record an event of a worker or a slot."""
@@ -183,6 +229,7 @@ class Coordinator:
             case Form(members):
                 self._form(members)
             case Resize(none_stays) if self._running:
+                self._doomed.set()
                 self.heartbeats.command(leave=self._running, save=self._running if none_stays else 0)
             case Wait(seconds):
                 asyncio.get_running_loop().call_later(seconds, self.reconcile)
@@ -207,6 +254,7 @@ class Coordinator:
         except RunConflict as error:
             self.give_up(str(error))
             return
+        self._doomed = asyncio.Event()
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
         for rank, name in enumerate(names):
             place = WorldAssignment(rank, len(names), attempt, self._store.port, self._skip)
@@ -230,12 +278,15 @@ class Coordinator:
         self._charge_loss(kind)
 
     def _charge_loss(self, kind: str) -> None:
-        step = (self._directory.last_step_line() or {}).get("step", 0)
-        if exceeded := self._budgets.spend(kind, int(step)):
+        if exceeded := self._budgets.spend(kind, self._last_step()):
             self.give_up(exceeded)
+
+    def _last_step(self) -> int:
+        return int(self._directory.last_step_line().get("step", 0))
 
     def abort(self) -> None:
         """Tell the members of the world under way that it is no more."""
+        self._doomed.set()
         self.heartbeats.command(aborted=self._ownership.attempt)
         self._store = None  # which frees those who still form it
 
@@ -247,11 +298,11 @@ class Coordinator:
                 waiting.set_result(reason)
         self.reconcile()
 
-    def give_up(self, why: str) -> None:
-        """End the run as failed."""
+    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
+        """End the run as failed. `budget` says which one has been exceeded."""
         self.over = True
         self.abort()
-        self.record(events.Failure(kind="ours", fatal=True, error=why, traceback=""))
+        self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
         self.dismiss(list(self._waiting), Leave.RUN_ENDED)
 
     def record(self, event: Event) -> None:
@@ -259,8 +310,11 @@ class Coordinator:
         match event:
             case events.Rollback(steps=steps):
                 self._skip |= set(steps)
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
             case events.AttemptEnded():
                 self._running = 0
+                self._doomed.set()
             case events.Finished():
                 self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)

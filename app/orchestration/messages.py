@@ -18,8 +18,9 @@ class Member:
 class FailureReport:
     """Why an attempt broke. Each worker that sees it break tells the coordinator."""
 
-    # "peer" when another worker is gone, "numeric" for a step to be left out, "ours" for an error with a message of its
-    # own, "oom" for device or host memory, "exception" for any other.
+    # "peer" when another worker seems to be gone, "numeric" for a step to be left out, "ours" for an error with a
+    # message of its own, "oom" for device or host memory, "exception" for any other. The coordinator makes
+    # "communication" of a "peer" if it misses nobody.
     kind: str
     attempt: int  # 0 for a worker that has been in no world yet
     step: int

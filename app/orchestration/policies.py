@@ -28,6 +28,30 @@ class Budgets:
 
 
 @dataclass
+class BrokenWorlds:
+    """Count the worlds in a row that could not communicate, and did not finish a step. Deaths are not its business."""
+
+    # The second one shows that it was no accident: such an error is a setting far more often than a moment's weakness.
+    allowed: int = 1
+    _in_a_row: int = 0
+    _stepped: int = 0  # the newest attempt that has finished a step
+
+    def stepped(self, attempt: int) -> None:
+        """Take note that an attempt has finished its first step."""
+        self._stepped = attempt
+        self._in_a_row = 0
+
+    def count(self, attempt: int) -> str | None:
+        """Count an attempt that broke while all of its workers lived. Return why the run must end, or None."""
+        if attempt == self._stepped:
+            return None
+        self._in_a_row += 1
+        if self._in_a_row <= self.allowed:
+            return None
+        return f"{self._in_a_row} attempts in a row broke before they had finished a step"
+
+
+@dataclass
 class Quarantine:
     """Name the nodes on which workers keep dying soon after their start, so that they get no more for a while."""
 

@@ -25,7 +25,7 @@ class RestartCoordinator(Coordinator):
         return await self._assign(member)
 
     async def failed(self, member: str, report: FailureReport) -> bool:
-        return self._judge(member, report)
+        return self._judge(member, await self._second_thought(report))
 
     async def _start(self) -> int:
         return await self.heartbeats.listen()  # and no supervisor: Ray watches its workers

@@ -165,6 +165,8 @@ class Fit:
             self._error = error
 
     def _explained(self, failure: Failure) -> SteadfastError:
+        if failure.kind == "communication":  # what is wrong lies in the machines, not in the command
+            return TrainingError(failure.error)
         if failure.kind != "ours":
             return TrainingError(failure.traceback)
         # Bad input that is found before the first step is bad usage; after it the training has failed.

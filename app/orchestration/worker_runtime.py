@@ -132,7 +132,7 @@ class RayRuntime:
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
         # (kind of the failure, whether the run is over)
-        kind = _kind(error)
+        kind = _kind(error, self._attempt)
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
         skip = error.steps if isinstance(error, BadStep) else ()
         lines = "".join(traceback.format_exception(error))
@@ -154,8 +154,9 @@ class RayRuntime:
             world.groups.abort()
 
 
-def _kind(error: BaseException) -> str:
-    if is_peer_loss(error):
+def _kind(error: BaseException, attempt: int) -> str:
+    # Before the first attempt there are no peers: a dataset, which may use sockets too, is being built.
+    if attempt and is_peer_loss(error):
         return "peer"
     if isinstance(error, SteadfastError):
         return "ours"

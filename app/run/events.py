@@ -113,7 +113,8 @@ class AttemptEnded(Event):
 
     wording = "attempt {attempt} ended after step {step}: {cause}"
 
-    # "finished", "stopped", "resized", "worker lost", "all workers lost", "exception" or what was wrong with a step
+    # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "exception" or what
+    # was wrong with a step
     cause: str
     step: int | None = None  # the last one that was done
 
@@ -256,7 +257,8 @@ class Failure(Event):
     """A worker is lost, or its code raised."""
 
     error: str
-    # "worker", "hang", "preemption", "exception", "oom", or "ours" for an error that has a remedy of its own
+    # "worker", "hang", "preemption", "exception", "oom", "communication" where workers that live cannot reach each
+    # other, or "ours" for an error that has a remedy of its own
     kind: str | None = None
     member: str | None = None  # name of the worker
     node: str | None = None  # Ray's id of the machine

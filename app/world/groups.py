@@ -28,7 +28,18 @@ _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 # Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text tells from a bug in the code.
 # If the peer has ended: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer", or "reset" for "closed".
 # If it is silent: "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation".
-_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+# After the latter, every further collective of the group: "Application timeout caused pair closure".
+# The text cannot tell a peer that is gone from one that cannot be reached; the coordinator knows who lives.
+_MARKS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "socket",
+    "tcpstore",
+    "caused pair closure",
+)
 
 
 class PeerLost(Exception):
@@ -141,7 +152,7 @@ class Groups:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether an error raised inside a step says that a peer is gone, rather than that the code is wrong."""
+    """Return whether an error's text says that a peer cannot be reached, rather than that the code is wrong."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _MARKS)

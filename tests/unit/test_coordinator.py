@@ -1,8 +1,11 @@
-"""The coordinator without Ray: who was cut off and comes back finds that the others have gone on."""
+"""The coordinator without Ray: those who were cut off and come back, and workers that cannot reach each other."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 
 from app.config import RecoveryConfig
 from app.orchestration.coordinator import Coordinator
-from app.orchestration.messages import FailureReport, Leave, Member
-from app.run.directory import RunDirectory
-from app.run.events import Finished
+from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from app.orchestration.restart import RestartCoordinator
+from app.orchestration.worker_runtime import _kind
+from app.run.directory import STEPS, RunDirectory
+from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished
 from app.run.owner import Ownership
 from app.storage import LocalStore
 from tests.events import event_lines
@@ -81,3 +86,225 @@ def test_a_newcomer_that_fell_silent_before_it_came_is_sent_away_and_told_of_onc
     subject, answers = asyncio.run(partition(tmp_path, come))
     assert answers == [Leave.RELEASED] * 2
     assert len(told(subject, "failure")) == 2  # with that of the one that was cut off
+
+
+ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
+LONG_S = 60.0  # nobody can wait so long here for the news of a death
+SHORT_S = 0.05  # news of a death that come later are none
+
+
+@dataclass
+class Worlds:
+    """Three workers, a, b and c, that make world after world, and report together how each one breaks."""
+
+    subject: Coordinator
+    directory: RunDirectory
+    attempt: int = 0
+
+    async def form(self, starts: bool = False, step: int = 0) -> None:
+        """Form the next world. It `starts` if it finishes a step; `step` is the furthest one in the ledger."""
+        # The one that may be new comes first: survivors would not wait for it.
+        names = [name for name in ("c", "b", "a") if name not in self.subject._dead]
+        places = await asyncio.gather(*(self.subject.join(Member(name, None, name)) for name in names))
+        (self.attempt,) = {place.attempt for place in places if isinstance(place, WorldAssignment)}
+        if starts:
+            seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
+            started = AttemptStarted(attempt=self.attempt, step=0, source="start", world_size=3, **seconds)
+            await self.subject.publish(started)
+        if step:
+            self.directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
+
+    async def fail(self, *names: str, kind: str = "peer") -> list[bool]:
+        """Report the end of the attempt for `names`, all at once. Return what each is told: if the run is over."""
+        report = FailureReport(kind, self.attempt, 7, ERROR, "Traceback: ...")
+        reports = [self.subject.failed(name, report) for name in names]
+        return await asyncio.wait_for(asyncio.gather(*reports), LONG_S / 2)
+
+    def told(self) -> list[tuple[str, str | None, bool]]:
+        """Return kind, worker and whether it was fatal, for each failure so far."""
+        lines = [event for event in event_lines(self.directory) if event["event"] == "failure"]
+        return [(line["kind"], line.get("member"), line["fatal"]) for line in lines]
+
+
+def play(
+    folder: Path,
+    story: Callable[[Worlds], Awaitable[None]],
+    silence_s: float = SHORT_S,
+    max_failures: int = 10,
+    kind: type[Coordinator] = Coordinator,
+) -> Worlds:
+    """Return what has become of three workers after `story`."""
+
+    async def tell() -> Worlds:
+        directory = RunDirectory(LocalStore(folder))
+        directory.check_writable()
+        recovery = RecoveryConfig(silence_s=silence_s, max_failures=max_failures)
+        subject = kind(recovery, (1, 3), directory, Ownership.claim(directory.store), 3)
+        worlds = Worlds(subject, directory)
+        await story(worlds)
+        await subject.close()
+        return worlds
+
+    return asyncio.run(tell())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.orchestration.coordinator._DEATH_NEWS_S", 0.01)
+
+
+async def a_death_before(worlds: Worlds) -> None:
+    worlds.subject.lose("c", "connection closed")
+    await worlds.fail("a", "b")
+
+
+async def a_death_a_moment_later(worlds: Worlds) -> None:
+    reports = asyncio.ensure_future(worlds.fail("a", "b"))
+    await asyncio.sleep(0.1)
+    assert worlds.told() == []
+    worlds.subject.lose("c", "not heard of for 5 s")
+    await reports
+
+
+async def a_hang_of_all(worlds: Worlds) -> None:
+    worlds.subject.abort()
+    await worlds.fail("a", "b", "c")
+
+
+async def a_planned_resize(worlds: Worlds) -> None:
+    worlds.subject.dismiss(worlds.subject.membership.send_away(["c"]), Leave.RELEASED)
+    await worlds.fail("a", "b")
+
+
+async def one_that_has_left(worlds: Worlds) -> None:
+    reports = asyncio.ensure_future(worlds.fail("a", "b"))
+    await asyncio.sleep(0.1)
+    await worlds.subject.leave("c")
+    await reports
+
+
+async def an_exception_of_another(worlds: Worlds) -> None:
+    await asyncio.gather(worlds.fail("a", "b"), worlds.fail("c", kind="exception"))
+
+
+async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -> None:
+    await a_death_before(worlds)
+    former = FailureReport("peer", worlds.attempt, 7, ERROR, "")
+    await worlds.form()
+    await worlds.subject.failed("b", former)
+
+
+EXPLAINED = {
+    a_death_before: [("worker", "c", False)],
+    a_death_a_moment_later: [("worker", "c", False)],
+    a_hang_of_all: [],
+    a_planned_resize: [],
+    one_that_has_left: [],
+    an_exception_of_another: [("exception", "c", False)],
+    a_death_that_is_told_after_the_next_world_has_formed: [("worker", "c", False)],
+}
+
+
+@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
+@pytest.mark.parametrize(("what", "failures"), EXPLAINED.items(), ids=[what.__name__ for what in EXPLAINED])
+def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wait(
+    tmp_path: Path, what: Callable[[Worlds], Awaitable[None]], failures: list[Any], kind: type[Coordinator]
+) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        await what(worlds)
+
+    worlds = play(tmp_path, story, silence_s=LONG_S, kind=kind)
+    assert worlds.told() == failures
+    assert not worlds.subject.over
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
+def test_a_world_that_breaks_while_all_live_is_charged_once_and_its_error_is_told(
+    tmp_path: Path, kind: type[Coordinator]
+) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        assert await worlds.fail("a", "b", "c") == [False] * 3
+
+    worlds = play(tmp_path, story, kind=kind)
+    assert worlds.told() == [("communication", "a", False)]
+    (event,) = worlds.directory.events(Failure)
+    assert (event.error, event.traceback, event.step) == (ERROR, "Traceback: ...", 7)
+    assert "no socket interface found" in event.line()
+    (ended,) = worlds.directory.events(AttemptEnded)
+    assert ended.cause == "communication failed"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
+def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(
+    tmp_path: Path, kind: type[Coordinator]
+) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        await worlds.fail("a", "b", "c")
+        await worlds.form()
+        assert await worlds.fail("a", "b", "c") == [True] * 3
+        assert await worlds.subject.join(Member("a", None, "a")) is Leave.RUN_ENDED
+
+    worlds = play(tmp_path, story, kind=kind)
+    charged = ("communication", "a", False)
+    assert worlds.told() == [charged, charged, ("communication", None, True)]
+    *_, fatal = worlds.directory.events(Failure)
+    for part in (ERROR, "2 attempts in a row", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO"):
+        assert part in fatal.error
+
+
+@pytest.mark.usefixtures("quick")
+def test_worlds_that_finish_steps_in_between_go_on(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        for number in range(1, 7):
+            await worlds.form(starts=number % 2 == 0, step=number)
+            await worlds.fail("a", "b", "c")
+
+    worlds = play(tmp_path, story, max_failures=1)
+    assert worlds.told() == [("communication", "a", False)] * 6
+    assert not worlds.subject.over
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("max_failures", [0, 3])
+def test_a_thousand_failures_that_no_death_explains_end_the_run_within_its_budget(
+    tmp_path: Path, max_failures: int
+) -> None:
+    """Each world does the same step again, so that it is the budget that ends the run."""
+
+    async def story(worlds: Worlds) -> None:
+        for _ in range(1000):
+            if worlds.subject.over:
+                break
+            await worlds.form(starts=True, step=5)
+            await worlds.fail("a", "b", "c")
+
+    worlds = play(tmp_path, story, max_failures=max_failures)
+    assert len(worlds.told()) == max_failures + 2  # and the one that tells of the end
+    *_, fatal = worlds.directory.events(Failure)
+    assert fatal.budget == f"{max_failures + 1} failures (communication) and no step beyond 5; recovery allows " + (
+        f"{max_failures} in a row"
+    )
+    assert ERROR in fatal.error
+
+
+def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        for number in range(1, 31):
+            await worlds.form(starts=True, step=number)
+            worlds.subject.lose("c", "connection closed")
+            await worlds.fail("a", "b")
+            del worlds.subject._dead["c"]  # another one takes its name
+
+    worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
+    assert worlds.told() == [("worker", "c", False)] * 30
+    assert not worlds.subject.over
+
+
+@pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])
+def test_an_error_that_speaks_of_sockets_is_no_peers_before_there_are_any(attempt: int, kind: str) -> None:
+    assert _kind(RuntimeError("the dataset's server closed the socket"), attempt) == kind

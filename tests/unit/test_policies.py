@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.orchestration.policies import Budgets, Quarantine
+from app.orchestration.policies import BrokenWorlds, Budgets, Quarantine
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,29 @@ def test_kinds_have_budgets_of_their_own() -> None:
 def test_a_preemption_costs_nothing() -> None:
     budgets = Budgets({"worker": 0})
     assert {budgets.spend("preemption", 1) for _ in range(100)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("worlds", "ends"),
+    [
+        ("-", False),
+        ("--", True),
+        ("-s", False),
+        ("s-", False),  # the first one has finished a step, and only the second one has not
+        ("s--", True),
+        (1000 * "-s", False),
+        (1000 * "s", False),
+    ],
+)
+def test_two_broken_worlds_in_a_row_without_a_step_end_the_run(worlds: str, ends: bool) -> None:
+    policy = BrokenWorlds()
+    verdicts = []
+    for attempt, world in enumerate(worlds, 1):
+        if world == "s":
+            policy.stepped(attempt)
+        verdicts.append(policy.count(attempt))
+    assert [verdict for verdict in verdicts[:-1] if verdict] == []
+    assert verdicts[-1] == ("2 attempts in a row broke before they had finished a step" if ends else None)
 
 
 def test_a_node_on_which_workers_keep_dying_young_is_avoided_for_a_while() -> None:

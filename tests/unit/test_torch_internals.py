@@ -94,6 +94,31 @@ def test_a_lost_peer_is_told_by_gloos_two_messages(peer_stays: bool, message: st
     assert is_peer_loss(raised.value)
 
 
+def test_a_group_that_has_timed_out_tells_of_it_in_every_later_collective() -> None:
+    store = dist.HashStore()
+    over = threading.Event()
+
+    def peer() -> None:
+        group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
+        over.wait()
+        del group
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.2)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            group.allreduce([torch.ones(1)], options).wait()
+        errors.append(raised.value)
+    over.set()
+    thread.join()
+    assert str(errors[1]) == "Application timeout caused pair closure"
+    assert is_peer_loss(errors[1])
+
+
 def test_a_mistake_in_the_code_is_no_lost_peer() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.ones(2) @ torch.ones(3)
