@@ -120,7 +120,7 @@ class PrecisionLowered(Event):
 class VariablesKept(Event):
     """The environment has variables that `run.deterministic` would have set otherwise; they stay as they are."""
 
-    wording = "run.deterministic keeps {variables:each} of the environment; results may differ from run to run"
+    wording = "run.deterministic keeps {variables:each} of the environment; results may differ"
 
     variables: tuple[str, ...]  # NAME=VALUE, of the leader
 

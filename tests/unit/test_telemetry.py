@@ -29,6 +29,7 @@ from app.run.events import (
     Log,
     NodeQuarantined,
     NotSaved,
+    PrecisionLowered,
     Preemption,
     Rollback,
     Scale,
@@ -36,6 +37,7 @@ from app.run.events import (
     Snapshot,
     Straggler,
     Validation,
+    VariablesKept,
     Waiting,
     WarmupShortened,
 )
@@ -96,6 +98,14 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (
             WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
             "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        ),
+        (
+            PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
+            "precision is fp32, not bf16: the Tesla T4 of rank 3 has no bf16",
+        ),
+        (
+            VariablesKept(attempt=1, variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
+            "run.deterministic keeps NCCL_ALGO=Tree, NCCL_PROTO=LL of the environment; results may differ",
         ),
         (
             ON_CPU,
