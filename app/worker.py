@@ -15,6 +15,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.telemetry.startup import StartupTimer
 from app.train import train
+from app.world.device import set_numerics
 from app.world.groups import is_peer_loss
 from app.world.runtime import Outcome, Runtime, World
 
@@ -24,6 +25,7 @@ _RESCUE_S = 60.0  # in which an emergency checkpoint must be written
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
     """Train in world after world until the run ends, or this worker is not needed any more (None)."""
     try:
+        set_numerics(config.precision.tf32, config.run.deterministic)
         # Before joining, so that nobody waits for a newcomer's data and model.
         worker = WorkerState(config, runtime.device)
     except Exception as error:

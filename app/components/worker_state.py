@@ -24,6 +24,8 @@ from app.parallel.precision import build_precision
 from app.plan import Plan
 from app.run.directory import base
 from app.tasks import build_task
+from app.world.device import Gpu, gather_gpus
+from app.world.runtime import World
 
 
 class WorkerState:
@@ -34,7 +36,8 @@ class WorkerState:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
-        self.precision = build_precision(config.precision, device)
+        self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
+        self.precision = build_precision(config.precision, device)  # until `join` knows the world
         self.task = build_task(config.task)
         self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
@@ -84,6 +87,12 @@ class WorkerState:
         self._model = self.precision.convert(model)
         self._optimizer = None
         self.held.complete(0)
+
+    def join(self, world: World) -> None:
+        """Compute as all ranks of a world can: in one format. A collective on GPUs."""
+        device = self.precision.device
+        self.gpus = gather_gpus(device, world.size, world.groups.control)
+        self.precision = build_precision(self._config.precision, device, self.gpus)
 
     def prepare(self, skip: frozenset[int], parallel: Parallel) -> None:
         """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew."""

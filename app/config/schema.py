@@ -31,6 +31,8 @@ class RunConfig(Section):
     # torch.manual_seed takes a signed 64-bit integer.
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
     """data order, initial weights and dropout follow from it"""
+    deterministic: bool = False
+    """compute the same bits each time on the same GPUs, more slowly; an operation that cannot raises an error"""
 
     @field_validator("steps")
     @classmethod
@@ -52,7 +54,7 @@ class ScalingConfig(Section):
     num_workers: Range = (1, 8)
     """how many workers, or [min, max]: any number between may train, and the number may change"""
     gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
-    """auto is 1 where the cluster has a GPU or may start one, else 0"""
+    """1, or 0 to train on CPUs also where there are GPUs; auto is 1 where the cluster has a GPU or may start one"""
     cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
@@ -65,6 +67,13 @@ class ScalingConfig(Section):
     @property
     def min_workers(self) -> int:
         return self.num_workers[0]
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def worker_trains_on_one_gpu(cls, wanted: Literal["auto"] | int) -> Literal["auto"] | int:
+        if wanted not in ("auto", 0, 1):
+            raise ValueError("must be 0, 1 or auto: a worker trains on one GPU; for more, raise scaling.num_workers")
+        return wanted
 
     @field_validator("num_workers")
     @classmethod
@@ -237,7 +246,9 @@ class FsdpConfig(Section):
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """auto is bf16 on a GPU that computes in it, else fp32"""
+    """auto is bf16 where the GPUs of all workers have it in hardware, else fp32"""
+    tf32: bool = False
+    """fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23"""
 
 
 class ValidationConfig(Section):

@@ -19,7 +19,8 @@ from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
 from app.worker import work
-from app.world.runtime import Signals, World, form_world, local_device
+from app.world.device import torchrun_device
+from app.world.runtime import Signals, World, form_world
 
 # What torchrun calls a run that the user has not named. A restart of it cannot be told from another command.
 _NO_RUN_ID = "none"
@@ -28,8 +29,10 @@ _NO_RUN_ID = "none"
 class TorchrunRuntime:
     """A `Runtime` of one world. A failure ends the process, and torchrun starts another."""
 
-    def __init__(self, form: Callable[[torch.device], World], directory: RunDirectory, console: Console) -> None:
-        self.device = local_device()
+    def __init__(
+        self, device: torch.device, form: Callable[[], World], directory: RunDirectory, console: Console
+    ) -> None:
+        self.device = device
         self._form = form
         self._events = directory.open_events()
         self._console = console
@@ -40,7 +43,7 @@ class TorchrunRuntime:
         if self._formed or self._stop:
             return None
         self._formed = True
-        return self._form(self.device)
+        return self._form()
 
     def request_stop(self) -> None:
         self._stop = True
@@ -64,6 +67,7 @@ class TorchrunRuntime:
 
 def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
     """Run this process's part of the training, and return its exit code: that of rank 0 if rank 0 refuses."""
+    device = torchrun_device(config.scaling.gpus_per_worker)  # first, so that nobody waits for a rank that has none
     store, rank, world_size = next(dist.rendezvous("env://"))
     directory = RunDirectory.of(config)
     ownership = None
@@ -82,8 +86,8 @@ def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
             return int(answer["code"])
 
         skip = frozenset(answer["skip"])
-        form = partial(form_world, store, rank, world_size, answer["attempt"], skip=skip)
-        runtime = TorchrunRuntime(form, directory, console)
+        form = partial(form_world, store, rank, world_size, answer["attempt"], device, skip)
+        runtime = TorchrunRuntime(device, form, directory, console)
         with Interrupts(runtime.request_stop), closing(runtime):
             outcome = work(config, runtime, directory)
         if ownership is not None:

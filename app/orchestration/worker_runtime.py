@@ -21,9 +21,10 @@ from app.orchestration.messages import FailureReport, Leave, Member, WorldAssign
 from app.parallel import strategy_of
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
+from app.world.device import assigned_device
 from app.world.groups import PeerLost, interface_of, is_peer_loss
 from app.world.progress import Limits, Progress
-from app.world.runtime import Signals, World, form_world, local_device
+from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
 
 
@@ -45,7 +46,7 @@ class RayRuntime:
 
     def __init__(self, spec: WorkerSpec) -> None:
         here = ray.get_runtime_context()
-        self.device = local_device()
+        self.device = assigned_device(here.get_accelerator_ids()["GPU"])
         self.leave_reason = Leave.RUN_ENDED  # why there is no next world
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
@@ -69,6 +70,7 @@ class RayRuntime:
         # What a host's own name leads to is often its loopback, and that is where gloo would listen.
         if interface := interface_of(self._heartbeats.own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", all that begin so
 
     def next_world(self) -> World | None:
         """Return the next world once it has formed; None when this worker is not needed any more."""

@@ -1,5 +1,6 @@
 """Number formats, and what they mean for backward and update. Full precision is a `Precision` that adds nothing."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from app.config import PrecisionConfig
+from app.world.device import Gpu
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,15 @@ class Precision:
         return {}
 
 
-def build_precision(config: PrecisionConfig, device: torch.device) -> Precision:
-    """Return the format that the configuration names; "auto" is bf16 on a GPU that has it, else fp32."""
+def build_precision(config: PrecisionConfig, device: torch.device, gpus: Sequence[Gpu] = ()) -> Precision:
+    """Return the format that the configuration names; "auto" is bf16 where all `gpus` of the world have it, else fp32.
+
+    What it is for a model's parameters does not depend on the world.
+    """
     kind = config.kind
     if kind == "fp64":
         return Precision(device, torch.float64)
     # Not on a CPU unless it is asked for: most of them emulate bf16.
-    if kind == "bf16" or (kind == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()):
+    if kind == "bf16" or (kind == "auto" and gpus and all(gpu.has_bf16 for gpu in gpus)):
         return Precision(device, autocast_dtype=torch.bfloat16)
     return Precision(device)

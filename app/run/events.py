@@ -108,6 +108,23 @@ class WarmupShortened(Event):
     num_steps: int  # length of the run
 
 
+class PrecisionLowered(Event):
+    """A GPU has no bf16 where others have it, so `precision.kind=auto` is fp32 on all ranks of this world."""
+
+    wording = "precision is fp32, not bf16: the {gpu} of rank {rank} has no bf16"
+
+    rank: int  # the first one whose GPU has none
+    gpu: str  # its name
+
+
+class VariablesKept(Event):
+    """The environment has variables that `run.deterministic` would have set otherwise; they stay as they are."""
+
+    wording = "run.deterministic keeps {variables:each} of the environment; results may differ"
+
+    variables: tuple[str, ...]  # NAME=VALUE, of the leader
+
+
 class AttemptEnded(Event):
     """The set of workers changes, or the run ends."""
 
@@ -136,7 +153,7 @@ class Log(Event):
     units_per_s: float
     samples_per_s: float
     eta_s: float  # until the end of the run
-    mfu: float | None = None  # model FLOPs utilisation, 0 to 1, where the peak of the device is known
+    mfu: float | None = None  # model FLOPs utilisation, 0 to 1: of the peaks of all GPUs in the format in use, if known
     metrics: Mapping[str, float] = {}  # of the task, mean over the global batch
 
     def figures(self) -> dict[str, float]:

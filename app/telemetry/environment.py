@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,18 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
         "git": _output(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
         "python": platform.python_version(),
         "torch": version("torch"),
-        "ray": version("ray"),
+        "ray": _ray_version(),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
         "gpus": (gpus or "").splitlines(),
     }
+
+
+def _ray_version() -> str | None:
+    try:
+        return version("ray")
+    except PackageNotFoundError:  # torchrun does without
+        return None
 
 
 def _output(*command: str) -> str | None:

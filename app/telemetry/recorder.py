@@ -25,9 +25,10 @@ from app.tasks import Task
 from app.telemetry.goodput import goodput
 from app.telemetry.meters import Meters
 from app.telemetry.startup import StartupTimer
-from app.telemetry.throughput import peak_flops
+from app.telemetry.throughput import total_peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
 from app.world.control import StepResult
+from app.world.device import variables_kept
 from app.world.runtime import Outcome, Runtime, World
 
 # Trackers keep every figure; a person reads two lines a second, and each costs a call between processes.
@@ -53,7 +54,7 @@ class Recorder:
         self._shown_s = -math.inf
         self._told_of_snapshots = False
         self._trackers = Trackers([])
-        self._meters = _meters(worker, world)
+        self._meters = _meters(config, worker)
         self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
         worker.close_later(self._ledger.close)
         if world.leader:
@@ -68,6 +69,7 @@ class Recorder:
         timer.measure_detection(self._directory)
         if refused is not None:
             self._publish(refused)
+        self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config.trackers, self._directory.store, restored.step + 1)
         for step, why in restored.damaged.items():
@@ -81,6 +83,14 @@ class Recorder:
         # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
         for step in range(written + 1, restored.step + 1):
             self._write_as_planned(step)
+
+    def _tell_of_numerics(self) -> None:
+        gpus = self._worker.gpus
+        lacking = [rank for rank, gpu in enumerate(gpus) if not gpu.has_bf16]
+        if self._config.precision.kind == "auto" and 0 < len(lacking) < len(gpus):
+            self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
+        if self._config.run.deterministic and (kept := variables_kept()):
+            self._publish(events.VariablesKept(variables=kept))
 
     def _tell_of_shortened_warmup(self) -> None:
         # Not the command that starts the run: how long one of `run.epochs` is follows from the dataset.
@@ -134,7 +144,7 @@ class Recorder:
             lr=lr,
             grad_norm=stats.grad_norm,
             unit="samples" if stats.count == stats.num_samples else "tok",
-            memory_bytes=_memory_bytes(),
+            memory_bytes=_memory_bytes(self._worker.precision.device),
             world_size=self._world.size,
             metrics=stats.metrics,
             **self._meters.snapshot(total_steps - stats.step),
@@ -226,18 +236,15 @@ def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | 
     return text
 
 
-def _meters(worker: WorkerState, world: World) -> Meters:
-    device = worker.precision.device
+def _meters(config: Config, worker: WorkerState) -> Meters:
     flops_of = getattr(worker.model, "flops_per_sample", None)
     flops_per_sample = flops_of() if flops_of else None
-    if device.type != "cuda":
-        return Meters(flops_per_sample)
-    peak = peak_flops(torch.cuda.get_device_name(device), worker.precision.compute_dtype)
-    return Meters(flops_per_sample, peak * world.size if peak else None)
+    dtype = worker.precision.compute_dtype
+    return Meters(flops_per_sample, total_peak_flops(worker.gpus, dtype, config.precision.tf32))
 
 
-def _memory_bytes() -> int:
-    """Return the peak so far: of the device, or of the process where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _memory_bytes(device: torch.device) -> int:
+    """Return the peak so far: of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -3,7 +3,6 @@
 The implementation for Ray is in app/orchestration/, that for torchrun in app/launch/torchrun.py.
 """
 
-import os
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -128,13 +127,3 @@ def form_world(
     world = World(rank, size, attempt, groups, skip, progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank)
     return world
-
-
-def local_device() -> torch.device:
-    """Return the accelerator that this process was given, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # Torchrun shows every worker all of a machine's accelerators and says which is its own; Ray shows it just that one.
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

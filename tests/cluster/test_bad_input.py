@@ -31,9 +31,9 @@ def test_what_is_wrong_is_told_before_ray_starts(command: Commands, override: st
 @pytest.mark.ray
 def test_more_gpus_than_exist_are_named(command: Commands) -> None:
     run = command()
-    finished = run.run("scaling.gpus_per_worker=2")
+    finished = run.run("scaling.gpus_per_worker=1")
     assert finished.code == 2
-    assert "2 workers of 1 CPU and 2 GPU each" in finished.output
+    assert "2 workers of 1 CPU and 1 GPU each" in finished.output
     assert "0 GPUs have room for 0" in finished.output
     assert not run.directory.exists()
 

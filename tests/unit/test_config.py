@@ -87,6 +87,8 @@ BAD = [
     ("run: {seed: 1", "x.yaml:1: not valid YAML: expected ',' or '}', but got '<stream end>'"),
     ("run: !!python/object:os.system {}", "x.yaml:1: not valid YAML: could not determine a constructor for the tag "
      "'tag:yaml.org,2002:python/object:os.system'"),
+    ("scaling:\n  gpus_per_worker: 2", "x.yaml:2: scaling.gpus_per_worker: must be 0, 1 or auto: a worker trains on "
+     "one GPU; for more, raise scaling.num_workers, found 2"),
 ]
 BAD_OVERRIDES = [
     ("optimizer.lr=fast", "override: optimizer.lr: must be a valid number, unable to parse string as a number, "

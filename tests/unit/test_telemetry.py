@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import threading
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from app.run.events import (
     Log,
     NodeQuarantined,
     NotSaved,
+    PrecisionLowered,
     Preemption,
     Rollback,
     Scale,
@@ -35,6 +37,7 @@ from app.run.events import (
     Snapshot,
     Straggler,
     Validation,
+    VariablesKept,
     Waiting,
     WarmupShortened,
 )
@@ -44,9 +47,10 @@ from app.telemetry.environment import environment
 from app.telemetry.meters import Meters
 from app.telemetry.outcome import result
 from app.telemetry.tensorboard import TensorBoardTracker
-from app.telemetry.throughput import peak_flops
+from app.telemetry.throughput import peak_flops, total_peak_flops
 from app.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
 from app.units import compact, duration, size
+from app.world.device import Gpu
 from tests.events import changed
 
 LOG = Log(
@@ -94,6 +98,14 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (
             WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
             "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        ),
+        (
+            PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
+            "precision is fp32, not bf16: the Tesla T4 of rank 3 has no bf16",
+        ),
+        (
+            VariablesKept(attempt=1, variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
+            "run.deterministic keeps NCCL_ALGO=Tree, NCCL_PROTO=LL of the environment; results may differ",
         ),
         (
             ON_CPU,
@@ -314,12 +326,51 @@ def test_mfu_is_unknown_without_a_peak() -> None:
         ("NVIDIA H100 NVL", torch.float32, 60),
         ("NVIDIA L4", torch.bfloat16, 121),
         ("NVIDIA L40S", torch.float16, 362.05),
+        ("NVIDIA L40", torch.bfloat16, 181.05),
+        ("NVIDIA A40", torch.bfloat16, 149.7),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
         ("NVIDIA H200", torch.float64, None),
-        ("NVIDIA GeForce RTX 3090", torch.bfloat16, None),
+        ("NVIDIA H200 NVL", torch.bfloat16, 835.5),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 989.4),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
+        ("Tesla T4", torch.float16, 65),
+        ("Tesla T4", torch.float32, 8.1),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, 125),
+        ("Tesla V100-PCIE-32GB", torch.float16, 112),
+        ("Tesla V100S-PCIE-32GB", torch.float16, 130),
+        ("NVIDIA GeForce RTX 3090", torch.bfloat16, 71),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16, 80),
+        ("NVIDIA GeForce RTX 4080 SUPER", torch.bfloat16, 104.4),
+        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6),
+        ("NVIDIA RTX A6000", torch.bfloat16, 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, 364.2),
+        # A part of a GPU, and slower ones of nearly the same name.
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA A10-8Q", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, None),
+        ("NVIDIA GeForce GTX 1080", torch.float32, None),
     ],
 )
 def test_peak_flops(name: str, dtype: torch.dtype, teraflops: float | None) -> None:
     assert peak_flops(name, dtype) == (teraflops and pytest.approx(teraflops * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"), [("NVIDIA A100-SXM4-80GB", 156), ("NVIDIA L4", 60.5), ("Tesla V100-PCIE-32GB", 14)]
+)
+def test_tf32_has_a_peak_of_its_own_where_a_gpu_has_it(name: str, teraflops: float) -> None:
+    assert peak_flops(name, torch.float32, tf32=True) == pytest.approx(teraflops * 1e12)
+    assert peak_flops(name, torch.float16, tf32=True) == peak_flops(name, torch.float16)
+
+
+def test_the_peak_of_a_world_is_the_sum_of_all_its_gpus_and_unknown_if_one_is() -> None:
+    a100, l4, unheard_of = Gpu("NVIDIA A100-SXM4-40GB", True), Gpu("NVIDIA L4", True), Gpu("NVIDIA Z1", True)
+    assert total_peak_flops((a100, l4, l4), torch.bfloat16, tf32=False) == pytest.approx((312 + 2 * 121) * 1e12)
+    assert total_peak_flops((a100, unheard_of), torch.bfloat16, tf32=False) is None
+    assert total_peak_flops((), torch.bfloat16, tf32=False) is None
 
 
 def test_trackers_sort_figures() -> None:
@@ -375,6 +426,17 @@ def test_environment_is_plain_json_and_survives_outside_a_repository(tmp_path: P
     assert seen["git"] is None
     assert torch.__version__.startswith(seen["torch"].split("+")[0])
     assert seen["num_cpus"] >= 1
+
+
+def test_environment_is_known_where_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "ray":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("app.telemetry.environment.version", version)
+    seen = environment(tmp_path)
+    assert (seen["torch"], seen["ray"]) == ("1.0", None)
 
 
 def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Ranks on unequal GPUs compute in one format, and are measured by the sum of their peaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from app.components import worker_state
+from app.components.worker_state import WorkerState
+from app.models import build_model
+from app.parallel.precision import Precision
+from app.world.device import DETERMINISTIC, Gpu
+from app.world.runtime import form_world
+from tests.dist.drill import drill
+from tests.dist.gang import Gang, Member
+from tests.dist.reference import CPU
+from tests.dist.small import small
+
+CUDA = torch.device("cuda", 0)
+L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)
+
+
+def join_with(member: Member, storage: str, generation: int, gpus: list[Gpu]) -> torch.dtype:
+    """Join a world in which each rank knows just its own GPU. Return the format that it computes in then."""
+    own = gpus[member.number]
+    worker = WorkerState(small(storage, "precision.kind=auto"), CPU)
+    worker.precision = Precision(CUDA)
+    world = form_world(member.store, member.number, len(gpus), generation, CPU)
+    with (
+        patch.object(torch.cuda, "get_device_name", lambda device: own.name),
+        # By itself torch calls it support when bf16 is emulated.
+        patch.object(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or own[1]),
+    ):
+        worker.join(world)
+    assert worker.gpus == tuple(gpus)
+    world.groups.destroy()
+    return worker.precision.compute_dtype
+
+
+def test_all_ranks_compute_in_one_format_also_where_some_gpus_have_no_bf16(tmp_path: Path) -> None:
+    with Gang(2) as gang:
+        assert gang.run(join_with, str(tmp_path), 1, [L4, L4]) == [torch.bfloat16] * 2
+        assert gang.run(join_with, str(tmp_path), 2, [L4, T4]) == [torch.float32] * 2
+        assert gang.run(join_with, str(tmp_path), 3, [T4, T4]) == [torch.float32] * 2
+
+
+def unequal_gpus() -> None:
+    vars(worker_state)["gather_gpus"] = lambda *_: (L4, T4)
+
+
+def test_a_run_on_unequal_gpus_tells_of_its_format_and_is_measured_by_all_of_them(tmp_path: Path) -> None:
+    words = ("run.steps=2", "precision.kind=auto", "logging.every_steps=1")
+    config = small(tmp_path, *words)
+    drilled = drill(config, worlds=[2], patch=unequal_gpus)
+    assert drilled.told("precision_lowered", "gpu") == ["Tesla T4"]
+    assert drilled.told("precision_lowered", "rank") == [1]
+    line = json.loads((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()[-1])
+    flops = build_model(config.model).flops_per_sample()  # type: ignore[operator]
+    assert line["mfu"] == pytest.approx(line["samples_per_s"] * flops / (30.3e12 + 8.1e12))
+
+
+def test_a_deterministic_run_tells_what_the_environment_has_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in DETERMINISTIC.items():
+        monkeypatch.setenv(name, "Tree" if name == "NCCL_ALGO" else value)
+    drilled = drill(small(tmp_path, "run.steps=2", "run.deterministic=true"), worlds=[2])
+    assert drilled.told("variables_kept", "variables") == [["NCCL_ALGO=Tree"]]
+    assert not drilled.told("precision_lowered", "gpu")

@@ -1,0 +1,233 @@
+"""Which device a worker takes, and how it computes, with a fake in place of CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app import worker
+from app.config import Config, diff, parse_config
+from app.config.schema import PrecisionConfig
+from app.errors import UsageError
+from app.launch.torchrun import run_under_torchrun
+from app.orchestration import worker_runtime
+from app.orchestration.worker_runtime import RayRuntime, WorkerSpec
+from app.parallel.precision import build_precision
+from app.run.directory import RunDirectory
+from app.world.device import (
+    DETERMINISTIC,
+    Gpu,
+    assigned_device,
+    gather_gpus,
+    set_numerics,
+    torchrun_device,
+    variables_kept,
+)
+from app.world.groups import interface_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)
+
+
+class FakeCuda:
+    """A machine's GPUs, as far as choosing one goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.current: int | None = None
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: self.count)
+        monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
+
+    def _set_device(self, index: int) -> None:
+        assert index < self.count, "invalid device ordinal"
+        self.current = index
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Take back what a test does to the environment, also to variables that are not there yet."""
+    names = (*DETERMINISTIC, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "STEADFAST_LABEL")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.fixture
+def numerics() -> Iterator[None]:
+    """Take back what a test does to the way in which this process computes."""
+    matmul, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    benchmark = torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolutions
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "num_visible", "device"),
+    [
+        ([], 0, CPU),
+        ([], 8, CPU),  # Ray does not hide a machine's GPUs from a worker that has been assigned none
+        (["5"], 1, CUDA),  # and shows one that has been assigned some just these
+        (["0"], 0, CPU),
+    ],
+)
+def test_a_worker_of_ray_takes_a_gpu_only_if_it_was_assigned_one(
+    cuda: FakeCuda, gpu_ids: list[str], num_visible: int, device: torch.device
+) -> None:
+    cuda.count = num_visible
+    assert assigned_device(gpu_ids) == device
+    assert cuda.current == device.index
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "num_ranks", "device"),
+    [
+        ("auto", 0, 4, CPU),
+        ("auto", 4, 4, torch.device("cuda", 1)),
+        (1, 4, 2, torch.device("cuda", 1)),
+        (0, 1, 4, CPU),
+        (0, 4, 4, CPU),
+    ],
+)
+def test_a_rank_of_torchrun_takes_the_gpu_of_its_number(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, wanted: Any, num_gpus: int, num_ranks: int, device: torch.device
+) -> None:
+    cuda.count = num_gpus
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert torchrun_device(wanted) == device
+    assert cuda.current == device.index
+
+
+@pytest.mark.parametrize(("wanted", "num_gpus"), [("auto", 1), ("1", 1), ("1", 0)])
+def test_more_ranks_than_gpus_under_torchrun_are_one_clear_error(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: str, num_gpus: int
+) -> None:
+    cuda.count = num_gpus
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = parse_config("", "x.yaml", [f"run.storage={tmp_path}", f"scaling.gpus_per_worker={wanted}"])
+    with pytest.raises(UsageError) as raised:
+        run_under_torchrun(config, 0.0, verbose=False)  # before it looks for the others, who would wait for it
+    assert f"has started 2 rank(s) on this machine, which has {num_gpus} GPU(s)" in str(raised.value)
+    assert "Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0" in str(raised.value)
+
+
+@pytest.mark.parametrize("own", [None, "eth7"])
+@pytest.mark.parametrize("gpu_ids", [[], ["3"]])
+def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
+    cuda: FakeCuda, variables: pytest.MonkeyPatch, tmp_path: Path, gpu_ids: list[str], own: str | None
+) -> None:
+    context = SimpleNamespace(
+        get_accelerator_ids=lambda: {"GPU": gpu_ids, "TPU": []},
+        current_actor=None,
+        get_node_id=lambda: "node",
+        get_node_labels=dict,
+    )
+    ray = SimpleNamespace(get_runtime_context=lambda: context, get=lambda answer: answer)
+    coordinator = SimpleNamespace(heartbeat_port=SimpleNamespace(remote=lambda: 1))
+    variables.setattr(worker_runtime, "ray", ray)
+    variables.setattr(worker_runtime, "HeartbeatClient", lambda *_: SimpleNamespace(own_address="127.0.0.1"))
+    if own is not None:
+        variables.setenv("NCCL_SOCKET_IFNAME", own)
+    cuda.count = 8
+    config = Config()
+    runtime = RayRuntime(WorkerSpec(config, RunDirectory.of(config), coordinator, "127.0.0.1", tmp_path))
+    assert runtime.device == (CUDA if gpu_ids else CPU)
+    loopback = interface_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
+    assert os.environ["NCCL_SOCKET_IFNAME"] == (own or f"={loopback}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "dtype"),
+    [
+        ("auto", (), torch.float32),
+        ("auto", (L4, L4), torch.bfloat16),
+        ("auto", (L4, T4), torch.float32),
+        ("bf16", (L4, T4), torch.bfloat16),
+        ("fp32", (L4, L4), torch.float32),
+        ("fp64", (L4, L4), torch.float64),
+    ],
+)
+def test_a_world_computes_in_what_all_its_gpus_have(kind: Any, gpus: tuple[Gpu, ...], dtype: torch.dtype) -> None:
+    assert build_precision(PrecisionConfig(kind=kind), CUDA, gpus).compute_dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp32", "bf16", "fp64"])
+def test_the_format_of_parameters_is_known_before_the_world(kind: Any) -> None:
+    config = PrecisionConfig(kind=kind)
+    before = build_precision(config, CUDA)
+    assert [build_precision(config, CUDA, gpus).param_dtype for gpus in ((L4,), (T4,))] == [before.param_dtype] * 2
+
+
+def test_a_world_on_cpus_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "all_gather_object")
+    assert gather_gpus(CPU, 2, None) == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_on_where_it_is_asked_for(numerics: None, tf32: bool) -> None:
+    set_numerics(tf32, deterministic=False)
+    cudnn: Any = torch.backends.cudnn
+    formats = {torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision}
+    assert formats == ({"tf32"} if tf32 else {"ieee", "none"})  # "none": nothing but fp32 itself
+    assert not torch.are_deterministic_algorithms_enabled()
+    # What a user's code may ask, or use, goes on working.
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        pass
+
+
+def test_deterministic_sets_what_is_not_set(numerics: None, variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("NCCL_ALGO", "Tree")
+    torch.backends.cudnn.benchmark = True
+    set_numerics(tf32=False, deterministic=True)
+    assert {name: os.environ[name] for name in DETERMINISTIC} == DETERMINISTIC | {"NCCL_ALGO": "Tree"}
+    assert variables_kept() == ("NCCL_ALGO=Tree",)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_a_worker_sets_how_it_computes_before_anything_is_built(
+    numerics: None, variables: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[tuple[bool, str | None]] = []
+
+    class Enough(Exception):
+        pass
+
+    def build(*_: object) -> None:
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("NCCL_ALGO")))
+        raise Enough
+
+    variables.setattr(worker, "WorkerState", build)
+    told: list[BaseException] = []
+    runtime: Any = SimpleNamespace(device=CPU, failed=lambda step, error: told.append(error))
+    config = parse_config("", "x.yaml", [f"run.storage={tmp_path}", "run.deterministic=true", "precision.tf32=true"])
+    assert worker.work(config, runtime, RunDirectory.of(config)) is None
+    assert isinstance(told[0], Enough)
+    assert seen == [(True, "Ring")]
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_a_resume_may_compute_otherwise_and_tells_of_it() -> None:
+    old, new = parse_config("", "x.yaml"), parse_config("", "x.yaml", ["run.deterministic=true", "precision.tf32=true"])
+    assert [tuple(change) for change in diff(old, new)] == [
+        ("run.deterministic", False, True, False, False),
+        ("precision.tf32", False, True, False, False),
+    ]
