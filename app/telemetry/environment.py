@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,19 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
     return {
         "git": _output(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "ray": version("ray"),
+        "torch": _version("torch"),
+        "ray": _version("ray"),  # under torchrun nobody needs it
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
         "gpus": (gpus or "").splitlines(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _output(*command: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,14 +46,11 @@ def _idle_share(scene: Scene, num_workers: int) -> float:
     batches = worker.loader.steps(plan.stream(0, 1, worker.num_steps))
     matrix = torch.randn((4096, 4096) if scene.on_gpu else (256, 256), device=device)
     marks: list[tuple[Any, Any]] = []
-    try:
-        for _ in range(_MICROBATCHES if scene.on_gpu else _PER_STEP):
-            fetched = next(batches)
-            began = _mark(scene)
-            _work(matrix, fetched.batch)
-            marks.append((began, _mark(scene)))
-    finally:
-        batches.close()
+    for _ in range(_MICROBATCHES if scene.on_gpu else _PER_STEP):
+        fetched = next(batches)
+        began = _mark(scene)
+        _work(matrix, fetched.batch)
+        marks.append((began, _mark(scene)))
     if scene.on_gpu:
         torch.cuda.synchronize()
     return _share_between(scene, marks)
@@ -76,7 +74,7 @@ def _mark(scene: Scene) -> Any:
 def _share_between(scene: Scene, marks: list[tuple[Any, Any]]) -> float:
     """Return the share of the whole time that lies between the end of one piece of work and the start of the next."""
     idle = 0.0
-    for (_, ended), (began, _) in zip(marks, marks[1:], strict=False):
+    for (_, ended), (began, _) in pairwise(marks):
         idle += ended.elapsed_time(began) if scene.on_gpu else began - ended
     first, last = marks[0][0], marks[-1][1]
     return float(idle / (first.elapsed_time(last) if scene.on_gpu else last - first))

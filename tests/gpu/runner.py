@@ -116,12 +116,13 @@ class Runner:
         in_time = _wait(process, began_s + bound_s)
         seconds = time.monotonic() - began_s
         figures = _read(folder / FIGURES)
-        ending = _read(folder / ENDING)
+        ending: dict[str, Any] = _read(folder / ENDING)
         if not in_time:
             ending = _cut_off(drill, bound_s, figures)
         elif not ending:
             ending = {"state": "FAILED", "reason": f"the process ended with {process.returncode}: see {folder}/log.txt"}
-        return Result(drill.name, ending["state"], round(seconds, 1), ending["reason"], figures.get("figures", {}))
+        state: State = ending["state"]
+        return Result(drill.name, state, round(seconds, 1), ending["reason"], figures.get("figures", {}))
 
 
 def _wait(process: subprocess.Popen[bytes], until_s: float) -> bool:
@@ -148,7 +149,7 @@ def _title(pid: int) -> str:
         return ""
 
 
-def _cut_off(drill: Drill, bound_s: float, figures: dict[str, Any]) -> dict[str, str]:
+def _cut_off(drill: Drill, bound_s: float, figures: dict[str, Any]) -> dict[str, Any]:
     failures = figures.get("failures", [])
     if failures or bound_s == drill.bound_s:
         said = "; ".join([f"it did not end within {drill.bound_s:g} s", *failures])

@@ -30,7 +30,7 @@ def _due(point: str) -> bool:
 
 
 class Net(nn.Sequential):
-    """Layers of eight million weights, so that gradients travel in several buckets, and no kernel that adds atomically."""
+    """Layers of eight million weights: gradients travel in several buckets, and no kernel adds atomically."""
 
     def __init__(self, width: int = 1600, num_layers: int = 3, inputs: int = 64, classes: int = 8) -> None:
         layers: list[nn.Module] = [nn.Linear(inputs, width)]
@@ -46,8 +46,9 @@ class Net(nn.Sequential):
         when, _, seconds = os.environ.get(SLEEPS_AT, "0:0").partition(":")
         if self.training and int(when) == _num_updates + 1:
             _sleep(float(seconds), inputs.device)
-        outputs: Tensor = super().forward(inputs)
-        return outputs
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
 
 
 def _dying(point: str) -> Callable[[Tensor], None]:
@@ -136,12 +137,11 @@ def strict_gpt(**args: Any) -> nn.Module:
 
 def _digest(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return the sum of all weights' bits, each weighted by its parameter's place, () int64."""
-    total = None
+    total = torch.zeros((), dtype=torch.int64)
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"], 1):
             whole = parameter.detach()
             local = whole.to_local() if hasattr(whole, "to_local") else whole
-            bits = local.contiguous().view(torch.int32).sum(dtype=torch.int64) * place
-            total = bits if total is None else total + bits
-    assert total is not None
+            total = total.to(local.device)
+            total = total + local.contiguous().view(torch.int32).sum(dtype=torch.int64) * place
     return total
