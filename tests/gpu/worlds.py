@@ -109,6 +109,7 @@ def be_a_member(rank: Rank) -> None:
     runtime = MemberRuntime(rank, directory)
     outcome = work(config, runtime, directory)
     runtime.note_updates()
+    runtime.note_memory()
     rank.note(kind="end", outcome=outcome and outcome.kind)
     # Threads wait on the store until the process ends.
     os._exit(0)
@@ -129,7 +130,7 @@ class MemberRuntime:
             threading.Thread(target=self._beat, daemon=True).start()
 
     def next_world(self) -> World | None:
-        self._note_memory()
+        self.note_memory()
         self.note_updates()
         while True:
             self._attempt += 1
@@ -159,6 +160,8 @@ class MemberRuntime:
     def _abort_when_told(self, world: World, attempt: int) -> None:
         store = self._rank.another_store()
         while not store.check([f"abort/{attempt}"]):
+            if self._attempt != attempt:
+                return
             time.sleep(0.005)
         began_s = time.monotonic()
         world.groups.abort()
@@ -184,7 +187,7 @@ class MemberRuntime:
             subjects.updates.clear()
             self._rank.note(kind="updates", attempt=subjects.attempt, updates=lines)
 
-    def _note_memory(self) -> None:
+    def note_memory(self) -> None:
         """Write down the peak of device memory since the last time."""
         figures: dict[str, Any] = {"num_threads": threading.active_count(), "num_fds": len(os.listdir("/proc/self/fd"))}
         figures["rss_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

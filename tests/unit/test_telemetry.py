@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import threading
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,16 @@ def test_environment_is_plain_json_and_survives_outside_a_repository(tmp_path: P
     assert seen["git"] is None
     assert torch.__version__.startswith(seen["torch"].split("+")[0])
     assert seen["num_cpus"] >= 1
+
+
+def test_environment_is_known_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ray(package: str) -> str:
+        if package == "ray":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr("app.telemetry.environment.version", without_ray)
+    assert environment(tmp_path)["ray"] is None
 
 
 def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:
