@@ -108,14 +108,13 @@ class Ranks:
             self.start(number, **environment)
         return self
 
-    def wait(self, bound_s: float) -> dict[int, int | None]:
-        """Return the exit codes by rank once all have ended; None for one that had to be killed."""
+    def wait(self, bound_s: float) -> dict[int, int]:
+        """Return the exit codes by rank once all have ended; -9 for one that had to be killed."""
         until_s = time.monotonic() + bound_s
         while self.living() and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        codes = {number: process.poll() for number, process in self.processes.items()}
         self.kill_all()
-        return codes
+        return {number: process.returncode for number, process in self.processes.items()}
 
     def wait_for_death(self, number: int, bound_s: float) -> bool:
         """Return once a rank's process has ended; False if it lives on."""

@@ -74,20 +74,26 @@ def _straight(scene: Scene, size: Size, compiled: bool) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=scene.on_gpu)
     shape = (size.microbatch_size, size.model["context_length"])
     tokens = torch.randint(size.model["vocab_size"], shape, device=device)
-    seconds = []
-    for _ in range(_WARM_UP + size.steps):
-        began_s = time.perf_counter()
+    for _ in range(_WARM_UP):
         _straight_step(model, optimizer, tokens, size, scene.device)
-        if scene.on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began_s)
+    began_s = _now_s(scene)
+    for _ in range(size.steps):
+        _straight_step(model, optimizer, tokens, size, scene.device)
+    step_s = (_now_s(scene) - began_s) / size.steps
     if scene.on_gpu:
         name = "compiled_peak_gib" if compiled else "eager_peak_gib"
         scene.figure(**{name: torch.cuda.max_memory_allocated() / 2**30})
         del model, optimizer
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return size.tokens_per_step / median(seconds[_WARM_UP:])
+    return size.tokens_per_step / step_s
+
+
+def _now_s(scene: Scene) -> float:
+    """Return the time at which the device has done all that it was given."""
+    if scene.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _straight_step(

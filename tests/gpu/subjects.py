@@ -42,6 +42,10 @@ class Net(nn.Sequential):
         parameters[-1].register_hook(_dying("first"))
         parameters[len(parameters) // 2].register_hook(_dying("between"))
 
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers, which FSDP shards one by one."""
+        return [layer for layer in self if isinstance(layer, nn.Linear)]
+
     def forward(self, inputs: Tensor) -> Tensor:
         when, _, seconds = os.environ.get(SLEEPS_AT, "0:0").partition(":")
         if self.training and int(when) == _num_updates + 1 and os.environ.pop(SLEEPS_AT):  # in one microbatch
