@@ -21,7 +21,7 @@ def truth(scene: Scene) -> None:
     Asserts that a hang is found while it lasts, and that rank 1 alone is named. In a rehearsal its host sleeps.
     Figures: the ranks that were named, their phase, and the seconds from the last step to the finding.
     """
-    company = Company(scene, ["run.steps=100"], "run", beats=True)
+    company = Company(scene, ["run.steps=50"], "run", beats=True)
     with company.ranks as ranks:
         for member in range(2):
             sleeps = {SLEEPS_AT: f"40:{_SLEEP_S:g}"} if member == 1 else {}
@@ -30,7 +30,7 @@ def truth(scene: Scene) -> None:
         if not company.wait_for_step(30, _START_S):
             raise RuntimeError(f"the world took no steps: {ranks.last_words(0)}")
         hang = _look(company)
-        codes = ranks.wait(2 * _SLEEP_S + 30)
+        codes = ranks.wait(_SLEEP_S + 60)
     scene.check(not any(codes.values()), f"the members ended with {codes}: {ranks.last_words(1)}")
     if hang is None:
         scene.check(False, f"no hang was found in {_SLEEP_S:g} s")
