@@ -7,15 +7,26 @@ from tests.gpu.runner import Drill
 _RANKS = "three-ranks"
 
 CATALOG = (
-    Drill("ceilings", "what the device reaches by itself", "tests.gpu.ceilings:measure", 60, alone=True),
-    Drill(_RANKS, "three NCCL ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True),
+    Drill(
+        "ceilings", "what the device reaches by itself", "tests.gpu.ceilings:measure", 60, alone=True, torch_alone=True
+    ),
+    Drill(
+        _RANKS, "three NCCL ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True, torch_alone=True
+    ),
     Drill("speed", "the app beside a straight loop, one rank", "tests.gpu.speed:world_of_one", 240, alone=True),
     Drill("clock", "the app's step time, rate and MFU against the wall clock", "tests.gpu.speed:clock", 30, alone=True),
     Drill("large-model", "MFU of a model of a billion weights", not_built="compile, 16-bit weights, loss in pieces"),
     Drill("compile", "no recompilation over many worlds", not_built="the app does not compile its model"),
     Drill("poison", "a death leaves the survivors no garbage", "tests.gpu.poison:ddp", 240, needs=_RANKS),
     Drill("abort", "an abort with a collective under way", "tests.gpu.recovery:abort", 120, needs=_RANKS),
-    Drill("watchdog", "torch's watchdog ends no survivor", "tests.gpu.recovery:watchdog", 200, needs=_RANKS),
+    Drill(
+        "watchdog",
+        "torch's watchdog ends no survivor",
+        "tests.gpu.recovery:watchdog",
+        200,
+        needs=_RANKS,
+        torch_alone=True,
+    ),
     Drill(
         "death-in-init", "a death while communicators connect", "tests.gpu.recovery:death_in_init", 150, needs=_RANKS
     ),

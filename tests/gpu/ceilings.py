@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -39,7 +40,7 @@ def measure(scene: Scene) -> None:
         "to_device_gb_s": (there, host),
     }
     for name, (target, source) in copies.items():
-        copy_s = _time(lambda target=target, source=source: target.copy_(source, non_blocking=True), scene)  # type: ignore[misc]
+        copy_s = _time(partial(target.copy_, source, non_blocking=True), scene)
         scene.figure(**{name: num_bytes / copy_s / 1e9})
     scene.figure(missing_for_compile=can_compile() or "nothing")
 

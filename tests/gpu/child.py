@@ -13,6 +13,7 @@ from tests.gpu.scene import Scene, Skip
 
 OWN = ("app", "tests")
 ENDING = "ending.json"
+_APP = ("app.config", "app.launch.torchrun")
 
 
 def main() -> None:
@@ -20,19 +21,23 @@ def main() -> None:
     parser.add_argument("target", help="module:function")
     parser.add_argument("--device", required=True)
     parser.add_argument("--folder", required=True, type=Path)
+    parser.add_argument("--app", action="store_true", help="the drill, or a process that it starts, imports the app")
     options = parser.parse_args()
-    state, reason = run(options.target, Scene(options.device, options.folder))
+    state, reason = run(options.target, Scene(options.device, options.folder), options.app)
     (options.folder / ENDING).write_text(json.dumps({"state": state, "reason": reason}))
 
 
-def run(target: str, scene: Scene) -> tuple[str, str]:
+def run(target: str, scene: Scene, needs_app: bool) -> tuple[str, str]:
     """Run a drill. Return its state, and why it is not PASSED."""
     module, _, name = target.partition(":")
     try:
+        # First what needs least, so that a package that is missing is told before torch has been waited for.
+        for needed in _APP if needs_app else ():
+            import_module(needed)
         getattr(import_module(module), name)(scene)
     except Skip as skip:
         return "SKIPPED", str(skip)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         traceback.print_exc()
         # A name of our own that is gone is a drill that has fallen behind the code, and no matter of the machine.
         if (error.name or "").partition(".")[0] in OWN:

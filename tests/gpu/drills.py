@@ -50,9 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=lambda names: names.split(","), default=[], help="names, with commas between")
     parser.add_argument("--list", action="store_true", help="name the drills and exit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses the drills over gloo")
-    parser.add_argument("--jobs", type=int, help="drills side by side, if they measure no time")
+    parser.add_argument("--jobs", type=_count, help="drills side by side, if they measure no time")
     parser.add_argument("--commit", default="", help="what to call this code, where the copy has no git")
     return parser
+
+
+def _count(text: str) -> int:
+    return int(_positive(str(int(text))))
 
 
 def _positive(text: str) -> float:

@@ -35,6 +35,7 @@ class Drill:
         bound_s: it has FAILED if it lasts longer.
         alone: it measures time, so no other runs beside it.
         needs: another drill without whose success this one says nothing.
+        torch_alone: it does without the app, and so without the packages that the app needs.
         not_built: what of the program it needs that does not exist yet.
     """
 
@@ -44,6 +45,7 @@ class Drill:
     bound_s: float = 60.0
     alone: bool = False
     needs: str = ""
+    torch_alone: bool = False
     not_built: str = ""
 
 
@@ -101,6 +103,7 @@ class Runner:
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "tests.gpu.child", drill.target]
         command += ["--device", self._device, "--folder", str(folder)]
+        command += [] if drill.torch_alone else ["--app"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         began_s = time.monotonic()
         with (folder / "log.txt").open("w") as log:

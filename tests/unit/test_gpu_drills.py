@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fake(name: str, **options: float | str | bool) -> Drill:
-    return Drill(name, f"it {name}", f"tests.gpu.fakes:{name}", **options)  # type: ignore[arg-type]
+    return Drill(name, f"it {name}", f"tests.gpu.fakes:{name}", torch_alone=True, **options)  # type: ignore[arg-type]
 
 
 def run(tmp_path: Path, *drills: Drill, minutes: float = 5.0) -> dict[str, Result]:
@@ -50,6 +50,19 @@ def test_each_ending_has_its_state(tmp_path: Path) -> None:
     assert results["fails"].figures == {"between": 1}
 
 
+def test_what_needs_the_app_is_skipped_where_the_app_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic', name='pydantic')")
+    monkeypatch.setenv("PYTHONPATH", str(bare))
+    results = run(tmp_path, Drill("with-app", "", "tests.gpu.fakes:passes"), fake("passes"))
+    assert results["with-app"].state == "SKIPPED"
+    assert results["with-app"].reason == "the app cannot be imported: No module named pydantic"
+    assert results["passes"].state == "PASSED"
+
+
 def test_results_are_on_disk_as_they_come(tmp_path: Path) -> None:
     run(tmp_path, fake("passes", alone=True), fake("fails"))
     lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
@@ -57,8 +70,8 @@ def test_results_are_on_disk_as_they_come(tmp_path: Path) -> None:
 
 
 def test_a_drill_that_hangs_has_failed_and_leaves_no_process(tmp_path: Path) -> None:
-    result = run(tmp_path, fake("hangs", bound_s=2.0))["hangs"]
-    assert (result.state, result.reason) == ("FAILED", "it did not end within 2 s")
+    result = run(tmp_path, fake("hangs", bound_s=1.0))["hangs"]
+    assert (result.state, result.reason) == ("FAILED", "it did not end within 1 s")
     sleeper = Path(f"/proc/{result.figures['sleeper']}/stat")
     until_s = time.monotonic() + 5
     while sleeper.exists() and sleeper.read_text().rpartition(") ")[2][0] != "Z":
@@ -67,14 +80,14 @@ def test_a_drill_that_hangs_has_failed_and_leaves_no_process(tmp_path: Path) -> 
 
 
 def test_when_the_time_is_over_the_rest_is_skipped(tmp_path: Path) -> None:
-    results = run(tmp_path, fake("hangs", alone=True), fake("passes"), minutes=2 / 60)
+    results = run(tmp_path, fake("hangs", alone=True), fake("passes"), minutes=1 / 60)
     assert results["hangs"].state == "SKIPPED"
     assert "cut off" in results["hangs"].reason
     assert (results["passes"].state, results["passes"].reason) == ("SKIPPED", "no time was left")
 
 
 def test_what_says_nothing_without_another_drill_is_skipped(tmp_path: Path) -> None:
-    needy = Drill("needy", "", "tests.gpu.fakes:passes", needs="fails")
+    needy = Drill("needy", "", "tests.gpu.fakes:passes", needs="fails", torch_alone=True)
     unbuilt = Drill("unbuilt", "", not_built="parts of it")
     results = run(tmp_path, fake("fails", alone=True), needy, unbuilt)
     assert results["needy"].state == "SKIPPED"
