@@ -36,7 +36,7 @@ CATALOG = (
         "fsdp-memory", "peaks of a sharded model, and change of strategy", "tests.gpu.memory:fsdp", 240, needs=_RANKS
     ),
     Drill("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
-    Drill("determinism", "same run, same bits", "tests.gpu.exactness:same_bits", 200),
+    Drill("determinism", "same run, same bits", "tests.gpu.exactness:same_bits", 400),
     Drill("hang-truth", "the right rank is called hung", "tests.gpu.hangs:truth", 150, needs=_RANKS),
     Drill("compile-pause", "a compilation is no hang", not_built="a phase of its own for compilation"),
     Drill("set-ups", "two ranks on one GPU, and none on it", "tests.gpu.setups:starts", 150),
