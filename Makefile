@@ -7,7 +7,11 @@ JOBS ?= 2
 # Few at a time to each process: long tests that wait would hold back the short ones behind them.
 PARALLEL := -n $(JOBS) --maxschedchunk 4
 
-.PHONY: install train unit test test-slow test-all e2e check
+# For `make gpu`: a Python whose torch has CUDA, and where results go.
+GPU_PYTHON ?= python3
+GPU_OUT ?= gpu-drills
+
+.PHONY: install train unit test test-slow test-all e2e gpu check
 
 .venv/.train: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +51,10 @@ test-all: test test-slow
 # Needs root and, on Debian, apt-get install openssh-server rsync iproute2.
 e2e: .venv/.e2e
 	$(PYTEST) tests/e2e
+
+# Drills on one GPU, in nine minutes. Installs nothing: tests/gpu/README.md says what the Python needs.
+gpu:
+	$(GPU_PYTHON) -m tests.gpu.drills --out $(GPU_OUT) --minutes 9
 
 check: .venv/.dev
 	$(BIN)/ruff check app cluster main.py tests

@@ -1,0 +1,89 @@
+"""Many worlds in one process: 3 -> 2 by a death, 2 -> 3 by a newcomer, again and again."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from tests.gpu.ranks import SURVIVABLE
+from tests.gpu.scene import Scene
+from tests.gpu.worlds import Company
+
+_START_S, _STEP_S = 90.0, 45.0
+_GROWTH = 1.1  # of what is in use after the third cycle
+
+
+def ddp(scene: Scene) -> None:
+    """Kill a member and take in a newcomer, 20 times over (4 in a rehearsal), while member 0 trains on.
+
+    Asserts that device memory, host memory, threads and descriptors of member 0 stay flat after the third cycle.
+    Figures: these by cycle, and the median seconds of forming, building, restoring and the first step.
+    """
+    _cycles(scene, "ddp", 20 if scene.on_gpu else 4)
+
+
+def fsdp(scene: Scene) -> None:
+    """Do the same with sharded state, which survivors cannot bring along whole, 3 times (1 in a rehearsal).
+
+    Asserts that every world goes on from a step that was done, and trains. Figures as for ddp.
+    """
+    _cycles(scene, "fsdp", 3 if scene.on_gpu else 1)
+
+
+def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
+    company = Company(scene, ["run.steps=1000000", f"parallel.kind={kind}", "checkpoint.every=20 steps"], kind)
+    spares = 2  # newcomers that have started already, so that their imports are not waited for
+    members = [0, 1, 2]
+    with company.ranks as ranks:
+        for member in range(3 + spares):
+            ranks.start(member, **SURVIVABLE)
+        company.form(members)
+        if not company.wait_for_step(3, _START_S):
+            raise RuntimeError(f"the first world took no steps: {ranks.last_words(0)}")
+        newest = 2 + spares
+        for cycle in range(num_cycles):
+            ranks.processes[members[1]].kill()
+            ranks.processes[members[1]].wait()
+            company.abort()
+            members = [members[0], members[2]]
+            company.form(members)
+            _trains(scene, company, f"cycle {cycle}, without a member")
+            company.resize()
+            members.append(3 + cycle)
+            company.form(members)
+            _trains(scene, company, f"cycle {cycle}, with a newcomer")
+            newest += 1
+            ranks.start(newest, **SURVIVABLE)
+        company.resize()
+        company.end()
+        ranks.wait(_STEP_S)
+    _report(scene, company, num_cycles)
+
+
+def _trains(scene: Scene, company: Company, when: str) -> None:
+    # Steps do not begin anew: the world must get beyond what was done before it.
+    before = int(company.directory.last_step_line()["step"])
+    if not company.wait_for_step(before + 3, _STEP_S):
+        raise RuntimeError(f"{when}: no steps within {_STEP_S:g} s: {company.ranks.last_words(0)}")
+
+
+def _report(scene: Scene, company: Company, num_cycles: int) -> None:
+    parts = ("formed_s", "built_s", "restored_s", "first_step_s")
+    attempts = company.events("attempt_started")[1:]
+    for part in parts:
+        scene.figure(**{part: median([event[part] for event in attempts])})
+    memory = [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
+    scene.figure(num_cycles=num_cycles, num_worlds=len(attempts) + 1)
+    for name in ("allocated_bytes", "reserved_bytes", "rss_bytes", "num_threads", "num_fds"):
+        _is_flat(scene, name, [note[name] for note in memory if name in note])
+
+
+def _is_flat(scene: Scene, name: str, values: list[Any]) -> None:
+    if not values:
+        return
+    scene.figure(**{name: f"{values[0]} .. {values[-1]}"})
+    # Two worlds a cycle, and the value before the first world.
+    settled = values[7:]
+    if len(settled) >= 2:
+        claim = f"{name} grows after the third cycle: {settled[0]} -> {settled[-1]}"
+        scene.check(settled[-1] <= max(_GROWTH * settled[0], settled[0] + 2), claim)

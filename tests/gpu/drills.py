@@ -1,0 +1,70 @@
+"""Drills on one GPU: `python -m tests.gpu.drills --out DIR`. README.md beside this file says what they show.
+
+Exit codes: 0 all passed, 1 any failed, 2 bad usage, 3 nothing could be checked, 4 none failed but some were skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.catalog import CATALOG
+from tests.gpu.machine import describe, missing
+from tests.gpu.report import BAD_USAGE, NOTHING_CHECKED, exit_code, table
+from tests.gpu.runner import Drill, Runner
+
+
+def main(arguments: Sequence[str] | None = None, catalog: Sequence[Drill] = CATALOG) -> int:
+    """Run the drills that the command line names, and return the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for drill in catalog:
+            print(f"{drill.name:<16}{drill.summary}")
+        return 0
+    unknown = set(options.only) - {drill.name for drill in catalog}
+    if unknown:
+        print(f"no drill is called {', '.join(sorted(unknown))}; --list names them", file=sys.stderr)
+        return BAD_USAGE
+    if lacking := missing(options.device):
+        remedy = "name another by GPU_PYTHON or PATH, or rehearse with --device cpu"
+        print(f"nothing was checked: {lacking}; {remedy}", file=sys.stderr)
+        return NOTHING_CHECKED
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()  # drills run in another directory
+    chosen = [drill for drill in catalog if not options.only or drill.name in options.only]
+    jobs = options.jobs or (3 if options.device == "cuda" else 1)
+    results = Runner(out, options.device, options.minutes, jobs).run(chosen)
+    text = table(results, describe(options.commit), options.device)
+    (out / "table.md").write_text(text)
+    print(text)
+    return exit_code(results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m tests.gpu.drills", allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("gpu-drills"), help="folder for results, logs and table")
+    parser.add_argument("--minutes", type=_positive, default=9.0, help="no drill goes on for longer")
+    parser.add_argument("--only", type=lambda names: names.split(","), default=[], help="names, with commas between")
+    parser.add_argument("--list", action="store_true", help="name the drills and exit")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses the drills over gloo")
+    parser.add_argument("--jobs", type=_count, help="drills side by side, if they measure no time")
+    parser.add_argument("--commit", default="", help="what to call this code, where the copy has no git")
+    return parser
+
+
+def _count(text: str) -> int:
+    return int(_positive(str(int(text))))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""Which rank is called hung, where the host runs ahead of a device that has stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from app.faults.watchdog import Hang, Watchdog
+from app.world.progress import ProgressReport
+from tests.gpu.ranks import SURVIVABLE
+from tests.gpu.scene import Scene
+from tests.gpu.subjects import SLEEPS_AT
+from tests.gpu.worlds import Company
+
+_START_S, _LOOK_S, _SLEEP_S = 90.0, 0.2, 12.0
+
+
+def truth(scene: Scene) -> None:
+    """Let the device of rank 1 of 2 sleep for 12 s in a forward, where a phase has hung after 3 s at the earliest.
+
+    Asserts that a hang is found while it lasts, and that rank 1 alone is named. In a rehearsal its host sleeps.
+    Figures: the ranks that were named, their phase, and the seconds from the last step to the finding.
+    """
+    company = Company(scene, ["run.steps=50"], "run", beats=True)
+    with company.ranks as ranks:
+        for member in range(2):
+            sleeps = {SLEEPS_AT: f"40:{_SLEEP_S:g}"} if member == 1 else {}
+            ranks.start(member, **SURVIVABLE, **sleeps)
+        company.form([0, 1])
+        if not company.wait_for_step(30, _START_S):
+            raise RuntimeError(f"the world took no steps: {ranks.last_words(0)}")
+        hang = _look(company)
+        codes = ranks.wait(_SLEEP_S + 60)
+    scene.check(not any(codes.values()), f"the members ended with {codes}: {ranks.last_words(1)}")
+    if hang is None:
+        scene.check(False, f"no hang was found in {_SLEEP_S:g} s")
+        return
+    scene.figure(named=" ".join(map(str, hang.ranks)), phase=hang.phase, found_s=hang.seconds)
+    scene.check(hang.ranks == (1,), f"rank 1 hung, and {hang.ranks} were named, in {hang.phase}")
+
+
+def _look(company: Company) -> Hang | None:
+    """Apply the app's policy to what the members report, until it finds a hang or the run ends."""
+    watchdog = Watchdog(settled_s=1.0)
+    while len(company.ranks.living()) == 2:
+        reports = {}
+        for path in company.ranks.folder.glob("beat-*.json"):
+            reports[path.stem] = ProgressReport(**json.loads(path.read_text()))
+        hang = watchdog.look(reports) if len(reports) == 2 else None
+        if hang is not None:
+            return hang
+        time.sleep(_LOOK_S)
+    return None

@@ -1,0 +1,82 @@
+"""What the drills ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NONE = "none"
+
+
+def missing(device: str) -> str:
+    """Return what this interpreter lacks for drills on `device`; "" if it lacks nothing."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"{sys.executable} cannot import torch ({error})"
+    if device == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} of {sys.executable} sees no CUDA device"
+    return ""
+
+
+def describe(commit: str = "") -> dict[str, str]:
+    """Return date, machine and commit for the table; `commit` where this copy of the code has no git."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        "commit": commit or _commit(),
+        "GPU": torch.cuda.get_device_name(0) if on_gpu else NONE,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or NONE,
+        "torch": torch.__version__,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else NONE,
+        "cuDNN": str(torch.backends.cudnn.version() or NONE),
+        "Triton": _version("triton"),
+        "gcc": _output("gcc", "-dumpfullversion") or NONE,
+        "python": platform.python_version(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+    }
+
+
+def can_compile() -> str:
+    """Return what is missing for torch.compile on CUDA; "" if nothing is."""
+    lacking = [] if shutil.which("gcc") else ["gcc"]
+    return ", ".join(lacking + (["triton"] if _version("triton") == NONE else []))
+
+
+def _commit() -> str:
+    described = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
+    return described or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NONE
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _output(*command: str) -> str:
+    """Return the first line that a command prints; "" if it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]

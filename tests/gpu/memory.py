@@ -1,0 +1,149 @@
+"""Memory of the device and of the host: sharded models, and copies for checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu.ranks import SURVIVABLE
+from tests.gpu.scene import Scene
+from tests.gpu.subjects import Net
+from tests.gpu.worlds import Company
+
+_START_S, _END_S = 90.0, 120.0
+_BYTES_PER_WEIGHT = 16  # fp32: a weight, its gradient and two moments
+
+
+def fsdp(scene: Scene) -> None:
+    """Train a sharded model in worlds of 1 and 2, then as DDP from its checkpoint, and sharded again.
+
+    Asserts that the peak of device memory before the first world and at a re-form is at most 1.2 times what a rank's
+    shard takes with gradient and moments, plus one layer; and that each change of strategy goes on where it was.
+    Figures: these peaks as multiples of the shard, and the steps that each part went on from.
+    """
+    width = 8192 if scene.on_gpu else 512
+    net = f"model.args={{width: {width}}}"
+    with torch.device("meta"):
+        num_weights = sum(parameter.numel() for parameter in Net(width=width).parameters())
+    layer_bytes = 4 * width * width
+    for size in (1, 2):
+        company = Company(scene, ["run.steps=20", "parallel.kind=fsdp", net, "checkpoint.every=5 steps"], f"of-{size}")
+        _train(scene, company, size)
+        shard_bytes = _BYTES_PER_WEIGHT * num_weights / size
+        for note in _memory(company):
+            if "peak_bytes" in note:
+                moment = "start" if note["after_attempt"] == 0 else "re-form"
+                scene.figure(**{f"of_{size}_{moment}": note["peak_bytes"] / shard_bytes})
+                claim = f"world of {size}, {moment}: the peak is {note['peak_bytes'] / shard_bytes:.2f} shards"
+                scene.check(note["peak_bytes"] <= 1.2 * shard_bytes + layer_bytes, claim)
+    _change_strategy(scene, net)
+
+
+def _train(scene: Scene, company: Company, size: int) -> None:
+    """Train in a world that re-forms once."""
+    with company.ranks as ranks:
+        for member in range(size):
+            ranks.start(member, **SURVIVABLE)
+        company.form(list(range(size)))
+        if not company.wait_for_step(6, _START_S):
+            scene.check(False, f"a world of {size} took no steps: {ranks.last_words(0)}")
+            return
+        company.resize()
+        company.form(list(range(size)))
+        codes = ranks.wait(_END_S)
+    scene.check(not any(codes.values()), f"a world of {size} ended with {codes}: {company.ranks.last_words(0)}")
+
+
+def _memory(company: Company) -> list[dict[str, Any]]:
+    return [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
+
+
+def _change_strategy(scene: Scene, net: str) -> None:
+    sources = []
+    for part, kind in enumerate(("fsdp", "ddp", "fsdp"), 1):
+        company = Company(scene, [f"run.steps={4 * part}", f"parallel.kind={kind}", net], "changing")
+        company.ranks.folder.rename(scene.folder / f"changing-{part}")
+        company.ranks.folder = scene.folder / f"changing-{part}"
+        with company.ranks as ranks:
+            for member in range(2):
+                ranks.start(member, **SURVIVABLE)
+            company.form([0, 1])
+            codes = ranks.wait(_START_S)
+        scene.check(not any(codes.values()), f"part {part}, {kind}, ended with {codes}: {company.ranks.last_words(0)}")
+        sources = [event["step"] for event in company.events("restore")]
+    scene.figure(went_on_from=" ".join(map(str, sources)))
+    scene.check(sources == [4, 8], f"the parts went on from {sources}, not from steps 4 and 8")
+
+
+def staging(scene: Scene) -> None:
+    """Save in every step while an update adds 1 to every weight, so that each file says which step it is of.
+
+    Asserts that every checkpoint holds one value throughout, that of its step; that training waits for a copy no
+    longer than its bytes at 30 GB/s and 5 ms; and that host memory grows by at most 1.1 times two copies.
+    Figures: checkpoints, GB of one, the longest wait, the growth in copies.
+    """
+    width, steps = (8192, 60) if scene.on_gpu else (512, 12)
+    overrides = [
+        f"run.steps={steps}",
+        f"model={{target: 'tests.gpu.subjects:Zeros', args: {{width: {width}}}}}",
+        "optimizer={target: 'tests.gpu.subjects:CountingUp', max_grad_norm: null}",
+        "checkpoint={every: 1 steps, keep_last: 6}",
+    ]
+    company = Company(scene, overrides, "run")
+    with company.ranks as ranks:
+        ranks.start(0, **SURVIVABLE)
+        company.form([0])
+        company.end()
+        codes = ranks.wait(_START_S + _END_S)
+    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    saved = company.events("checkpoint")
+    scene.check(bool(saved), "nothing was saved")
+    whole = [path for path in (scene.folder / "run").rglob("manifest.json")]
+    for manifest in whole:
+        _check_uniform(scene, manifest.parent)
+    if saved:
+        num_bytes = saved[0]["bytes"]
+        blocked_s = max(event["blocked_s"] for event in saved)
+        scene.figure(num_saved=len(saved), num_read=len(whole), gb=num_bytes / 1e9, blocked_s=blocked_s)
+        limit_s = num_bytes / 30e9 + 0.005
+        scene.check_on_gpu(blocked_s <= limit_s, f"training waited {blocked_s:.3f} s for a copy, not {limit_s:.3f} s")
+        _check_growth(scene, company, num_bytes)
+
+
+def _check_uniform(scene: Scene, checkpoint: Path) -> None:
+    """Check that all weights of a checkpoint equal its step, read by nothing but the format's definition."""
+    step = int(checkpoint.name.rpartition("-")[2])
+    for path in checkpoint.glob("*.safetensors"):
+        for name, tensor in _tensors(path):
+            if name.startswith("model."):
+                low, high = tensor.min().item(), tensor.max().item()
+                scene.check(low == high == step, f"step {step}: {name} holds {low:g} to {high:g}")
+
+
+def _tensors(path: Path) -> list[tuple[str, Tensor]]:
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__" or entry["dtype"] != "F32":
+            continue
+        first, stop = entry["data_offsets"]
+        numbers = torch.frombuffer(data, dtype=torch.float32, offset=start + first, count=(stop - first) // 4)
+        found.append((name, numbers))
+    return found
+
+
+def _check_growth(scene: Scene, company: Company, num_bytes: int) -> None:
+    """Compare the process's memory before its world with that after it."""
+    sizes = [note["rss_bytes"] for note in _memory(company)]
+    if len(sizes) < 2:
+        scene.check(False, "the member has said nothing of its memory")
+        return
+    copies = (sizes[-1] - sizes[0]) / num_bytes
+    scene.figure(growth_in_copies=copies)
+    scene.check_on_gpu(copies <= 2.2, f"host memory grew by {copies:.1f} copies of the state")

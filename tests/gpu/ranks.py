@@ -1,0 +1,182 @@
+"""Processes that play ranks on one device, and may be killed.
+
+NCCL refuses two ranks of one host on one GPU. So each rank is told that it is a host of its own, and they talk over
+loopback sockets: real communicators, remote errors and aborts, but neither NVLink nor shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.machine import ROOT
+from tests.gpu.scene import Scene
+
+HOST = "127.0.0.1"
+_POLL_S = 0.005
+
+# How torch is told that a process outlives an abort of its communicators.
+SURVIVABLE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
+
+def one_gpu_environment(rank: int) -> dict[str, str]:
+    """Return the variables with which NCCL takes ranks on one GPU for hosts."""
+    return {
+        "NCCL_HOSTID": f"r{rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": "2",
+    }
+
+
+@dataclass
+class Rank:
+    """What a process knows of itself. `store` is the drill's own."""
+
+    number: int
+    size: int
+    store: dist.Store
+    device: torch.device
+    folder: Path
+    port: int
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, **fields: Any) -> None:
+        """Write a line down for the drill, also if this process is about to die."""
+        with (self.folder / f"rank-{self.number}.jsonl").open("a") as lines:
+            lines.write(json.dumps(fields) + "\n")
+
+    def another_store(self) -> dist.Store:
+        """Return a connection of its own to the store, on which a thread may wait."""
+        return dist.TCPStore(HOST, self.port, None, False)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Ranks:
+    """Starts and ends the ranks of a drill. As a context it leaves none behind."""
+
+    def __init__(
+        self, scene: Scene, target: str, size: int, args: dict[str, Any] | None = None, name: str = ""
+    ) -> None:
+        """`target`, "module:function", is called with a Rank in each process. `name` tells gangs of a drill apart."""
+        self.folder = scene.folder / (name or target.partition(":")[2])
+        self.folder.mkdir()
+        self.store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
+        self._target, self._size, self._device, self._args = target, size, scene.device, args or {}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int, **environment: str) -> None:
+        """Start a rank, with more variables than the drill's own."""
+        command = [sys.executable, "-m", "tests.gpu.ranks", self._target, str(number), str(self._size)]
+        command += [str(self.store.port), self._device, str(self.folder), json.dumps(self._args)]
+        own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        if self._device == "cuda":
+            own |= one_gpu_environment(number)
+        with (self.folder / f"rank-{number}.txt").open("w") as log:
+            self.processes[number] = subprocess.Popen(
+                command, cwd=ROOT, env={**own, **environment}, stdout=log, stderr=log
+            )
+
+    def start_all(self, **environment: str) -> Self:
+        for number in range(self._size):
+            self.start(number, **environment)
+        return self
+
+    def wait(self, bound_s: float) -> dict[int, int]:
+        """Return the exit codes by rank once all have ended; -9 for one that had to be killed."""
+        until_s = time.monotonic() + bound_s
+        while self.living() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        self.kill_all()
+        return {number: process.returncode for number, process in self.processes.items()}
+
+    def wait_for_death(self, number: int, bound_s: float) -> bool:
+        """Return once a rank's process has ended; False if it lives on."""
+        until_s = time.monotonic() + bound_s
+        while self.processes[number].poll() is None and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        return self.processes[number].poll() is not None
+
+    def living(self) -> list[int]:
+        return [number for number, process in self.processes.items() if process.poll() is None]
+
+    def notes(self, number: int) -> list[dict[str, Any]]:
+        """Return what a rank has written down so far."""
+        path = self.folder / f"rank-{number}.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last_words(self, number: int) -> str:
+        """Return the end of a rank's output."""
+        return " ".join((self.folder / f"rank-{number}.txt").read_text()[-300:].split())
+
+    def kill_all(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+
+
+def die() -> None:
+    """End this process as a lost machine does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def form_plain(rank: Rank, size: int | None = None, generation: int = 0) -> dist.ProcessGroup:
+    """Form groups as torch alone does: gloo by default, and one for device tensors, which is returned. A collective."""
+    prefixed = dist.PrefixStore(f"plain-{generation}", rank.store)
+    dist.init_process_group("gloo", store=prefixed, rank=rank.number, world_size=size or rank.size)
+    group: dist.ProcessGroup = dist.new_group(backend="nccl" if rank.device.type == "cuda" else "gloo")
+    return group
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "number", "size", "port", "device", "folder", "args"):
+        parser.add_argument(name)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    port = int(options.port)
+    store = dist.TCPStore(HOST, port, None, False)
+    folder, args = Path(options.folder), json.loads(options.args)
+    rank = Rank(int(options.number), int(options.size), store, device, folder, port, args)
+    module, _, name = options.target.partition(":")
+    getattr(import_module(module), name)(rank)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,168 @@
+"""Run drills, each in a process of its own with a time bound, and keep what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.chaos.processes import descendants, send
+from tests.gpu.child import ENDING
+from tests.gpu.machine import ROOT
+from tests.gpu.scene import FIGURES
+
+State = Literal["PASSED", "FAILED", "SKIPPED"]
+RESULTS = "drills.jsonl"
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A drill and its place in the order.
+
+    Attributes:
+        target: "module:function", called with a Scene.
+        bound_s: it has FAILED if it lasts longer.
+        alone: it measures time, so no other runs beside it.
+        needs: another drill without whose success this one says nothing.
+        torch_alone: it does without the app, and so without the packages that the app needs.
+        not_built: what of the program it needs that does not exist yet.
+    """
+
+    name: str
+    summary: str
+    target: str = ""
+    bound_s: float = 60.0
+    alone: bool = False
+    needs: str = ""
+    torch_alone: bool = False
+    not_built: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a drill."""
+
+    name: str
+    state: State
+    seconds: float = 0.0
+    reason: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs drills one after another, or beside each other where none of them measures time."""
+
+    def __init__(self, out: Path, device: str, minutes: float, jobs: int) -> None:
+        self._out, self._device, self._jobs = out, device, jobs
+        self._ends_s = time.monotonic() + 60 * minutes
+        self._lock = threading.Lock()
+        self.results: dict[str, Result] = {}
+
+    def run(self, drills: Sequence[Drill]) -> list[Result]:
+        """Run all drills, those that must be alone first, and return the results in the order of `drills`."""
+        for drill in drills:
+            if drill.alone:
+                self._take(drill)
+        with ThreadPoolExecutor(self._jobs) as pool:
+            list(pool.map(self._take, [drill for drill in drills if not drill.alone]))
+        return [self.results[drill.name] for drill in drills]
+
+    def _take(self, drill: Drill) -> None:
+        reason = self._reason_to_skip(drill)
+        result = Result(drill.name, "SKIPPED", reason=reason) if reason else self._execute(drill)
+        with self._lock:
+            self.results[drill.name] = result
+            with (self._out / RESULTS).open("a") as lines:
+                lines.write(json.dumps({"time_s": round(time.time(), 1), **vars(result)}) + "\n")
+            print(f"{result.state:<8}{drill.name} ({result.seconds:.0f} s) {result.reason:.300}", flush=True)
+
+    def _reason_to_skip(self, drill: Drill) -> str:
+        if drill.not_built:
+            return f"not built yet: {drill.not_built}"
+        needed = self.results.get(drill.needs)
+        if needed is not None and needed.state != "PASSED":
+            return f"{drill.needs} is {needed.state}, without which this says nothing"
+        if time.monotonic() >= self._ends_s:
+            return "no time was left"
+        return ""
+
+    def _execute(self, drill: Drill) -> Result:
+        folder = self._out / drill.name
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose figures must not be taken for these
+        folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "tests.gpu.child", drill.target]
+        command += ["--device", self._device, "--folder", str(folder)]
+        command += [] if drill.torch_alone else ["--app"]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        began_s = time.monotonic()
+        with (folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        bound_s = min(drill.bound_s, self._ends_s - began_s)
+        in_time = _wait(process, began_s + bound_s)
+        seconds = time.monotonic() - began_s
+        figures = _read(folder / FIGURES)
+        ending: dict[str, Any] = _read(folder / ENDING)
+        if not in_time:
+            ending = _cut_off(drill, bound_s, figures)
+        elif not ending:
+            ending = {"state": "FAILED", "reason": f"the process ended with {process.returncode}: see {folder}/log.txt"}
+        state: State = ending["state"]
+        return Result(drill.name, state, round(seconds, 1), ending["reason"], figures.get("figures", {}))
+
+
+def _wait(process: subprocess.Popen[bytes], until_s: float) -> bool:
+    """Wait for a drill to end, and end what it has started. Return False if it had to be ended itself."""
+    started: dict[int, str] = {}
+    while process.poll() is None and time.monotonic() < until_s:
+        started |= descendants(process.pid)
+        time.sleep(_POLL_S)
+    in_time = process.poll() is not None
+    started |= descendants(process.pid)
+    process.kill()
+    process.wait()
+    # Torchrun's workers lead sessions of their own, so the drill's process group is not all of it.
+    for pid, title in started.items():
+        if title and _title(pid) == title:  # else the number is another process's by now
+            send(pid, signal.SIGKILL)
+    return in_time
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _cut_off(drill: Drill, bound_s: float, figures: dict[str, Any]) -> dict[str, Any]:
+    failures = figures.get("failures", [])
+    if failures or bound_s == drill.bound_s:
+        said = "; ".join([f"it did not end within {drill.bound_s:g} s", *failures])
+        return {"state": "FAILED", "reason": said}
+    return {"state": "SKIPPED", "reason": f"it was cut off after {bound_s:.0f} s, when the time for all was over"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):  # it was killed while it wrote
+        return {}
+    return found

@@ -1,0 +1,51 @@
+"""Ways to start the app on a machine with one GPU that must end well, or with one clear error."""
+
+from __future__ import annotations
+
+import time
+
+import yaml
+
+from tests.gpu.commands import Command
+from tests.gpu.scene import Scene
+
+_BOUND_S = 60.0
+_BAD_USAGE = 2
+_MLP = {"kind": "mlp", "in_features": 64, "hidden": [128], "out_features": 8}
+
+
+def starts(scene: Scene) -> None:
+    """Start two ranks under torchrun: on the one GPU, and with gpus_per_worker 0, which means the CPU.
+
+    Asserts that the first trains, or is refused within a minute as bad usage; and that the second trains. Nothing may
+    try for ever. Figures: exit codes and seconds.
+    """
+    for name, gpus in (("one_gpu", "auto"), ("no_gpu", 0)):
+        command = Command(scene.folder, name, yaml.safe_dump(_configuration(gpus)), num_ranks=2)
+        began_s = time.monotonic()
+        code = command.run(_BOUND_S)
+        seconds = time.monotonic() - began_s
+        scene.figure(**{f"{name}_code": str(code)})
+        scene.figure(**{f"{name}_s": seconds})
+        fine = (0,) if name == "no_gpu" else (0, _BAD_USAGE)
+        scene.check(_own_code(command, code) in fine, f"{name}: ended with {code}: {command.last_words()}")
+
+
+def _own_code(command: Command, code: int | None) -> int | None:
+    # Torchrun makes 1 of whatever its workers return, and says what that was.
+    refused = code == 1 and f"exitcode  : {_BAD_USAGE}" in command.log.read_text()
+    return _BAD_USAGE if refused else code
+
+
+def _configuration(gpus: str | int) -> dict[str, object]:
+    return {
+        "run": {"steps": 10},
+        "scaling": {"gpus_per_worker": gpus},
+        "batch": {"global_size": 16, "microbatch_size": 4},
+        "model": _MLP,
+        "task": {"kind": "classification"},
+        "data": {"target": "tests.gpu.subjects:Points", "validation_fraction": 0.0},
+        "checkpoint": {"every": "1000000 steps"},
+        "validation": {"every": None},
+        "trackers": [],
+    }

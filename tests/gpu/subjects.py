@@ -1,0 +1,151 @@
+"""Models, data and optimizers that drills train: user code by `target`, as the app loads it.
+
+A process dies by the variable DIES_AT, "point:update": in the backward of the update of that number, before its first
+gradient ("first"), between two buckets ("between"), or in the update itself ("update").
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.ranks import die
+
+DIES_AT = "DRILL_DIES_AT"
+SLEEPS_AT = "DRILL_SLEEPS_AT"  # update:seconds, by the device where there is one
+
+attempt = 0  # of which updates are, set by whoever forms worlds
+updates: list[tuple[Tensor, Tensor]] = []  # digests of the weights before and after, on the device
+_num_updates = 0  # of this process
+
+
+def _due(point: str) -> bool:
+    where, _, number = os.environ.get(DIES_AT, ":0").partition(":")
+    return where == point and int(number) == _num_updates + 1
+
+
+class Net(nn.Sequential):
+    """Layers of eight million weights: gradients travel in several buckets, and no kernel adds atomically."""
+
+    def __init__(self, width: int = 1600, num_layers: int = 3, inputs: int = 64, classes: int = 8) -> None:
+        layers: list[nn.Module] = [nn.Linear(inputs, width)]
+        for _ in range(num_layers):
+            layers += [nn.ReLU(), nn.Linear(width, width)]
+        super().__init__(*layers, nn.ReLU(), nn.Linear(width, classes))
+        parameters = list(self.parameters())
+        # The last layer's gradients come first.
+        parameters[-1].register_hook(_dying("first"))
+        parameters[len(parameters) // 2].register_hook(_dying("between"))
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers, which FSDP shards one by one."""
+        return [layer for layer in self if isinstance(layer, nn.Linear)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        when, _, seconds = os.environ.get(SLEEPS_AT, "0:0").partition(":")
+        if self.training and int(when) == _num_updates + 1 and os.environ.pop(SLEEPS_AT):  # in one microbatch
+            _sleep(float(seconds), inputs.device)
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+def _dying(point: str) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        if _due(point):
+            die()
+
+    return hook
+
+
+def _sleep(seconds: float, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * 1.7e9))  # in cycles of the device's clock
+    else:
+        time.sleep(seconds)
+
+
+class Points:
+    """Random points of random classes, the same in every process."""
+
+    counts_vary = False
+
+    def __init__(self, num_samples: int = 4096, inputs: int = 64, classes: int = 8) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(num_samples, inputs, generator=generator)
+        self._targets = torch.randint(classes, (num_samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        return self._inputs[index], self._targets[index]
+
+
+class WatchedAdamW(torch.optim.AdamW):
+    """AdamW that takes a digest of the weights around every update, on the device and without waiting for it."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        params = list(params)
+        super().__init__(params, lr=lr, fused=params[0].is_cuda)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        global _num_updates
+        # State is created by a step at rate 0, which is no update.
+        if not self.param_groups[0]["lr"]:
+            super().step(closure)
+            return
+        if _due("update"):
+            die()
+        before = _digest(self)
+        super().step(closure)
+        updates.append((before, _digest(self)))
+        _num_updates += 1
+
+
+class CountingUp(torch.optim.Optimizer):
+    """Adds 1 to every weight in every update: a state that says of itself which step it is of."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["lr"]:
+                torch._foreach_add_(group["params"], 1.0)
+
+
+class Zeros(Net):
+    """A Net that begins with all weights 0."""
+
+    def __init__(self, **args: int) -> None:
+        super().__init__(**args)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+def strict_gpt(**args: Any) -> nn.Module:
+    """Return the app's GPT in a process that computes deterministically from now on."""
+    from app.config import GptConfig
+    from app.models.gpt import Gpt
+
+    torch.use_deterministic_algorithms(True)
+    return Gpt(GptConfig(**args))
+
+
+def _digest(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the sum of all weights' bits, each weighted by its parameter's place, () int64."""
+    total = torch.zeros((), dtype=torch.int64)
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"], 1):
+            whole = parameter.detach()
+            local = whole.to_local() if hasattr(whole, "to_local") else whole
+            total = total.to(local.device)
+            total = total + local.contiguous().view(torch.int32).sum(dtype=torch.int64) * place
+    return total

@@ -1,0 +1,207 @@
+"""Members that train with the app in world after world, which the drill's process dictates, and may die meanwhile.
+
+What the coordinator does under Ray is done here by a store: it says which world comes next, who is to leave, and which
+attempt is aborted. So a drill needs no Ray, and a member is the app's own `work`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.config import Config, parse_config
+from app.run.directory import RunDirectory
+from app.run.events import Event, RunStarted
+from app.worker import work
+from app.world.groups import PeerLost, is_peer_loss
+from app.world.progress import Limits, Progress
+from app.world.runtime import Signals, World, form_world
+from tests.gpu import subjects
+from tests.gpu.ranks import Rank, Ranks
+from tests.gpu.scene import Scene
+
+_BEAT_S = 0.2
+_OVER = "over"
+_RUN = """
+run:        {name: run}
+batch:      {global_size: 24, microbatch_size: 4}
+model:      {target: "tests.gpu.subjects:Net"}
+data:       {target: "tests.gpu.subjects:Points", validation_fraction: 0.0}
+task:       {kind: classification}
+optimizer:  {target: "tests.gpu.subjects:WatchedAdamW", lr: 1.0e-3}
+precision:  {kind: fp32}
+schedule:   {kind: constant}
+checkpoint: {every: 1000000 steps}
+validation: {every: null}
+logging:    {every_steps: 1}
+trackers:   []
+"""
+
+
+class Company:
+    """The members of a drill, and the worlds that they are told to form."""
+
+    def __init__(self, scene: Scene, overrides: list[str], name: str, beats: bool = False) -> None:
+        """`beats` has every member report its progress, as heartbeats do."""
+        overrides = [f"run.storage={scene.folder / name}", *overrides]
+        args = {"overrides": overrides, "beats": beats}
+        self.ranks = Ranks(scene, "tests.gpu.worlds:be_a_member", 0, args, f"{name}-members")
+        self.directory = RunDirectory.of(configuration(overrides))
+        self.directory.check_writable()
+        self.directory.record(RunStarted(launcher="drill"))
+        self._attempt = 0
+
+    def form(self, members: list[int]) -> None:
+        """Tell these members to form the next world, in the order of their ranks."""
+        self._attempt += 1
+        self.ranks.store.set(f"world/{self._attempt}", json.dumps(members))
+
+    def abort(self) -> None:
+        """Have every member abort the present world, as the coordinator orders it when one is lost."""
+        self.ranks.store.set(f"abort/{self._attempt}", "")
+
+    def resize(self) -> None:
+        """Have the members leave the present world at a step that they agree on."""
+        self.ranks.store.set(f"leave/{self._attempt}", "")
+
+    def end(self) -> None:
+        """Tell those who wait for a world that none follows."""
+        self.ranks.store.set(f"world/{self._attempt + 1}", _OVER)
+
+    def wait_for_step(self, step: int, bound_s: float) -> bool:
+        """Wait until the ledger has the line of a step in the present attempt. Return False if that takes longer."""
+        until_s = time.monotonic() + bound_s
+        while time.monotonic() < until_s and self.ranks.living():
+            line = self.directory.last_step_line()
+            if line and line["attempt"] == self._attempt and line["step"] >= step:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the run's events of a name, oldest first."""
+        path = Path(str(self.directory / "events.jsonl"))
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+        return [line for line in lines if line["event"] == name]
+
+    def updates(self, member: int, attempt: int) -> list[dict[str, Any]]:
+        """Return the digests that a member took of its weights around each update of an attempt."""
+        lines = [line for line in self.ranks.notes(member) if line.get("kind") == "updates"]
+        return [update for line in lines if line["attempt"] == attempt for update in line["updates"]]
+
+
+def configuration(overrides: list[str]) -> Config:
+    """Return the configuration of a company's run."""
+    return parse_config(_RUN, "drill", overrides)
+
+
+def be_a_member(rank: Rank) -> None:
+    """Train in every world that this member is a part of."""
+    config = configuration(rank.args["overrides"])
+    directory = RunDirectory.of(config)
+    runtime = MemberRuntime(rank, directory)
+    outcome = work(config, runtime, directory)
+    runtime.note_updates()
+    runtime.note_memory()
+    rank.note(kind="end", outcome=outcome and outcome.kind)
+    # Threads wait on the store until the process ends.
+    os._exit(0)
+
+
+class MemberRuntime:
+    """A `Runtime` whose worlds, requests and aborts come from a store."""
+
+    def __init__(self, rank: Rank, directory: RunDirectory) -> None:
+        self.device = rank.device
+        self.progress = Progress(Limits())
+        self._rank, self._directory = rank, directory
+        self._attempt = 0
+        self._world: World | None = None
+        self._events = directory.open_events()
+        self._lock = threading.Lock()
+        if rank.args["beats"]:
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    def next_world(self) -> World | None:
+        self.note_memory()
+        self.note_updates()
+        while True:
+            self._attempt += 1
+            self._rank.store.wait([f"world/{self._attempt}"])
+            told = self._rank.store.get(f"world/{self._attempt}").decode()
+            if told == _OVER:
+                return None
+            members: list[int] = json.loads(told)
+            if self._rank.number not in members:
+                continue
+            try:
+                return self._form(members)
+            except PeerLost as error:
+                self.failed(0, error)
+
+    def _form(self, members: list[int]) -> World:
+        rank, size = members.index(self._rank.number), len(members)
+        began_s = time.monotonic()
+        store = self._rank.store
+        world = form_world(store, rank, size, self._attempt, self.device, progress=self.progress)
+        world = replace(world, skip=self._directory.skipped_steps())
+        self._rank.note(kind="formed", attempt=self._attempt, seconds=time.monotonic() - began_s)
+        subjects.attempt = self._attempt
+        threading.Thread(target=self._abort_when_told, args=(world, self._attempt), daemon=True).start()
+        return world
+
+    def _abort_when_told(self, world: World, attempt: int) -> None:
+        store = self._rank.another_store()
+        while not store.check([f"abort/{attempt}"]):
+            if self._attempt != attempt:
+                return
+            time.sleep(0.005)
+        began_s = time.monotonic()
+        world.groups.abort()
+        self._rank.note(kind="aborted", attempt=attempt, seconds=time.monotonic() - began_s)
+
+    def signals(self) -> Signals:
+        return Signals(leave=self._rank.store.check([f"leave/{self._attempt}"]))
+
+    def publish(self, event: Event) -> None:
+        self._events.write(event)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Note why an attempt broke. A lost peer is what most drills are about; anything else ends the member."""
+        text = f"{type(error).__name__}: {error}"
+        self._rank.note(kind="failed", attempt=self._attempt, step=step, error=text[:500], peer=is_peer_loss(error))
+        if not is_peer_loss(error):
+            raise error
+
+    def note_updates(self) -> None:
+        """Write down the digests of the attempt's updates. Reading them waits for the device."""
+        if subjects.updates:
+            lines = [{"before": before.item(), "after": after.item()} for before, after in subjects.updates]
+            subjects.updates.clear()
+            self._rank.note(kind="updates", attempt=subjects.attempt, updates=lines)
+
+    def note_memory(self) -> None:
+        """Write down the peak of device memory since the last time."""
+        figures: dict[str, Any] = {"num_threads": threading.active_count(), "num_fds": len(os.listdir("/proc/self/fd"))}
+        figures["rss_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if self.device.type == "cuda":
+            figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+            figures["allocated_bytes"] = torch.cuda.memory_allocated()
+            figures["reserved_bytes"] = torch.cuda.memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        self._rank.note(kind="memory", after_attempt=self._attempt, **figures)
+
+    def _beat(self) -> None:
+        """Report progress, as heartbeats do."""
+        while True:
+            temporary = self._rank.folder / f".beat-{self._rank.number}"
+            temporary.write_text(json.dumps(asdict(self.progress.report())))
+            temporary.replace(self._rank.folder / f"beat-{self._rank.number}.json")
+            time.sleep(_BEAT_S)

@@ -1,0 +1,183 @@
+"""What runs the drills for a GPU: states, exit codes, bounds and the table. The drills themselves need the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.catalog import CATALOG
+from tests.gpu.drills import main
+from tests.gpu.report import exit_code, table
+from tests.gpu.runner import Drill, Result, Runner
+
+ROOT = Path(__file__).parents[2]
+
+
+def fake(name: str, **options: float | str | bool) -> Drill:
+    return Drill(name, f"it {name}", f"tests.gpu.fakes:{name}", torch_alone=True, **options)  # type: ignore[arg-type]
+
+
+def run(tmp_path: Path, *drills: Drill, minutes: float = 5.0) -> dict[str, Result]:
+    results = Runner(tmp_path, "cpu", minutes, jobs=4).run(drills)
+    assert [result.name for result in results] == [drill.name for drill in drills]
+    return {result.name: result for result in results}
+
+
+def test_each_ending_has_its_state(tmp_path: Path) -> None:
+    names = ("passes", "fails", "raises", "skips", "dies", "lacks_a_package", "lacks_a_module_of_ours")
+    results = run(tmp_path, *(fake(name) for name in names))
+    states = {name: (result.state, result.reason) for name, result in results.items()}
+    assert states.pop("dies")[1].startswith("the process ended with 7")
+    assert states == {
+        "passes": ("PASSED", ""),
+        "fails": ("FAILED", "the first claim; the second | claim"),
+        "raises": ("FAILED", "ValueError: of cpu"),
+        "skips": ("SKIPPED", "it lacks a second GPU"),
+        "lacks_a_package": ("SKIPPED", "the app cannot be imported: No module named 'package_that_nobody_has'"),
+        "lacks_a_module_of_ours": (
+            "FAILED",
+            "the drill does not fit this code: No module named 'app.moved_elsewhere'",
+        ),
+    }
+    assert results["dies"].state == "FAILED"
+    assert results["passes"].figures == {"answer": 42, "ratio": 0.9877}
+    assert results["fails"].figures == {"between": 1}
+
+
+def test_what_needs_the_app_is_skipped_where_the_app_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic', name='pydantic')")
+    monkeypatch.setenv("PYTHONPATH", str(bare))
+    results = run(tmp_path, Drill("with-app", "", "tests.gpu.fakes:passes"), fake("passes"))
+    assert results["with-app"].state == "SKIPPED"
+    assert results["with-app"].reason == "the app cannot be imported: No module named pydantic"
+    assert results["passes"].state == "PASSED"
+
+
+def test_results_are_on_disk_as_they_come(tmp_path: Path) -> None:
+    run(tmp_path, fake("passes", alone=True), fake("fails"))
+    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["state"]) for line in lines] == [("passes", "PASSED"), ("fails", "FAILED")]
+
+
+def test_a_drill_that_hangs_has_failed_and_leaves_no_process(tmp_path: Path) -> None:
+    result = run(tmp_path, fake("hangs", bound_s=1.0))["hangs"]
+    assert (result.state, result.reason) == ("FAILED", "it did not end within 1 s")
+    sleeper = Path(f"/proc/{result.figures['sleeper']}/stat")
+    until_s = time.monotonic() + 5
+    while sleeper.exists() and sleeper.read_text().rpartition(") ")[2][0] != "Z":
+        assert time.monotonic() < until_s, "what the drill had started lives on"
+        time.sleep(0.02)
+
+
+def test_when_the_time_is_over_the_rest_is_skipped(tmp_path: Path) -> None:
+    results = run(tmp_path, fake("hangs", alone=True), fake("passes"), minutes=1 / 60)
+    assert results["hangs"].state == "SKIPPED"
+    assert "cut off" in results["hangs"].reason
+    assert (results["passes"].state, results["passes"].reason) == ("SKIPPED", "no time was left")
+
+
+def test_what_says_nothing_without_another_drill_is_skipped(tmp_path: Path) -> None:
+    needy = Drill("needy", "", "tests.gpu.fakes:passes", needs="fails", torch_alone=True)
+    unbuilt = Drill("unbuilt", "", not_built="parts of it")
+    results = run(tmp_path, fake("fails", alone=True), needy, unbuilt)
+    assert results["needy"].state == "SKIPPED"
+    assert results["needy"].reason.startswith("fails is FAILED")
+    assert (results["unbuilt"].state, results["unbuilt"].reason) == ("SKIPPED", "not built yet: parts of it")
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (["PASSED", "PASSED"], 0),
+        (["PASSED", "FAILED", "SKIPPED"], 1),
+        (["FAILED"], 1),
+        (["SKIPPED", "SKIPPED"], 3),
+        (["PASSED", "SKIPPED"], 4),
+    ],
+)
+def test_exit_codes(states: list[str], code: int) -> None:
+    assert exit_code([Result("one", state) for state in states]) == code  # type: ignore[arg-type]
+
+
+def test_the_table_says_where_and_when_and_keeps_its_columns() -> None:
+    results = [Result("one", "FAILED", 2.4, "a | b\nc", {"gb_s": 1.23456, "n": 3}), Result("two", "PASSED")]
+    lines = table(results, {"GPU": "H100", "commit": "abc"}, "cuda").splitlines()
+    assert lines[0] == "GPU H100 · commit abc"
+    assert lines[2:6] == [
+        "| drill | state | s | figures | reason |",
+        "|---|---|---|---|---|",
+        "| one | FAILED | 2 | gb_s 1.235, n 3 | a \\| b c |",
+        "| two | PASSED | 0 |  |  |",
+    ]
+    assert lines[-1] == "1 PASSED, 1 FAILED, 0 SKIPPED"
+    assert table(results, {}, "cpu").startswith("**Rehearsal without a GPU")
+
+
+def test_the_command_writes_the_table_and_returns_the_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--out", str(tmp_path / "new"), "--device", "cpu"], [fake("passes"), fake("skips")])
+    assert code == 4
+    written = (tmp_path / "new" / "table.md").read_text()
+    assert written in capsys.readouterr().out
+    assert "torch 2." in written
+
+
+def test_only_those_that_are_named_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path), "--device", "cpu", "--only", "passes"], [fake("passes"), fake("fails")]) == 0
+    assert main(["--only", "passes,flies"], [fake("passes")]) == 2
+    assert "flies" in capsys.readouterr().err
+    assert main(["--list"], [fake("fails")]) == 0
+    assert capsys.readouterr().out == "fails           it fails\n"
+
+
+def test_without_cuda_one_line_says_what_is_missing(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    # One that ends at once, should it be started after all.
+    command = [sys.executable, "-m", "tests.gpu.drills", "--out", str(tmp_path / "new"), "--only", "large-model"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("nothing was checked: torch ")
+    assert "sees no CUDA device" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_torch_too(tmp_path: Path) -> None:
+    # A module that cannot be imported stands in the place of an interpreter without torch.
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.gpu.drills import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "cannot import torch (not here)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_drill_says_what_it_asserts_and_needs_no_ray() -> None:
+    code = """
+import sys
+from importlib import import_module
+from tests.gpu.catalog import CATALOG
+for drill in CATALOG:
+    module, _, name = drill.target.partition(":")
+    if module:
+        text = getattr(import_module(module), name).__doc__
+        assert "Asserts" in text and "Figures" in text, drill.name
+import app.launch.torchrun, app.commands.train
+print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert len({drill.name for drill in CATALOG}) == len(CATALOG)
+    assert all(bool(drill.target) != bool(drill.not_built) for drill in CATALOG)
+    assert {drill.needs for drill in CATALOG} - {""} <= {drill.name for drill in CATALOG}
