@@ -81,4 +81,6 @@ def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Gr
 
 def broadcast(state: State, source: int, groups: Groups) -> None:
     """Overwrite every rank's tensors with those of `source`, all of them under way at once."""
-    groups.wait([dist.broadcast(tensor, source, async_op=True) for tensor in flatten(state).values()])
+    for tensor in flatten(state).values():
+        groups.communicator.broadcast(tensor, source)
+    groups.gate()
