@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ class Communicator(Protocol):
     nothing. So whoever uses a result stands behind `Groups.gate`.
     """
 
+    abort_leaves_garbage: ClassVar[bool]  # in what is to be received
     group: dist.ProcessGroup  # for what torch launches itself
     under_way: list[dist.Work]  # launched, and not waited for yet
 
@@ -46,6 +47,8 @@ class Communicator(Protocol):
 
 class GlooCommunicator:
     """The `Communicator` of gloo. Its host threads do the work, and whoever waits for them is told of a failure."""
+
+    abort_leaves_garbage: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup, aborted: threading.Event) -> None:
         self.group = group
@@ -103,25 +106,27 @@ class NcclCommunicator:
         bound_s: most that the abort may take. A process that cannot end its kernels can only end itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup, abort: Callable[[], None], bound_s: float) -> None:
+    abort_leaves_garbage: ClassVar[bool] = True
+
+    def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object], bound_s: float) -> None:
         self.group = group
         self._abort = abort
         self._bound_s = bound_s
         # An abort frees the communicator, also under the hands of a thread that is launching.
         self._lock = threading.Lock()
-        self._ended = False
+        self._ending: threading.Thread | None = None
         self.under_way: list[dist.Work] = []
 
     def sum(self, tensor: Tensor) -> None:
         with self._lock:
-            if not self._ended:
+            if self._ending is None:
                 self.under_way.append(self.group.allreduce([tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
         with self._lock:
-            if not self._ended:
+            if self._ending is None:
                 self.under_way.append(self.group.broadcast([tensor], options))
 
     def wait(self) -> None:
@@ -131,19 +136,22 @@ class NcclCommunicator:
 
     def synchronize(self) -> None:
         self.wait()
+        if self._ending is not None:
+            self._ending.join()
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
         # On a thread of its own: without heartbeats, which are this one, the coordinator takes this process for dead.
-        ending = threading.Thread(target=self._end, daemon=True, name="abort")
-        ending.start()
-        threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
+        with self._lock:
+            if self._ending is not None:
+                return
+            self._ending = threading.Thread(target=self._end, daemon=True, name="abort")
+        self._ending.start()
+        threading.Thread(target=self._bound, args=(self._ending,), daemon=True, name="abort-bound").start()
 
     def _end(self) -> None:
-        with self._lock:
-            self._ended = True
-            with contextlib.suppress(RuntimeError):  # it has failed already
-                self._abort()
+        with contextlib.suppress(RuntimeError):  # it has failed already
+            self._abort()
 
     def _bound(self, ending: threading.Thread) -> None:
         ending.join(self._bound_s)

@@ -95,7 +95,7 @@ class Groups:
         Raises:
             PeerLost: the groups have been aborted, and what a collective left may be garbage.
         """
-        # In this order: `aborted` is set before anything is cut short, so what has arrived while it is not set is whole.
+        # In this order: `aborted` is set before anything is cut short, so what is there while it is not set is whole.
         self.communicator.synchronize()
         if self.aborted.is_set():
             raise PeerLost("the world was aborted")
@@ -138,6 +138,9 @@ class Groups:
 
     def destroy(self) -> None:
         """Destroy all groups, so that this process can be part of another world."""
+        # What an abort has left under way may still write to gradients, which the next attempt uses again.
+        with contextlib.suppress(RuntimeError):
+            self.communicator.synchronize()
         self._abandon_if_stuck([*self.under_way, *self.communicator.under_way])
         _destroy()
 
