@@ -63,15 +63,19 @@ class Stepper:
                 self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
             totals.add(sums, fetched)
         self.world.progress.mark("update")
+        global_count = self._global_count(step, totals.count)
+        metric_names = self._agreed_metric_names(totals.metrics)
+        self.world.groups.communicator.wait()
         # ... * nominal / count = the mean over everything that counts, wherever it was computed
         grad_norm, grad_norms = rescale_gradients(
-            self.model, self.precision, nominal / self._global_count(step, totals.count), self.max_grad_norm
+            self.model, self.precision, nominal / global_count, self.max_grad_norm
         )
-        metric_names = self._agreed_metric_names(totals.metrics)
         lr = set_learning_rates(self.optimizer, self.schedule, step)
-        # No collective may follow in the step: a survivor whose peer is lost in one would hold the weights of this step
-        # and go on from the one before, doing this one twice.
+        # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
+        # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
+        self.world.groups.gate()
         self.precision.update(self.optimizer)
+        self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]
         numbers += [totals.metrics.get(name, torch.zeros_like(totals.count)) for name in metric_names]
         seconds = perf_counter() - began_s
@@ -80,11 +84,11 @@ class Stepper:
         )
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
-        """Return what the whole step counts, the same on every rank. A collective where samples are masked."""
+        """Return what the whole step counts. A collective where samples are masked, whose sum is there after a wait."""
         if not self.counts_vary:
             return self.plan.num_samples_in(step) * self.units_per_sample
         global_count = count.clone()
-        dist.all_reduce(global_count)
+        self.world.groups.communicator.sum(global_count)
         return global_count
 
     def _agreed_metric_names(self, metrics: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -103,10 +107,14 @@ class Stepper:
         # which order gradients are added: without a warm-up no restart is identical to an undisturbed run.
         if not self.parallel.rebuilds_buckets:
             return
+        # Statistics of normalization layers must not learn from it.
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with self.precision.autocast():
             loss = self.task.loss(self.model, batch).loss_sum
         self.precision.backward(loss * 0.0)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.clear_gradients(self.optimizer)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 class _Totals:

@@ -70,9 +70,8 @@ def restore(
 def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Groups) -> None:
     """Broadcast the state of `source`. If a rank is lost on the way, those that held this step keep it."""
     # A rank's state is invalid while it receives another's. A rank that holds this step already receives equal bytes
-    # and stays valid; not on CUDA, where an aborted NCCL may leave garbage.
-    on_device = any(tensor.is_cuda for tensor in flatten(state).values())
-    if dist.get_rank() != source and (held.step != step or on_device):
+    # and stays valid; not where an abort may leave garbage in place of them.
+    if dist.get_rank() != source and (held.step != step or groups.communicator.abort_leaves_garbage):
         held.begin_overwriting()
     else:
         held.complete(step)
@@ -81,4 +80,6 @@ def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Gr
 
 def broadcast(state: State, source: int, groups: Groups) -> None:
     """Overwrite every rank's tensors with those of `source`, all of them under way at once."""
-    groups.wait([dist.broadcast(tensor, source, async_op=True) for tensor in flatten(state).values()])
+    for tensor in flatten(state).values():
+        groups.communicator.broadcast(tensor, source)
+    groups.gate()

@@ -74,13 +74,17 @@ def _materialize(optimizer: torch.optim.Optimizer) -> None:
         return
     # A step that changes nothing does it: its rate and gradients are zero, and its traces in the state are wiped.
     rates = []
+    lent: list[Tensor] = []
     for group in optimizer.param_groups:
         rates.append(group["lr"])
         group["lr"] = 0.0
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:  # else it is zero: no step has begun
+                parameter.grad = torch.zeros_like(parameter)
+                lent.append(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in lent:
+        parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():

@@ -1,7 +1,6 @@
 """Validation: every held-out sample exactly once, whatever the world."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from app.components.worker_state import WorkerState
@@ -46,6 +45,7 @@ class Validator:
                 values = values * fetched.microbatch.weight
                 sums = sums + values if len(sums) else values
         model.train(was_training)
-        dist.all_reduce(sums)
+        self._world.groups.communicator.sum(sums)
+        self._world.groups.gate()
         count, *totals = sums.tolist()
         return {name: total / count for name, total in zip(["loss", *names], totals, strict=True)}

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -167,8 +167,9 @@ class WorkerState:
         return Plan.even(size, batch.microbatch_size, world_size, equal_forwards=parallel.equal_forwards)
 
     def example(self) -> tuple[Tensor, ...]:
-        """Return a batch of one real sample, on the device."""
-        return tuple(tensor.to(self.precision.device) for tensor in _batch_of(self.dataset, 0))
+        """Return a microbatch of real samples, on the device."""
+        size = min(self._config.batch.microbatch_size, len(self.dataset))
+        return tuple(tensor.to(self.precision.device) for tensor in _batch_of(self.dataset, range(size)))
 
 
 def fingerprint(dataset: Dataset) -> str:
@@ -176,13 +177,13 @@ def fingerprint(dataset: Dataset) -> str:
     # Resuming with other data would break every promise on the order of samples; reading all of it would take hours.
     digest = hashlib.sha256(str(len(dataset)).encode())
     for index in (0, len(dataset) - 1):
-        for tensor in _batch_of(dataset, index):
+        for tensor in _batch_of(dataset, [index]):
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
-def _batch_of(dataset: Dataset, index: int) -> tuple[Tensor, ...]:
+def _batch_of(dataset: Dataset, indices: Iterable[int]) -> tuple[Tensor, ...]:
     # Without a seed, a dataset that augments would look like another one each time.
     with own_randomness(0):
-        batch: Any = default_collate([dataset[index]])
+        batch: Any = default_collate([dataset[index] for index in indices])
     return tuple(batch)

@@ -236,8 +236,10 @@ class ConstantConfig(Section):
 
 class DdpConfig(Section):
     kind: Literal["ddp"] = "ddp"
+    reducer: Literal["steadfast", "torch"] = "steadfast"
+    """who adds gradients up over workers; torch is its DistributedDataParallel, for communication hooks of your own"""
     bucket_cap_mb: PositiveInt | None = None
-    """gradients are reduced in buckets of this size; None is DDP's own default, with a smaller first bucket"""
+    """gradients travel in buckets of this size; None is 25, with a smaller first bucket"""
 
 
 class FsdpConfig(Section):

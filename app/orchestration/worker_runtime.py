@@ -18,11 +18,10 @@ from app.faults.numerics import BadStep
 from app.orchestration.heartbeat import Commands, HeartbeatClient, Message
 from app.orchestration.internals.slots import report
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from app.parallel import strategy_of
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
 from app.world.device import assigned_device
-from app.world.groups import PeerLost, interface_of, is_peer_loss
+from app.world.groups import PeerLost, interface_of, is_peer_loss, recover_in_process
 from app.world.progress import Limits, Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
@@ -60,10 +59,8 @@ class RayRuntime:
         # What batch.balance may weigh this machine by.
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
         os.environ[LABEL] = ",".join(filter(None, labels))
-        if self.outlives_peers and strategy_of(spec.config.parallel).survivors_hold_all:
-            # The host waits for gradients before it updates weights: what an aborted NCCL leaves in them is garbage,
-            # which a survivor must not take into the state that it brings along.
-            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        if self.outlives_peers:
+            recover_in_process()
 
         address = (self._host, ray.get(self._coordinator.heartbeat_port.remote()))
         self._heartbeats = HeartbeatClient(address, self._member.name, self._timeouts, self._beat, self._obey)

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from app.config import DdpConfig, FsdpConfig
-from app.parallel.ddp import DistributedDataParallelism
+from app.parallel.ddp import TorchDistributedDataParallelism
 from app.parallel.precision import Precision
+from app.parallel.replicated import ReplicatedParallelism
 from app.world.runtime import World
 
 ParallelConfig = DdpConfig | FsdpConfig
@@ -35,6 +37,10 @@ class Parallel(Protocol):
         """Return the context of a microbatch's forward and backward; gradients travel on the last one only."""
         ...
 
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        """Forget the gradients of all parameters that the optimizer updates."""
+        ...
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the module with the user's own parameter names and a forward that may run without gradients."""
         ...
@@ -55,7 +61,7 @@ def strategy_of(config: ParallelConfig) -> type[Parallel]:
         from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism
-    return DistributedDataParallelism
+    return TorchDistributedDataParallelism if config.reducer == "torch" else ReplicatedParallelism
 
 
 def arrange(world: World, config: ParallelConfig) -> World:
@@ -71,4 +77,6 @@ def build_parallel(config: ParallelConfig, world: World, precision: Precision) -
         from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism(world, precision)
-    return DistributedDataParallelism(config, world, precision)
+    if config.reducer == "torch":
+        return TorchDistributedDataParallelism(config, world, precision)
+    return ReplicatedParallelism(config, world)

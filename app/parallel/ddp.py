@@ -1,18 +1,19 @@
-"""DistributedDataParallel: every worker holds the whole model, gradients are summed bucket by bucket."""
+"""Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from app.config import DdpConfig
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
 
-class DistributedDataParallelism:
-    """The `Parallel` of torch's DistributedDataParallel."""
+class TorchDistributedDataParallelism:
+    """The `Parallel` of torch's own DistributedDataParallel, for those who need its communication hooks."""
 
     equal_forwards: ClassVar[bool] = False
     survivors_hold_all: ClassVar[bool] = True
@@ -20,6 +21,7 @@ class DistributedDataParallelism:
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
+        self._group = world.groups.communicator.group
         self._device = precision.device
         # The reducer divides by the number of replicas; scaling the loss takes that back for nothing. A hook that only
         # sums would run Python for every bucket.
@@ -29,6 +31,7 @@ class DistributedDataParallelism:
         return DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
+            process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,
             # Gradients live in the buckets; otherwise all of them would be held twice, and copied.
             gradient_as_bucket_view=True,
@@ -40,6 +43,9 @@ class DistributedDataParallelism:
         assert isinstance(model, DistributedDataParallel)
         # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
         return nullcontext() if last else model.no_sync()
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, DistributedDataParallel)

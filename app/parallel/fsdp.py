@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
 
 from app.parallel.precision import Precision
 from app.world.runtime import World
@@ -28,7 +29,8 @@ class FullyShardedDataParallelism:
         # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
         # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
         name = f"attempt-{self._world.attempt}"
-        mesh = init_device_mesh(self._precision.device.type, (self._world.shard,), mesh_dim_names=(name,))
+        group = self._world.groups.communicator.group  # which an abort reaches
+        mesh = DeviceMesh.from_group(group, self._precision.device.type, mesh_dim_names=(name,))
         autocast = self._precision.autocast_dtype
         # Gathered in 16 bit, but added up in 32: a sum over many ranks would lose the small gradients.
         policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32 if autocast else None)
@@ -48,6 +50,9 @@ class FullyShardedDataParallelism:
         # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
         model.set_requires_gradient_sync(last)
         return nullcontext()
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model

@@ -51,9 +51,8 @@ class Precision:
             torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer; the gradients are gone afterwards."""
+        """Step the optimizer."""
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to what a checkpoint must hold of this: nothing, for formats without a loss scale."""

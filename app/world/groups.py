@@ -5,6 +5,7 @@ The only module with private names of torch.distributed: tests/unit/test_torch_i
 
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import struct
@@ -12,17 +13,28 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
 
+from app.world.communicator import Communicator, GlooCommunicator, NcclCommunicator, arrived
 from app.world.timeouts import Timeouts
 
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 _POLL_S = 0.0005
 _RELEASE_S = 1.0  # an abort releases those who wait within this time, if it can at all
+# Of torch.distributed.ProcessGroupNCCL. Its abort "should be used with TORCH_NCCL_ASYNC_ERROR_HANDLING turned off".
+_IN_PROCESS_RECOVERY = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 
 # Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text tells from a bug in the code.
@@ -46,21 +58,15 @@ class PeerLost(Exception):
     """A collective failed because another member of the world is gone. It ends the attempt, not the run."""
 
 
-class Communicator(Protocol):
-    """Carries collectives on a device, and can be ended while one is under way."""
-
-    def abort(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Groups:
     """The process groups of one attempt."""
 
     control: dist.ProcessGroup  # gloo, of the whole world, for host data
+    communicator: Communicator  # for tensors on the device
     store: dist.Store  # of this attempt alone
-    sockets: dict[int, int]  # descriptor -> inode of what forming has opened
-    communicators: tuple[Communicator, ...] = ()  # NCCL's; none on CPU
-    aborted: threading.Event = field(default_factory=threading.Event)  # set before a communicator is aborted
+    sockets: dict[int, int]  # descriptor -> inode of what gloo has opened
+    aborted: threading.Event  # set before the communicator is aborted
     sides: list[dist.ProcessGroup] = field(default_factory=list)
     under_way: list[dist.Work] = field(default_factory=list)  # that nobody waits for when the attempt ends
 
@@ -68,31 +74,42 @@ class Groups:
     def form(
         cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
     ) -> Self:
-        """Form the default group (NCCL for CUDA tensors, gloo for host data) and the control group. A collective.
+        """Form the default group and the control group, both of gloo, and the communicator of the device. A collective.
 
         Raises:
             PeerLost: a member did not come, or died while forming.
         """
         before = _open_sockets()
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
         # Torch names groups in the store by this count, which goes on where forming has failed. A survivor would then
         # look for newcomers under another name than theirs, for ever.
         _world.group_count = 0
+        aborted = threading.Event()
         try:
             prefixed.set(f"here/{rank}", "")
             prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
-            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
             control = dist.new_group(backend="gloo", timeout=timeouts.connect)
+            # Taken before NCCL connects: its sockets are its own to close.
+            sockets = _opened_since(before)
+            communicator = connect(device, aborted, timeouts)
         except (RuntimeError, dist.DistError) as error:
-            _destroy()  # one of the two may have formed
+            _destroy()  # one of them may have formed
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
-        communicators: tuple[Communicator, ...] = ()
-        if device.type == "cuda":
-            communicators = (_get_default_group()._get_backend(device),)
-        return cls(control, prefixed, _opened_since(before), communicators)
+        return cls(control, communicator, prefixed, sockets, aborted)
+
+    def gate(self) -> None:
+        """Wait until everything that a peer had a hand in has arrived: what collectives left is true from here on.
+
+        Raises:
+            PeerLost: the groups have been aborted, and what a collective left may be garbage.
+        """
+        # In this order: `aborted` is set before anything is cut short, so what is there while it is not set is whole.
+        self.communicator.synchronize()
+        if self.aborted.is_set():
+            raise PeerLost("the world was aborted")
 
     def side_group(self) -> dist.ProcessGroup:
         """Form another gloo group of the whole world, for what may take long beside the rest. A collective."""
@@ -106,9 +123,7 @@ class Groups:
         """Make every collective that is under way raise, here and at the peers. Safe from any thread."""
         self.aborted.set()
         # First of all, because NCCL's kernels spin on the device until their communicator is aborted.
-        for communicator in self.communicators:
-            with contextlib.suppress(RuntimeError):  # it has failed already
-                communicator.abort()
+        self.communicator.abort()
         # Gloo's own abort and shutdown release nobody, and its sockets stay open for as long as anything, a traceback
         # say, refers to the group. So they are shut from outside.
         for descriptor, inode in list(self.sockets.items()):
@@ -125,11 +140,7 @@ class Groups:
         works = list(works)
         try:
             for work in works:
-                # Polled. When a connection ends, gloo wakes those who wait for a message to begin, but nobody whose
-                # message is half-way: `work.wait()` would then last for `timeouts.collective`.
-                while not work.is_completed() and not self.aborted.is_set():
-                    time.sleep(_POLL_S)
-                if self.aborted.is_set():
+                if not arrived(work, self.aborted):
                     raise PeerLost("the world was aborted")
                 work.wait()
         except (RuntimeError, PeerLost):
@@ -138,7 +149,10 @@ class Groups:
 
     def destroy(self) -> None:
         """Destroy all groups, so that this process can be part of another world."""
-        self._abandon_if_stuck(self.under_way)
+        # What an abort has left under way may still write to gradients, which the next attempt uses again.
+        with contextlib.suppress(RuntimeError):
+            self.communicator.synchronize()
+        self._abandon_if_stuck([*self.under_way, *self.communicator.under_way])
         _destroy()
 
     def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
@@ -149,6 +163,36 @@ class Groups:
                 _abandoned.append((_get_default_group(), self.control, *self.sides))
                 return
             time.sleep(_POLL_S)
+
+
+def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Communicator:
+    """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
+    if device.type != "cuda":
+        return GlooCommunicator(_get_default_group(), aborted)
+    # Connected here, where a death ends in an error after a while, and not by the first collective, which would wait
+    # for ever. Non-blocking, or neither an abort nor a time-out could end it.
+    bound_s = timeouts.form.total_seconds()
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(bound_s))
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking = 0
+    # Given its device, the group connects now.
+    group = dist.new_group(backend="nccl", timeout=timeouts.form, pg_options=options, device_id=device)
+    backend = group._get_backend(device)
+    first = torch.zeros(1, device=device)
+    group.allreduce([first]).wait()
+    torch.cuda.current_stream().synchronize()
+    # Torch's abort waits for at most the group's time-out, and the limit of a collective is half an hour.
+    backend._set_default_timeout(timedelta(seconds=timeouts.silence_s))
+    return NcclCommunicator(group, backend.abort, 2 * timeouts.silence_s)
+
+
+def recover_in_process() -> None:
+    """Leave it to this process what follows from a failure of NCCL. Before the first group is formed.
+
+    Torch's watchdog would end the process that is to outlive its peers, up to a minute after their death.
+    """
+    for name, value in _IN_PROCESS_RECOVERY.items():
+        os.environ.setdefault(name, value)
 
 
 def is_peer_loss(error: BaseException) -> bool:

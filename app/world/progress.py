@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from app.world import groups
+from app.world import communicator, groups
 from app.world.stacks import stacks
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ _LOCAL = {"forward": 1, "backward": 2, "loader": 3, "update": 4}
 _ALL_LEFT = 1 << 30  # the first microbatch of the step has not begun
 _REMEMBERED = 512  # durations of a phase
 _A_WHILE_S = 0.5
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_IN_COLLECTIVES = (os.path.dirname(torch.__file__) + os.sep, groups.__file__, communicator.__file__)
 
 
 @dataclass(frozen=True)
@@ -163,4 +163,6 @@ class Progress:
         if self._seconds <= _A_WHILE_S:
             return 0
         frame = sys._current_frames().get(self._thread)
-        return int(frame is not None and frame.f_code.co_filename.startswith((_TORCH, groups.__file__)))
+        while frame is not None and frame.f_code.co_filename == threading.__file__:  # a lock that somebody waits for
+            frame = frame.f_back
+        return int(frame is not None and frame.f_code.co_filename.startswith(_IN_COLLECTIVES))

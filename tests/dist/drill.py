@@ -96,7 +96,7 @@ def drill(
     ]
     with Gang(1 + max(number for attempt in schedule for number in attempt.members), patch) as gang:
         seats = gang.run(_take_part, config, schedule)
-    return _what_is_left(config, directory, sorted(seat for each in seats for seat in each))
+    return what_is_left(config, directory, sorted(seat for each in seats for seat in each))
 
 
 def _members(world: Members) -> Sequence[int]:
@@ -113,7 +113,7 @@ def _take_part(member: Member, config: Config, schedule: list[Attempt]) -> list[
     return runtime.seats
 
 
-def _what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) -> Drilled:
+def what_is_left(config: Config, directory: RunDirectory, seats: list[Seat]) -> Drilled:
     summary = directory.summary()
     assert summary is not None
     catalog, last = Catalog(directory.store), summary["step"]
@@ -143,6 +143,7 @@ class DrillRuntime:
         attempt = next(self._coming, None)
         if attempt is None:
             return None
+        self._forming = attempt
         rank, size = attempt.members.index(self._member.number), len(attempt.members)
         world = form_world(
             self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress

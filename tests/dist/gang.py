@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 # Imported once, by a server that each process is then forked from: fresh processes for the price of kept ones. The
 # server computes nothing, so it has no threads that a fork could lose.
 PRELOADED = ["__main__", "app.worker", "tests.dist.drill", "tests.dist.stepping", "torch._dynamo"]
+_GONE = "gone"
 LAST_WORDS_S = 5.0  # for the others to say what they saw of a failure, and for all to leave, before they are killed
 
 
@@ -59,24 +60,31 @@ class Gang:
             self._lines.append(ours)
             self._processes.append(process)
 
-    def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
-        """`task(member, *args)` in every process at once; the answers by number.
+    def run(self, task: Callable[..., Any], *args: Any, mortal: Collection[int] = ()) -> list[Any]:
+        """Run `task(member, *args)` in every process at once, and return the answers by number.
+
+        Args:
+            mortal: processes that may end on the way; their answer is None then.
 
         Raises:
-            MemberFailed: one of them raised or is gone, and all have been ended.
+            MemberFailed: one of them raised, or another is gone, and all have been ended.
         """
         if not self._processes:
             self._start()
         for line in self._lines:
             line.send((task, args))
         said: dict[Any, Said] = {}
+        may_end = [self._lines[number] for number in mortal]
         while silent := [line for line in self._lines if line not in said]:
-            failed = any(each.failure for each in said.values())
+            failed = any(each.failure and line not in may_end for line, each in said.items())
             ready = wait(silent, LAST_WORDS_S if failed else None)
             if not ready:
                 break
             said |= {line: _listen(line) for line in ready}  # type: ignore[arg-type]
-        failures = [said[line].failure or "fine" if line in said else "silent" for line in self._lines]
+        failures = []
+        for line in self._lines:
+            answer = said.get(line, Said(None, "silent"))
+            failures.append("fine" if line in may_end and answer.failure == _GONE else answer.failure or "fine")
         if set(failures) != {"fine"}:
             self.close()
             raise MemberFailed("\n".join(f"process {number}: {each}" for number, each in enumerate(failures)))
@@ -103,7 +111,7 @@ def _listen(line: Connection) -> Said:
     try:
         said: Said = line.recv()
     except (EOFError, ConnectionError):
-        return Said(None, "gone")
+        return Said(None, _GONE)
     return said
 
 

@@ -14,10 +14,10 @@ from app.checkpoint.snapshots import Snapshots, SnapshotStore
 from app.checkpoint.state import HeldState
 from app.checkpoint.writer import Writer
 from app.config import Config, DdpConfig
-from app.parallel.ddp import DistributedDataParallelism
-from app.parallel.precision import Precision
+from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
 from app.storage import LocalStore
+from app.world.groups import PeerLost
 from app.world.runtime import form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -50,12 +50,12 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
             world.groups.abort()
             return replica.step, float(replica.weights[0]), "left"
         state = {"model": {"w": replica.weights}}
-        parallel = DistributedDataParallelism(DdpConfig(), world, Precision(CPU))
+        parallel = ReplicatedParallelism(DdpConfig(), world)
         checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
         snapshots = Snapshots(world, SnapshotStore(), parallel, state)
         restored = restore(state, replica.held, checkpoints, snapshots, parallel, world)
         return replica.step, float(replica.weights[0]), restored.source
-    except RuntimeError:
+    except (RuntimeError, PeerLost):
         return replica.step, float(replica.weights[0]), "lost"
     finally:
         world.groups.destroy()

@@ -11,7 +11,7 @@ import pytest
 from app.checkpoint.durable import Checkpoints
 from app.components.worker_state import WorkerState
 from app.config import Config, DdpConfig
-from app.parallel.ddp import DistributedDataParallelism
+from app.parallel.replicated import ReplicatedParallelism
 from app.world.runtime import World
 from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_weights
@@ -136,7 +136,7 @@ def test_when_too_much_is_left_out_the_run_ends_with_a_remedy(tmp_path: Path, bu
 
 def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_along(tmp_path: Path) -> None:
     worker = WorkerState(small(tmp_path), CPU)
-    parallel = DistributedDataParallelism(DdpConfig(), World(0, 1, 1, cast(Any, None)), worker.precision)
+    parallel = ReplicatedParallelism(DdpConfig(), World(0, 1, 1, cast(Any, None)))
     worker.prepare(frozenset({3}), parallel)
     poisoned = worker.model
     worker.advance_to(9)

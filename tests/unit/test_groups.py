@@ -1,31 +1,86 @@
-"""How groups are aborted, with a fake in place of NCCL."""
+"""How groups are aborted, with fakes in place of what needs a device."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+from typing import Any
 
-from app.world.groups import Groups
+import pytest
+import torch
+
+from app.world.communicator import NcclCommunicator
+from app.world.groups import Groups, PeerLost
+
+SOON_S = 10.0
 
 
 class FakeCommunicator:
-    """NCCL's, as far as `abort` goes. NCCL raises when the communicator has failed already."""
+    """Notes what was so when it was aborted."""
 
-    def __init__(self, failed: bool = False) -> None:
-        self.failed, self.aborted = failed, False
+    def __init__(self, aborted: threading.Event, theirs: socket.socket) -> None:
+        self.seen: list[bool] = []
+        self._aborted, self._theirs = aborted, theirs
+
+    def synchronize(self) -> None:
+        pass
 
     def abort(self) -> None:
-        self.aborted = True
-        if self.failed:
-            raise RuntimeError("NCCL communicator was aborted")
+        try:
+            connected = self._theirs.recv(1, socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            connected = True
+        self.seen = [self._aborted.is_set(), connected]
 
 
-def test_an_abort_ends_device_communicators_first_and_the_hosts_connections_whatever_they_answer() -> None:
+def test_an_abort_sets_the_flag_then_ends_the_device_s_communicator_and_then_the_host_s_connections() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        communicators = FakeCommunicator(failed=True), FakeCommunicator()
-        inode = os.fstat(ours.fileno()).st_ino
-        Groups(None, None, {ours.fileno(): inode}, communicators).abort()  # type: ignore[arg-type]
-        assert [each.aborted for each in communicators] == [True, True]
-        theirs.settimeout(5)
+        aborted = threading.Event()
+        communicator = FakeCommunicator(aborted, theirs)
+        groups = Groups(None, communicator, None, {ours.fileno(): os.fstat(ours.fileno()).st_ino}, aborted)  # type: ignore[arg-type]
+        groups.gate()
+        groups.abort()
+        assert communicator.seen == [True, True]
+        theirs.settimeout(SOON_S)
         assert theirs.recv(1) == b""
+        with pytest.raises(PeerLost):
+            groups.gate()
+
+
+class FakeGroup:
+    """Counts what is launched on it."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.launched += 1
+
+
+def test_an_abort_of_nccl_holds_up_nobody_and_nothing_is_launched_after_it() -> None:
+    called, may_end = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        called.set()
+        may_end.wait(SOON_S)
+        raise RuntimeError("NCCL communicator was aborted")  # it has failed already
+
+    group: Any = FakeGroup()
+    communicator = NcclCommunicator(group, abort, SOON_S)
+    communicator.sum(torch.ones(1))
+    communicator.abort()  # returns though the abort has not ended
+    assert called.wait(SOON_S)
+    may_end.set()
+    communicator.sum(torch.ones(1))
+    assert group.launched == 1
+
+
+def test_a_process_that_cannot_abort_nccl_in_time_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, may_end = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    group: Any = FakeGroup()
+    NcclCommunicator(group, lambda: may_end.wait(SOON_S), 0.05).abort()
+    assert ended.wait(SOON_S)
+    may_end.set()

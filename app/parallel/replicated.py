@@ -1,0 +1,53 @@
+"""Data parallel with gradient buckets of our own: every worker holds the whole model."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from app.config import DdpConfig
+from app.parallel.buckets import GradientBuckets
+from app.world.runtime import World
+
+
+class ReplicatedParallelism:
+    """The `Parallel` of models that every worker holds whole. The model is trained as it is, without a wrapper."""
+
+    equal_forwards: ClassVar[bool] = False
+    survivors_hold_all: ClassVar[bool] = True
+    rebuilds_buckets: ClassVar[bool] = False
+    loss_scale = 1.0
+
+    def __init__(self, config: DdpConfig, world: World) -> None:
+        self._config = config
+        self._world = world
+        self._buckets: GradientBuckets
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self._buckets = GradientBuckets.of(model, self._config.bucket_cap_mb)
+        self._buckets.begin(self._world.groups.communicator)
+        return model
+
+    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        return self._sending() if last else nullcontext()
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        self._buckets.arm()
+        yield
+        self._buckets.finish()
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        # Not by the optimizer: it would take the parameters' views of the buckets away.
+        self._buckets.clear()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        return model
+
+    def writes(self, world: World) -> bool:
+        return world.leader

@@ -1,0 +1,159 @@
+"""What carries collectives of tensors on a device: gloo on CPU, NCCL on CUDA; tests have a third that is like NCCL."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LOOK_S = 0.05  # how often who waits for gloo looks at `aborted`
+
+
+class Communicator(Protocol):
+    """Collectives over all ranks of a world, in place. Each is launched at once, and its result is there later.
+
+    An abort ends what is under way, from another thread. Gloo then raises; NCCL completes with partial sums and says
+    nothing. So whoever uses a result stands behind `Groups.gate`.
+    """
+
+    abort_leaves_garbage: ClassVar[bool]  # in what is to be received
+    group: dist.ProcessGroup  # for what torch launches itself
+    under_way: list[dist.Work]  # launched, and not waited for yet
+
+    def sum(self, tensor: Tensor) -> None:
+        """Launch the sum of a tensor over all ranks."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Launch the overwriting of every rank's tensor with that of rank `source`."""
+        ...
+
+    def wait(self) -> None:
+        """Have whatever is computed from now on see the results. The host may return before they are there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Make the host wait for every result, or for the abort that ends them."""
+        ...
+
+    def abort(self) -> None:
+        """End all that is under way, and refuse more. Safe from any thread; `Groups.aborted` is set before."""
+        ...
+
+
+class GlooCommunicator:
+    """The `Communicator` of gloo. Its host threads do the work, and whoever waits for them is told of a failure."""
+
+    abort_leaves_garbage: ClassVar[bool] = False
+
+    def __init__(self, group: dist.ProcessGroup, aborted: threading.Event) -> None:
+        self.group = group
+        self._aborted = aborted
+        self.under_way: list[dist.Work] = []
+
+    def sum(self, tensor: Tensor) -> None:
+        self.under_way.append(self.group.allreduce([tensor]))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.under_way.append(self.group.broadcast([tensor], options))
+
+    def wait(self) -> None:
+        """Wait for every result.
+
+        Raises:
+            RuntimeError: a collective has failed.
+        """
+        for work in self.under_way:
+            if not arrived(work, self._aborted):
+                return  # they stay under way, so that the end of the groups knows of them
+            work.wait()
+        self.under_way.clear()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def abort(self) -> None:
+        # Gloo's own abort and shutdown release nobody; what does is to shut its sockets, which are the groups'.
+        return
+
+
+def arrived(work: dist.Work, aborted: threading.Event) -> bool:
+    """Wait for one of gloo's collectives. Return False if an abort has come before its result."""
+    # Not by `work.wait()`. When a connection ends, gloo wakes those who wait for a message to begin, but nobody whose
+    # message is half-way: that wait would last until the collective's time-out.
+    if not work.is_completed():
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        # The future may be complete a moment before the work says that it is.
+        while not (done.wait(_LOOK_S) or work.is_completed()):
+            if aborted.is_set():
+                return False
+    return not aborted.is_set()
+
+
+class NcclCommunicator:
+    """The `Communicator` of NCCL, whose kernels run on the device and wait there for the peers'.
+
+    Args:
+        group: a group of NCCL alone, bound to its device.
+        abort: ends the communicator, which may take long: it waits for the driver.
+        bound_s: most that the abort may take. A process that cannot end its kernels can only end itself.
+    """
+
+    abort_leaves_garbage: ClassVar[bool] = True
+
+    def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object], bound_s: float) -> None:
+        self.group = group
+        self._abort = abort
+        self._bound_s = bound_s
+        # An abort frees the communicator, also under the hands of a thread that is launching.
+        self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+        self.under_way: list[dist.Work] = []
+
+    def sum(self, tensor: Tensor) -> None:
+        with self._lock:
+            if self._ending is None:
+                self.under_way.append(self.group.allreduce([tensor]))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        with self._lock:
+            if self._ending is None:
+                self.under_way.append(self.group.broadcast([tensor], options))
+
+    def wait(self) -> None:
+        for work in self.under_way:
+            work.wait()  # the device's stream waits, the host does not
+        self.under_way.clear()
+
+    def synchronize(self) -> None:
+        self.wait()
+        if self._ending is not None:
+            self._ending.join()
+        torch.cuda.current_stream().synchronize()
+
+    def abort(self) -> None:
+        # On a thread of its own: without heartbeats, which are this one, the coordinator takes this process for dead.
+        with self._lock:
+            if self._ending is not None:
+                return
+            self._ending = threading.Thread(target=self._end, daemon=True, name="abort")
+        self._ending.start()
+        threading.Thread(target=self._bound, args=(self._ending,), daemon=True, name="abort-bound").start()
+
+    def _end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has failed already
+            self._abort()
+
+    def _bound(self, ending: threading.Thread) -> None:
+        ending.join(self._bound_s)
+        if ending.is_alive():
+            os._exit(1)  # an honest death, which the coordinator sees at once

@@ -1,0 +1,209 @@
+"""Drills in which workers are killed at a collective, on a communicator that completes with garbage when it is aborted.
+
+Three processes train; one is killed, a newcomer takes its place, twice; the third time nobody does, and two finish.
+Survivors learn of a death as on a cluster: somebody else sees it, and tells them to abort.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from app.checkpoint.state import sha256
+from app.components.worker_state import WorkerState
+from app.config import Config
+from app.parallel import Parallel
+from app.parallel.dtensor import unsharded
+from app.run.directory import RunDirectory
+from app.run.events import RunStarted
+from app.worker import work
+from app.world.groups import is_peer_loss
+from app.world.runtime import World
+from tests.dist.drill import Attempt, Drilled, DrillRuntime, what_is_left
+from tests.dist.gang import Gang, Member
+from tests.dist.like_nccl import Death, behave_like_nccl
+from tests.events import event_lines
+
+JOINING = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
+_LOOK_S = 0.005
+_MOMENTS = ("before it is launched", "while it runs", "when it is done")
+
+
+class State(NamedTuple):
+    """What a process holds after a step."""
+
+    digest: str
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Who is killed in which attempt, and where."""
+
+    worlds: list[list[int]]
+    deaths: dict[int, tuple[int, Death]]  # attempt -> (member, place)
+
+
+def plot(seed: int, num_collectives: int) -> Plot:
+    """Return a plot with a death in each world but the last, within the first collectives of each."""
+    draw = random.Random(seed)
+    alive: list[int] = []
+    worlds, deaths = [], {}
+    for attempt, joining in enumerate(JOINING, 1):
+        alive = [*alive, *joining]
+        worlds.append(list(alive))
+        if attempt < len(JOINING):
+            victim = draw.choice(alive)
+            deaths[attempt] = (victim, Death(draw.randint(1, num_collectives), draw.choice(_MOMENTS)))  # type: ignore[arg-type]
+            alive.remove(victim)
+    return Plot(worlds, deaths)
+
+
+class Held(NamedTuple):
+    """What a survivor holds when a world begins."""
+
+    attempt: int
+    member: int
+    step: int
+    state: State
+
+
+class Survived(NamedTuple):
+    """How a run went on through deaths. `held` is of strategies in which a survivor has all of the state."""
+
+    held: list[Held]
+    left: Drilled
+
+
+class Undisturbed(NamedTuple):
+    """A run on three workers of which none dies."""
+
+    states: dict[int, State]  # by step
+    validation: dict[int, float]  # loss by step
+
+
+def undisturbed(config: Config, patch: Callable[[], None]) -> Undisturbed:
+    """Return what the run is on three workers, on the same communicator."""
+    directory = RunDirectory.of(config)
+    directory.check_writable()
+    directory.record(RunStarted(launcher="drill"))
+    with Gang(3, patch) as gang:
+        states = gang.run(_record_steps, config)[0]
+    return Undisturbed(states, validation_losses(directory))
+
+
+def validation_losses(directory: RunDirectory) -> dict[int, float]:
+    """Return the loss of every validation, by step; the newest of a step that was done again."""
+    events = event_lines(directory)
+    return {event["step"]: event["loss"] for event in events if event["event"] == "validation"}
+
+
+def _record_steps(member: Member, config: Config) -> dict[int, State]:
+    behave_like_nccl(lambda: None)
+    states: dict[int, State] = {}
+    honest = WorkerState.advance_to
+
+    def advance_to(worker: WorkerState, step: int) -> None:
+        honest(worker, step)
+        states[step] = _state(worker)
+
+    WorkerState.advance_to = advance_to  # type: ignore[method-assign]
+    directory = RunDirectory.of(config)
+    runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
+    try:
+        work(config, runtime, directory)
+    finally:
+        runtime.close()
+    return states
+
+
+def _state(worker: WorkerState) -> State:
+    weights = {name: unsharded(tensor).clone() for name, tensor in worker.model.state_dict().items()}
+    return State(sha256(worker.state(worker.model)), weights)
+
+
+def survive(config: Config, plotted: Plot, mutation: Callable[[], None] | None = None) -> Survived:
+    """Train through the deaths that are plotted.
+
+    Raises:
+        MemberFailed: a process raised, or one ended that was not to.
+    """
+    directory = RunDirectory.of(config)
+    directory.check_writable()
+    directory.record(RunStarted(launcher="drill"))
+    mortal = [victim for victim, _ in plotted.deaths.values()]
+    with Gang(5, mutation) as gang:
+        answers = gang.run(_survive, config, plotted, mortal=mortal)
+    held = [each for answer in answers for each in answer or []]
+    return Survived(held, what_is_left(config, directory, []))
+
+
+def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
+    directory = RunDirectory.of(config)
+    runtime = MortalRuntime(member, plotted, directory)
+    behave_like_nccl(runtime.death)
+    held: list[Held] = []
+    honest = WorkerState.prepare
+
+    def prepare(worker: WorkerState, skip: frozenset[int], parallel: Parallel) -> None:
+        if parallel.survivors_hold_all and worker.held.step is not None:
+            held.append(Held(runtime.attempt, member.number, worker.held.step, _state(worker)))
+        honest(worker, skip, parallel)
+
+    WorkerState.prepare = prepare  # type: ignore[method-assign]
+    try:
+        work(config, runtime, directory)
+    finally:
+        runtime.close()
+    return held
+
+
+class MortalRuntime(DrillRuntime):
+    """The schedule, where members of a world may die."""
+
+    def __init__(self, member: Member, plotted: Plot, directory: RunDirectory) -> None:
+        schedule = [Attempt(number, world, None, None) for number, world in enumerate(plotted.worlds, 1)]
+        super().__init__(member, schedule, directory)
+        self._deaths = plotted.deaths
+
+    @property
+    def attempt(self) -> int:
+        return self._attempt.number
+
+    def death(self) -> Death | None:
+        """Return where this process dies in the world that is being formed."""
+        victim, death = self._deaths.get(self._forming.number, (None, None))
+        return death if victim == self._member.number else None
+
+    def next_world(self) -> World | None:
+        world = super().next_world()
+        if world is not None and self.attempt in self._deaths:
+            self._member.store.set(f"pid/{self.attempt}/{self._member.number}", str(os.getpid()))
+            threading.Thread(target=self._watch, args=(world,), daemon=True).start()
+        return world
+
+    def failed(self, step: int, error: BaseException) -> None:
+        if not is_peer_loss(error):
+            raise error
+
+    def _watch(self, world: World) -> None:
+        victim = self._deaths[world.attempt][0]
+        pid = int(self._member.store.get(f"pid/{world.attempt}/{victim}"))
+        while _lives(pid):
+            time.sleep(_LOOK_S)
+        world.groups.abort()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

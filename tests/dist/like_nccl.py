@@ -1,0 +1,199 @@
+"""A communicator that behaves like NCCL's, on CPU: what it launches runs later, and an abort leaves garbage in silence.
+
+Its works say that they are complete as soon as they are launched. What is computed from a result comes after it in the
+device's order: here, `wait` blocks for that. Where a peer is dead, kernels spin until they are aborted; then they
+complete with partial sums, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+
+from app.world import groups
+from app.world.communicator import NcclCommunicator
+from app.world.timeouts import Timeouts
+
+_SOON_S = 10.0
+
+
+class Death(NamedTuple):
+    """Where a process is killed: at its collective of this number, from 1, in the attempt."""
+
+    collective: int
+    moment: Literal["before it is launched", "while it runs", "when it is done"]
+
+
+@dataclass
+class _Launched:
+    run: Callable[[], Sequence[Tensor]]  # returns the results
+    outputs: Sequence[Tensor]
+    arrived: threading.Event = field(default_factory=threading.Event)
+    future: Any = field(default_factory=torch.futures.Future)
+
+
+class _Work(dist.Work):
+    def __init__(self, launched: _Launched) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._launched.arrived.wait()
+        return True
+
+    def get_future(self) -> Any:
+        return self._launched.future
+
+
+class LikeNccl(dist.ProcessGroup):
+    """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
+
+    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, death: Death | None) -> None:
+        super().__init__(rank, size)
+        self._inner = inner
+        self._death = death
+        self._num_launched = 0
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # of `outputs`: they are either a result or garbage
+        self._stream: queue.Queue[_Launched | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="stream")
+        self._thread.start()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "like-nccl"
+
+    @property
+    def pg_name(self) -> str:
+        return str(_world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
+
+    def abort(self) -> None:
+        """Let what is under way complete, with garbage."""
+        self._ended.set()
+        self._stream.put(None)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        def run() -> list[Tensor]:
+            copies = [tensor.clone() for tensor in tensors]
+            self._inner.allreduce(copies, opts or dist.AllreduceOptions()).wait()
+            return copies
+
+        return self._launch(run, tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        def run() -> list[Tensor]:
+            copies = [tensor.clone() for tensor in tensors]
+            self._inner.broadcast(copies, opts).wait()
+            return copies
+
+        return self._launch(run, [] if opts.rootRank == self.rank() else tensors)  # the source only sends
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        def run() -> list[Tensor]:
+            copy = torch.empty_like(output)
+            dist.all_gather_single(copy, input.clone(), group=self._inner)
+            return [copy]
+
+        return self._launch(run, [output])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        (output,), (input,) = outputs, inputs
+        return self.all_gather_single(output, input)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        def run() -> list[Tensor]:
+            copy = torch.empty_like(output)
+            dist.reduce_scatter_single(copy, input.clone(), group=self._inner)
+            return [copy]
+
+        return self._launch(run, [output])
+
+    def _launch(self, run: Callable[[], Sequence[Tensor]], outputs: Sequence[Tensor]) -> _Work:
+        if self._ended.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted")
+        self._num_launched += 1
+        self._die_at("before it is launched")
+        launched = _Launched(self._numbered(run), outputs)
+        self._stream.put(launched)
+        return _Work(launched)
+
+    def _numbered(self, run: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+        number = self._num_launched
+
+        def fatal() -> Sequence[Tensor]:
+            self._die_at("while it runs", number)
+            results = run()
+            self._die_at("when it is done", number)
+            return results
+
+        return fatal
+
+    def _die_at(self, moment: str, number: int | None = None) -> None:
+        if self._death == (number or self._num_launched, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _run(self) -> None:
+        while (launched := self._stream.get()) is not None:
+            try:
+                results = launched.run()
+            except RuntimeError:
+                self._ended.wait()  # a kernel whose peer is gone spins until it is aborted
+                results = [tensor * 0.5 + 1.0 for tensor in launched.outputs]  # partial sums
+            with torch.no_grad():
+                for output, result in zip(launched.outputs, results, strict=False):
+                    output.copy_(result)
+            launched.arrived.set()
+            launched.future.set_result(list(launched.outputs))
+
+
+class Device(NcclCommunicator):
+    """NCCL's communicator over a group that is like NCCL's."""
+
+    def synchronize(self) -> None:
+        self.wait()
+        if self._ending is not None:
+            self._ending.join()
+
+
+def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
+    """Give every world of this process a communicator like NCCL's; `death_in` is asked once in each world."""
+    inner_group: list[dist.ProcessGroup] = []
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LikeNccl:
+        return LikeNccl(rank, size, inner_group[-1], death_in())
+
+    def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Device:
+        before = groups._open_sockets()
+        inner_group.append(dist.new_group(backend="gloo"))
+        sockets = groups._opened_since(before)
+        group = dist.new_group(backend="like-nccl")
+        assert isinstance(group, LikeNccl)
+
+        def abort() -> None:
+            group.abort()
+            for descriptor, inode in sockets.items():
+                with contextlib.suppress(OSError):
+                    groups._shut(descriptor, inode)
+
+        return Device(group, abort, _SOON_S)
+
+    dist.Backend.register_backend("like-nccl", create, devices=["cpu"])
+    groups.connect = connect

@@ -1,0 +1,156 @@
+"""Nothing that a dead peer had a hand in reaches weights, metrics or checkpoints, on a communicator like NCCL's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import app.parallel.buckets
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.weights import read_whole
+from app.config import Config
+from app.parallel.precision import Precision
+from app.run.directory import RunDirectory
+from app.run.ledger import History
+from app.world.groups import Groups
+from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
+from tests.dist.deaths import Survived, Undisturbed, plot, survive, undisturbed, validation_losses
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import Reference, reference
+from tests.dist.small import small
+
+# Collectives of an attempt's first steps, with the broadcasts to a newcomer before them.
+NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}
+QUICK, SLOW = range(4), range(4, 36)  # three deaths each
+
+
+def config_of(storage: Path, kind: str, *overrides: str) -> Config:
+    return small(
+        storage,
+        f"parallel.kind={kind}",
+        "run.steps=24",
+        "validation.every=3 steps",
+        "checkpoint.every=4 steps",
+        *overrides,
+    )
+
+
+def several_buckets() -> None:
+    """Cut the small model's gradients into about nine buckets."""
+    app.parallel.buckets._FIRST_BYTES = 2048
+    app.parallel.buckets._CAP_MB = 1
+    app.parallel.buckets._MIB = 4096
+
+
+@pytest.fixture(scope="module")
+def calm_ddp(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed(config_of(tmp_path_factory.mktemp("undisturbed"), "ddp"), several_buckets)
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def calm(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed(config_of(tmp_path_factory.mktemp("undisturbed"), kind), several_buckets)
+
+
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+def test_no_death_leaves_garbage(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
+    config = config_of(tmp_path, kind)
+    check(config, survive(config, plot(seed, NUM_COLLECTIVES[kind]), several_buckets), calm)
+
+
+def check(config: Config, survived: Survived, calm: Undisturbed) -> None:
+    for each in survived.held:
+        if each.step:
+            check_equal(each.state.weights, calm.states[each.step].weights)
+            # Until the first death the run was the undisturbed one, to the bit.
+            if each.attempt == 2:
+                assert each.state.digest == calm.states[each.step].digest
+    digests: dict[tuple[int, int], set[str]] = {}
+    for each in survived.held:
+        digests.setdefault((each.attempt, each.step), set()).add(each.state.digest)
+    assert all(len(alike) == 1 for alike in digests.values()), "survivors at the same step hold different states"
+    expected = reference(config)
+    check_weights(survived.left, expected)
+    check_checkpoint(survived.left)
+    check_committed(survived.left.history, expected)
+    catalog = Catalog(RunDirectory.of(config).store)
+    for step in catalog.steps():
+        check_equal(read_whole(catalog, step), calm.states[step].weights)
+    for step, loss in validation_losses(RunDirectory.of(config)).items():
+        assert loss == pytest.approx(calm.validation[step], abs=EQUAL)
+
+
+def check_committed(history: History, expected: Reference) -> None:
+    """Claim: each step counts once, with its samples and its loss; of one that a dead leader told, no loss is known."""
+    lines = [history.committed[step] for step in sorted(history.committed)]
+    assert [line["step"] for line in lines] == list(range(1, len(expected.losses) + 1))
+    for line, num_samples, digest, loss in zip(
+        lines, expected.num_samples, expected.digests, expected.losses, strict=True
+    ):
+        if line.get("confirmed", True):
+            assert (line["num_samples"], line["samples_digest"]) == (num_samples, f"{digest:016x}")
+            assert line["loss"] == pytest.approx(loss, abs=EQUAL)
+
+
+def without_a_gate() -> None:
+    several_buckets()
+    Groups.gate = lambda self: self.communicator.synchronize()  # type: ignore[method-assign]
+
+
+def with_the_flag_set_after_the_abort() -> None:
+    several_buckets()
+
+    def abort(self: Groups) -> None:
+        self.communicator.abort()
+        time.sleep(0.2)
+        self.aborted.set()
+
+    Groups.abort = abort  # type: ignore[method-assign]
+
+
+def with_a_collective_after_the_gate() -> None:
+    several_buckets()
+    honest = Precision.update
+
+    def update(self: Precision, optimizer: torch.optim.Optimizer) -> None:
+        communicator = current[-1].communicator
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                communicator.broadcast(param.grad, 0)  # of what is equal on all ranks
+        communicator.wait()
+        honest(self, optimizer)
+
+    current: list[Groups] = []
+    gate = Groups.gate
+
+    def noted(self: Groups) -> None:
+        current.append(self)
+        gate(self)
+
+    Groups.gate = noted  # type: ignore[method-assign]
+    Precision.update = update  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "mutation", [without_a_gate, with_the_flag_set_after_the_abort, with_a_collective_after_the_gate]
+)
+def test_what_lets_garbage_in_is_noticed(tmp_path: Path, calm_ddp: Undisturbed, mutation: Callable[[], None]) -> None:
+    """Of a few plots, at least one shows it."""
+    noticed = 0
+    for seed in range(6):
+        config = config_of(tmp_path / str(seed), "ddp")
+        try:
+            check(config, survive(config, plot(seed, NUM_COLLECTIVES["ddp"]), mutation), calm_ddp)
+        except (AssertionError, MemberFailed):
+            noticed += 1
+            break
+    assert noticed
