@@ -32,7 +32,7 @@ from tests.dist.gang import Gang, Member
 from tests.dist.like_nccl import Death, behave_like_nccl
 from tests.events import event_lines
 
-JOINING = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
+JOINING: tuple[list[int], ...] = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
 _LOOK_S = 0.005
 _MOMENTS = ("before it is launched", "while it runs", "when it is done")
 
@@ -111,11 +111,11 @@ def _record_steps(member: Member, config: Config) -> dict[int, State]:
     states: dict[int, State] = {}
     honest = WorkerState.advance_to
 
-    def advance_to(worker: WorkerState, step: int) -> None:
-        honest(worker, step)
-        states[step] = _state(worker)
+    def advance_to(self: WorkerState, step: int) -> None:
+        honest(self, step)
+        states[step] = _state(self)
 
-    WorkerState.advance_to = advance_to  # type: ignore[method-assign]
+    WorkerState.advance_to = advance_to
     directory = RunDirectory.of(config)
     runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
     try:
@@ -153,12 +153,12 @@ def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
     held: list[Held] = []
     honest = WorkerState.prepare
 
-    def prepare(worker: WorkerState, skip: frozenset[int], parallel: Parallel) -> None:
-        if parallel.survivors_hold_all and worker.held.step is not None:
-            held.append(Held(runtime.attempt, member.number, worker.held.step, _state(worker)))
-        honest(worker, skip, parallel)
+    def prepare(self: WorkerState, skip: frozenset[int], parallel: Parallel) -> None:
+        if parallel.survivors_hold_all and self.held.step is not None:
+            held.append(Held(runtime.attempt, member.number, self.held.step, _state(self)))
+        honest(self, skip, parallel)
 
-    WorkerState.prepare = prepare  # type: ignore[method-assign]
+    WorkerState.prepare = prepare
     try:
         work(config, runtime, directory)
     finally:

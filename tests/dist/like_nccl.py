@@ -64,7 +64,7 @@ class LikeNccl(dist.ProcessGroup):
     """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
 
     def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, death: Death | None) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._inner = inner
         self._death = death
         self._num_launched = 0
@@ -82,7 +82,7 @@ class LikeNccl(dist.ProcessGroup):
         return str(_world.pg_names[self])
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self.pg_name
 
     def abort(self) -> None:
@@ -90,7 +90,7 @@ class LikeNccl(dist.ProcessGroup):
         self._ended.set()
         self._stream.put(None)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         def run() -> list[Tensor]:
             copies = [tensor.clone() for tensor in tensors]
             self._inner.allreduce(copies, opts or dist.AllreduceOptions()).wait()
@@ -98,7 +98,7 @@ class LikeNccl(dist.ProcessGroup):
 
         return self._launch(run, tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         def run() -> list[Tensor]:
             copies = [tensor.clone() for tensor in tensors]
             self._inner.broadcast(copies, opts).wait()

@@ -103,7 +103,7 @@ def check_committed(history: History, expected: Reference) -> None:
 
 def without_a_gate() -> None:
     several_buckets()
-    Groups.gate = lambda self: self.communicator.synchronize()  # type: ignore[method-assign]
+    Groups.gate = lambda self: self.communicator.synchronize()
 
 
 def with_the_flag_set_after_the_abort() -> None:
@@ -114,7 +114,7 @@ def with_the_flag_set_after_the_abort() -> None:
         time.sleep(0.2)
         self.aborted.set()
 
-    Groups.abort = abort  # type: ignore[method-assign]
+    Groups.abort = abort
 
 
 def with_a_collective_after_the_gate() -> None:
@@ -136,8 +136,8 @@ def with_a_collective_after_the_gate() -> None:
         current.append(self)
         gate(self)
 
-    Groups.gate = noted  # type: ignore[method-assign]
-    Precision.update = update  # type: ignore[method-assign]
+    Groups.gate = noted
+    Precision.update = update
 
 
 @pytest.mark.parametrize(

@@ -126,15 +126,9 @@ def _sum_of_ones(rank: Rank, group: dist.ProcessGroup | None) -> float:
     return ones[0].item()
 
 
-def device_group(world: Any) -> dist.ProcessGroup | None:
-    """Return the app's group for device tensors; None for the default one. The one place that knows where it is.
-
-    Raises:
-        RuntimeError: the group would carry CUDA tensors by something else than NCCL.
-    """
-    group: dist.ProcessGroup | None = getattr(world.groups, "device", None)
-    if torch.cuda.is_available() and "nccl" not in str(dist.get_backend_config(group)):
-        raise RuntimeError("the group for device tensors is not NCCL's: adapt device_group in tests/gpu/recovery.py")
+def device_group(world: Any) -> dist.ProcessGroup:
+    """Return the app's group for tensors on the device."""
+    group: dist.ProcessGroup = world.groups.communicator.group
     return group
 
 
