@@ -170,6 +170,7 @@ class Recorder:
         # A step that is left out has none.
         if result.grad_norms is not None:
             norms = unsharded(result.grad_norms)
+            self._world.groups.gate()
             # They were taken before the sums were divided by the true count; the norm of the whole was so after.
             norms = norms * (result.numbers[2] / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
@@ -196,6 +197,8 @@ class Recorder:
             return
         # On every rank, since it is a collective where state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
+        if whole is None:  # peers had a hand in them
+            self._world.groups.gate()
         if self._world.leader:
             summary = self._summary(outcome, hashes)
             self._directory.write_summary(summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,9 @@ from tests.dist.small import small
 
 # Collectives of an attempt's first steps, with the broadcasts to a newcomer before them.
 NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}
-QUICK, SLOW = range(4), range(4, 36)  # three deaths each
+# Plots of three deaths each. DEATH_PLOTS=36 is 216 deaths, in about six minutes.
+NUM_QUICK, NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "10"))
+SEEDS = [*range(NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(NUM_QUICK, NUM_PLOTS))]
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
@@ -61,7 +64,7 @@ def calm(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return undisturbed(config_of(tmp_path_factory.mktemp("undisturbed"), kind), several_buckets)
 
 
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_death_leaves_garbage(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
     config = config_of(tmp_path, kind)
     check(config, survive(config, plot(seed, NUM_COLLECTIVES[kind]), several_buckets), calm)
