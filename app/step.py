@@ -62,7 +62,7 @@ class Stepper:
                 # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
                 self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
             totals.add(sums, fetched)
-        self.world.progress.mark("update")
+        self.world.progress.mark("gradients")
         global_count = self._global_count(step, totals.count)
         metric_names = self._agreed_metric_names(totals.metrics)
         self.world.groups.communicator.wait()
@@ -74,6 +74,7 @@ class Stepper:
         # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
         # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
         self.world.groups.gate()
+        self.world.progress.mark("update")
         self.precision.update(self.optimizer)
         self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]

@@ -30,7 +30,6 @@ def train(
 ) -> Outcome:
     """Run one attempt. Whatever ended the last one, this one begins the same way: build, restore, step, leave."""
     # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
-    worker.join(world)
     parallel = build_parallel(config.parallel, world, worker.precision)
     worker.prepare(world.skip, parallel)
     plan = worker.plan(world.size, parallel)  # which rank runs which microbatch

@@ -39,6 +39,7 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
         world = arrange(world, config.parallel)
         timer.mark("formed")
         try:
+            worker.join(world)
             outcome = train(config, runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
                 return outcome

@@ -17,7 +17,7 @@ from app.world.stacks import stacks
 T = TypeVar("T")
 
 # Phases that a rank enters on its own, between two that all ranks enter alike: in the order of one microbatch.
-_LOCAL = {"forward": 1, "backward": 2, "loader": 3, "update": 4}
+_LOCAL = {"forward": 1, "backward": 2, "loader": 3, "gradients": 4, "update": 5}
 _ALL_LEFT = 1 << 30  # the first microbatch of the step has not begun
 _REMEMBERED = 512  # durations of a phase
 _A_WHILE_S = 0.5
