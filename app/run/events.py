@@ -318,7 +318,7 @@ class Hang(Event):
     wording = "rank {ranks:each} stuck in {phase} after step {step} for {seconds:.1f} s; stacks in {stacks}"
 
     ranks: tuple[int, ...]  # those who are stuck
-    phase: str  # what they are in: "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint" ...
+    phase: str  # "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint" ...
     step: int
     seconds: float  # how long they have been in `phase`
     stacks: str  # folder with what every thread of every worker was doing
