@@ -87,6 +87,8 @@ def check(config: Config, survived: Survived, calm: Undisturbed) -> None:
     check_committed(survived.left.history, expected)
     catalog = Catalog(RunDirectory.of(config).store)
     for step in catalog.steps():
+        if catalog.manifest(step) is None:  # its leader was killed while it was written
+            continue
         check_equal(read_whole(catalog, step), calm.states[step].weights)
     for step, loss in validation_losses(RunDirectory.of(config)).items():
         assert loss == pytest.approx(calm.validation[step], abs=EQUAL)
