@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from app.components.buffers import Buffers
 from app.components.optimizer import rescale_gradients, set_learning_rates
 from app.components.schedule import Schedule
 from app.components.seed import seed_generators
@@ -40,6 +41,9 @@ class Stepper:
     seed: int
     _metric_names: tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        self._buffers = Buffers(self.model)
+
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step`, sum the gradients of all ranks, and update the weights."""
         if step in self.plan.skip:
@@ -50,30 +54,33 @@ class Stepper:
         nominal = self.plan.global_size * self.units_per_sample
         totals = _Totals(self.precision.device)
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
-        for left, fetched in zip(num_left, batches, strict=False):
-            self.world.progress.mark("forward", left)
-            # 0 for a pad, which keeps a rank in step with the others' collectives.
-            weight = fetched.microbatch.weight
-            seed_generators(self.seed, fetched.microbatch, self.precision.device)
-            with self.parallel.synchronize(self.model, last=left == 0):
-                with self.precision.autocast():
-                    sums = self.task.loss(self.model, fetched.batch)
-                self.world.progress.mark("backward")
-                # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
-                self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
-            totals.add(sums, fetched)
-        self.world.progress.mark("gradients")
-        global_count = self._global_count(step, totals.count)
-        metric_names = self._agreed_metric_names(totals.metrics)
-        self.world.groups.communicator.wait()
-        # ... * nominal / count = the mean over everything that counts, wherever it was computed
-        grad_norm, grad_norms = rescale_gradients(
-            self.model, self.precision, nominal / global_count, self.max_grad_norm
-        )
-        lr = set_learning_rates(self.optimizer, self.schedule, step)
-        # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
-        # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
-        self.world.groups.gate()
+        # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
+        with self._buffers.undone_on_failure():
+            for left, fetched in zip(num_left, batches, strict=False):
+                self.world.progress.mark("forward", left)
+                # 0 for a pad, which keeps a rank in step with the others' collectives.
+                weight = fetched.microbatch.weight
+                seed_generators(self.seed, fetched.microbatch, self.precision.device)
+                with self.parallel.synchronize(self.model, last=left == 0):
+                    with self.precision.autocast():
+                        sums = self.task.loss(self.model, fetched.batch)
+                    self.world.progress.mark("backward")
+                    # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
+                    self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
+                totals.add(sums, fetched)
+            self.world.progress.mark("gradients")
+            global_count = self._global_count(step, totals.count)
+            metric_names = self._agreed_metric_names(totals.metrics)
+            self.world.groups.communicator.wait()
+            # ... * nominal / count = the mean over everything that counts, wherever it was computed
+            grad_norm, grad_norms = rescale_gradients(
+                self.model, self.precision, nominal / global_count, self.max_grad_norm
+            )
+            lr = set_learning_rates(self.optimizer, self.schedule, step)
+            # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose
+            # peer is lost in one would hold the weights of this step and go on from the one before, doing this one
+            # twice.
+            self.world.groups.gate()
         self.world.progress.mark("update")
         self.precision.update(self.optimizer)
         self.parallel.clear_gradients(self.optimizer)
@@ -109,13 +116,11 @@ class Stepper:
         if not self.parallel.rebuilds_buckets:
             return
         # Statistics of normalization layers must not learn from it.
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        with self.precision.autocast():
-            loss = self.task.loss(self.model, batch).loss_sum
-        self.precision.backward(loss * 0.0)
+        with self._buffers.undone():
+            with self.precision.autocast():
+                loss = self.task.loss(self.model, batch).loss_sum
+            self.precision.backward(loss * 0.0)
         self.parallel.clear_gradients(self.optimizer)
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 class _Totals:

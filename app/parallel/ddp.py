@@ -37,6 +37,8 @@ class TorchDistributedDataParallelism:
             gradient_as_bucket_view=True,
             # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
             init_sync=False,
+            # Every rank keeps its own running statistics, as with our own buckets; checkpoints hold the leader's.
+            broadcast_buffers=False,
         )
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:

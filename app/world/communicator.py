@@ -145,9 +145,10 @@ class NcclCommunicator:
         with self._lock:
             if self._ending is not None:
                 return
-            self._ending = threading.Thread(target=self._end, daemon=True, name="abort")
-        self._ending.start()
-        threading.Thread(target=self._bound, args=(self._ending,), daemon=True, name="abort-bound").start()
+            ending = threading.Thread(target=self._end, daemon=True, name="abort")
+            ending.start()
+            self._ending = ending  # once it runs: `synchronize`, on another thread, joins what it finds here
+        threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
 
     def _end(self) -> None:
         with contextlib.suppress(RuntimeError):  # it has failed already

@@ -90,7 +90,7 @@ class Undisturbed(NamedTuple):
     validation: dict[int, float]  # loss by step
 
 
-def undisturbed(config: Config, patch: Callable[[], None]) -> Undisturbed:
+def undisturbed(config: Config, patch: Callable[[], None] | None = None) -> Undisturbed:
     """Return what the run is on three workers, on the same communicator."""
     directory = RunDirectory.of(config)
     directory.check_writable()

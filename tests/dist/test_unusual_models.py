@@ -1,0 +1,84 @@
+"""Models that are more than a chain of layers: buffers that a forward changes, branches that a forward leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.checks import check_identical, check_run
+from tests.dist.deaths import Plot, survive, undisturbed
+from tests.dist.drill import drill
+from tests.dist.like_nccl import Death
+from tests.dist.reference import reference
+from tests.dist.small import VOCABULARY, small
+
+REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
+
+
+class Normalised(nn.Module):
+    """Statistics of its inputs are buffers, which every forward in training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Branched(nn.Module):
+    """Half of its microbatches, by what is in them, do not use one of its layers; another is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.sometimes = nn.Linear(12, 12)
+        self.never = nn.Linear(12, 12)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        if int(tokens.sum()) % 2:
+            hidden = hidden + torch.tanh(self.sometimes(hidden))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+@REDUCERS
+def test_statistics_after_five_new_worlds_are_those_of_an_undisturbed_run(tmp_path: Path, reducer: str) -> None:
+    words = [f"parallel.reducer={reducer}", "model.target=tests.dist.test_unusual_models:Normalised", "run.steps=18"]
+    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
+    disturbed = drill(small(tmp_path / "disturbed", *words), worlds=[2] * 6, leave_after=[1] * 5)
+    assert len(disturbed.pids()) == 6
+    assert disturbed.history.lines[-1]["attempt"] == 6
+    # Once for each of rank 0's microbatches, and for nothing else: no warm-up has been counted.
+    num_microbatches = disturbed.weights["norm.num_batches_tracked"]
+    assert num_microbatches == undisturbed.weights["norm.num_batches_tracked"] == 18 * 4
+    assert torch.equal(disturbed.weights["norm.running_mean"], undisturbed.weights["norm.running_mean"])
+    assert torch.equal(disturbed.weights["norm.running_var"], undisturbed.weights["norm.running_var"])
+    check_identical(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("collective", [14, 15])
+def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path, collective: int) -> None:
+    words = ["model.target=tests.dist.test_unusual_models:Normalised", "run.steps=18"]
+    calm = undisturbed(small(tmp_path / "undisturbed", *words))
+    killed = Plot(worlds=[[0, 1, 2], [0, 1, 3]], deaths={1: (2, Death(collective, "before it is launched"))})
+    survived = survive(small(tmp_path / "killed", *words), killed)
+    (held,) = [each for each in survived.held if each.member == 0 and each.attempt == 2]
+    assert 0 < held.step < 18
+    assert held.state.digest == calm.states[held.step].digest
+
+
+def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path) -> None:
+    # Weight decay takes its part of a parameter whose gradient is zero, and would leave one alone that has none.
+    words = ["model.target=tests.dist.test_unusual_models:Branched", "optimizer.weight_decay=0"]
+    config = small(tmp_path, *words)
+    check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
