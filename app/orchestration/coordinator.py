@@ -103,7 +103,7 @@ class Coordinator:
         if self.over or (self.heartbeats.commands.stop and member.name not in self.membership.world):
             return Leave.RUN_ENDED
         self.members[member.name] = member
-        welcome = self.membership.join(member.name, time.monotonic())
+        welcome = self.membership.join(member.name, time.monotonic(), member.node)
         if not welcome or member.node in self._supervisor.draining:
             self._forget(member.name)
             self.reconcile()

@@ -82,7 +82,7 @@ def _run(case: Case, side: str, period: int, steps_per_block: int, num_blocks: i
         "folder": str(folder),
         "side": side,
         "num_before": num_before,
-        "num_forwards": case.num_forwards,
+        "num_forwards": case.num_forwards(),
         "steps_per_block": steps_per_block,
         "num_blocks": num_blocks,
     }

@@ -15,20 +15,23 @@ import yaml
 
 NUM_WORKERS = 2
 ROOT = Path(__file__).parents[2]
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS)]
 
 
 def app_under_ray(config: Path) -> list[str]:
     return ["main.py", "--config", str(config)]
 
 
-def app_under_torchrun(config: Path) -> list[str]:
-    return [*_TORCHRUN, "main.py", "--config", str(config)]
+def app_under_torchrun(config: Path, num_workers: int = NUM_WORKERS) -> list[str]:
+    return [*_torchrun(num_workers), "main.py", "--config", str(config)]
 
 
 def peer(config: Path, **options: Any) -> list[str]:
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return [*_TORCHRUN, "-m", "tests.benchmarks.ddp_loop", "--config", str(config), *flags]
+    return [*_torchrun(NUM_WORKERS), "-m", "tests.benchmarks.ddp_loop", "--config", str(config), *flags]
+
+
+def _torchrun(num_workers: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_workers)]
 
 
 def write_config(path: Path, **sections: dict[str, Any]) -> Path:

@@ -77,6 +77,7 @@ def _config(case: str, side: str, num_blocks: int, folder: Path) -> Path:
         folder / f"{side}.yaml",
         run={"storage": str(folder / "runs"), "name": side, "steps": num_blocks * STEPS_PER_BLOCK + 1},
         batch={"global_size": 2 * NUM_MICROBATCHES, "microbatch_size": 2, "balance": SIDES[side]},
+        parallel={"kind": "ddp", "reducer": "torch"},  # whose model tells which microbatch is the last
         model={"kind": "gpt", **MODEL},
         data={"kind": "text", "context_length": MODEL["context_length"], "validation_fraction": 0.0},
         schedule={"kind": "cosine", "warmup_steps": 1},

@@ -44,9 +44,8 @@ class Case:
     microbatch_size: int
     steps_per_block: int
 
-    @property
-    def num_forwards(self) -> int:
-        return self.global_size // (self.microbatch_size * NUM_WORKERS)
+    def num_forwards(self, num_workers: int = NUM_WORKERS) -> int:
+        return self.global_size // (self.microbatch_size * num_workers)
 
     @property
     def num_params(self) -> int:
@@ -74,7 +73,7 @@ def compare(case: Case, num_pairs: int, launcher: str, folder: Path) -> list[str
             "target": "tests.benchmarks.turns:TurnTakingTask",
             "args": {
                 "folder": str(folder),
-                "num_forwards": case.num_forwards,
+                "num_forwards": case.num_forwards(),
                 "steps_per_block": case.steps_per_block,
                 "num_blocks": num_blocks,
             },
@@ -99,7 +98,9 @@ def compare(case: Case, num_pairs: int, launcher: str, folder: Path) -> list[str
     ]
 
 
-def take_turns(commands: dict[str, list[str]], num_blocks: int, folder: Path) -> dict[str, list[float]]:
+def take_turns(
+    commands: dict[str, list[str]], num_blocks: int, folder: Path, num_workers: int = NUM_WORKERS
+) -> dict[str, list[float]]:
     """Starts all sides and lets them take turns. The seconds of each side's blocks, but for the first."""
     seconds: dict[str, list[float]] = {side: [] for side in commands}
     sides = list(commands)
@@ -113,7 +114,7 @@ def take_turns(commands: dict[str, list[str]], num_blocks: int, folder: Path) ->
         for block in range(num_blocks):
             for side in sides if block % 2 else sides[::-1]:
                 limit_s = _TURN_S if block else _START_S
-                took = give_turn(folder, side, block, NUM_WORKERS, limit_s, still_alive)
+                took = give_turn(folder, side, block, num_workers, limit_s, still_alive)
                 if block:
                     seconds[side].append(took)
     return seconds

@@ -165,3 +165,19 @@ def test_nobody_who_was_never_in_a_world_forms_a_last_one() -> None:
     world.join("a", 0.0)
     assert world.close() == ["a"]
     assert world.world == ()
+
+
+def test_members_of_a_node_sit_side_by_side_and_the_leader_stays() -> None:
+    world = membership(expected=4)
+    for member, node in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b")):
+        world.join(member, 0.0, node)
+    assert world.decide(0.0) == Form(("a1", "a2", "b1", "b2"))
+    world.lose("a1")
+    for member, node in (("b2", "b"), ("a2", "a"), ("b1", "b"), ("a3", "a")):
+        world.join(member, 1.0, node)
+    assert world.decide(1.0) == Form(("a2", "a3", "b1", "b2"))
+    world.lose("a2")
+    for member, node in (("b2", "b"), ("a3", "a"), ("b1", "b"), ("c1", "c"), ("b3", "b")):
+        world.join(member, 2.0, node)
+    world.lose("a3")
+    assert world.decide(2.0) == Form(("b1", "b2", "b3", "c1"))
