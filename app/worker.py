@@ -15,6 +15,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.telemetry.startup import StartupTimer
 from app.train import train
+from app.world.compilation import follow_compilations
 from app.world.device import set_numerics
 from app.world.groups import is_peer_loss
 from app.world.runtime import Outcome, Runtime, World
@@ -40,6 +41,7 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
         timer.mark("formed")
         try:
             worker.join(world)
+            follow_compilations(world.progress)
             outcome = train(config, runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
                 return outcome

@@ -1,6 +1,5 @@
 """Measures how long this rank computes on a microbatch, without the time in which it waits for other ranks."""
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from statistics import median
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from app.data import Fetched
+from app.world.clock import build_clock
 
 _FORWARDS = 3.0  # a backward costs two forwards (Kaplan et al., 2020, table 1), until this rank has timed its own
 
@@ -25,7 +25,7 @@ class Stopwatch:
     """Takes the time of microbatches, each from the moment in which the step asks for it until it asks for the next."""
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
+        self._clock = build_clock(device)
         self._lapses: deque[_Lapse] = deque()
         self._forwarded: Any = None
         self._forwards_in_whole = _FORWARDS
@@ -70,28 +70,3 @@ class Stopwatch:
         if alone:
             return median(alone) * self._forwards_in_whole
         return 0.0
-
-
-class _HostClock:
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def passed(self, mark: Any) -> bool:
-        return True
-
-    def between_s(self, first: Any, second: Any) -> float:
-        return float(second - first)
-
-
-class _DeviceClock(_HostClock):
-    # Marks are events in the stream, read when the device has passed them: nothing waits.
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def passed(self, mark: Any) -> bool:
-        return bool(mark.query())
-
-    def between_s(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1e3

@@ -1,7 +1,7 @@
 """Detect hung and slow ranks without using collectives, so that it works for any backend.
 
-The training thread of each worker marks the phases that it enters, and every heartbeat reports them. The rank with the
-least progress makes the others wait for it inside a collective, so only it is timed.
+The training thread of each worker marks the phases that it enters, and every heartbeat reports them, with what its
+device has done. The rank with the least progress makes the others wait for it inside a collective, so only it is timed.
 """
 
 from collections import defaultdict
@@ -12,6 +12,7 @@ from statistics import median
 
 from app.world.progress import ProgressReport
 
+_DEVICE = "device"  # the phase in which it computes, of all microbatches of a step
 Reports = Mapping[str, ProgressReport]  # by member
 
 
@@ -86,22 +87,29 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
     if len(alike) < 2 or min(num_steps) < 1:
         return None
 
+    # On a device a host's phases last as long as it launches the work of each.
+    on_device = all(after[member].device_s for member in alike)
+    own = ("loader", _DEVICE if on_device else "forward")
     step_s: dict[str, defaultdict[str, float]] = {}  # member -> phase -> seconds in a step
     for member in alike:
         step_s[member] = defaultdict(float)
         for phase, spent_s in after[member].spent_s.items():
             step_s[member][phase] = (spent_s - before[member].spent_s.get(phase, 0.0)) / min(num_steps)
+        step_s[member][_DEVICE] = (after[member].device_s - before[member].device_s) / min(num_steps)
 
     def excess_s(member: str, phase: str) -> float:
         return step_s[member][phase] - median(step_s[each][phase] for each in alike if each != member)
 
     def lost_s(member: str) -> float:
-        # Only these two are a rank's own time. What is left of a step, it may have spent waiting for others.
+        # Only these are a rank's own time. What is left of a step, it may have spent waiting for others.
+        if on_device:  # which waits for the loader too
+            return max(excess_s(member, "loader"), excess_s(member, _DEVICE))
         return excess_s(member, "loader") + excess_s(member, "forward")
 
     slowest = max(alike, key=lost_s)
-    share = lost_s(slowest) / max(1e-9, sum(step_s[slowest].values()))
+    whole_s = sum(seconds for phase, seconds in step_s[slowest].items() if phase != _DEVICE)
+    share = lost_s(slowest) / max(1e-9, whole_s)
     if share < least:
         return None
-    phase = max(("loader", "forward"), key=partial(excess_s, slowest))
+    phase = max(own, key=partial(excess_s, slowest))
     return Straggler(slowest, after[slowest].rank, phase, round(lost_s(slowest), 4), round(share, 3))

@@ -318,7 +318,7 @@ class Hang(Event):
     wording = "rank {ranks:each} stuck in {phase} after step {step} for {seconds:.1f} s; stacks in {stacks}"
 
     ranks: tuple[int, ...]  # those who are stuck
-    phase: str  # "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint" ...
+    phase: str  # "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint", "compile" ...
     step: int
     seconds: float  # how long they have been in `phase`
     stacks: str  # folder with what every thread of every worker was doing
@@ -331,7 +331,7 @@ class Straggler(Event):
 
     member: str  # name of the worker
     rank: int
-    phase: str  # "loader" or "forward"
+    phase: str  # "loader", "forward", or on CUDA "device"
     lost_s: float  # how long they wait for it in a step, most of it in `phase`
     share: float  # of the step's time, 0 to 1
 

@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     metric_names: tuple[str, ...] = ()
     grad_norms: Tensor | None = None
     lr: float = 0.0  # of the first parameter group
-    seconds: float = 0.0  # that the host took
+    seconds: float = 0.0  # of the host, which waits for the device at every gate
 
 
 class _HostCopy:

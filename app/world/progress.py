@@ -7,17 +7,19 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from app.world import communicator, groups
+from app.world.clock import HostClock
 from app.world.stacks import stacks
 
 T = TypeVar("T")
 
 # Phases that a rank enters on its own, between two that all ranks enter alike: in the order of one microbatch.
 _LOCAL = {"forward": 1, "backward": 2, "loader": 3, "gradients": 4, "update": 5}
+_COMPILE = "compile"
 _ALL_LEFT = 1 << 30  # the first microbatch of the step has not begun
 _REMEMBERED = 512  # durations of a phase
 _A_WHILE_S = 0.5
@@ -30,11 +32,12 @@ class Limits:
 
     step_s: float = 3.0  # the phases of a step
     rare_s: float = 10.0  # those that wait for storage, where some seconds more are ordinary
-    unseen_s: float = 300.0  # those never completed so far: start-up, compilation, the first checkpoint
+    unseen_s: float = 300.0  # those never completed so far, such as the first checkpoint; and every compilation
 
     def of(self, phase: str, durations: list[float]) -> float:
         """Return the limit of a phase in seconds, from the seconds that it took before."""
-        if not durations:
+        # How long one takes tells nothing about the next, of another function.
+        if not durations or phase == _COMPILE:
             return self.unseen_s
         p99 = sorted(durations)[int(0.99 * len(durations))]
         in_step = phase in _LOCAL or phase == "collective"
@@ -54,6 +57,9 @@ class ProgressReport:
     seconds: float  # in this phase so far
     limit_s: float | None  # for this phase; None for ever
     spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
+    # On a device in this attempt, from each step's first forward to its last backward: there a phase ends when the host
+    # has launched its work.
+    device_s: float = 0.0
 
 
 class _Mark(NamedTuple):
@@ -62,6 +68,7 @@ class _Mark(NamedTuple):
     since_s: float
     turn: int  # how many phases all ranks have entered alike
     left: int  # microbatches of the step that have not begun
+    place: int  # of the phase among a rank's own
 
 
 class Progress:
@@ -78,6 +85,7 @@ class Progress:
         self._gap_s = gap_s
         self._clock = clock
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._interrupted: _Mark | None = None  # by a compilation
         # What the reading thread knows.
         self._reported_s = clock()
         self._reported_mark: _Mark | None = None
@@ -89,14 +97,18 @@ class Progress:
     def phase(self) -> str:
         return self._mark.phase
 
-    def begin(self, attempt: int, rank: int) -> None:
+    def begin(self, attempt: int, rank: int, device_clock: HostClock | None = None) -> None:
         """Enter an attempt, on the training thread. The first phase is to build model and data."""
         self._attempt = attempt
         self._rank = rank
+        self._device_clock = device_clock or HostClock()
+        self._device_began: Any = None  # marks of the device's work on a step's microbatches
+        self._device_ended: Any = None
+        self._device_s = 0.0
         self._thread = threading.get_ident()
         self._step = 0
         self._spent: defaultdict[str, float] = defaultdict(float)
-        self._mark = _Mark("build", self._clock(), 0, _ALL_LEFT)
+        self._mark = _Mark("build", self._clock(), 0, _ALL_LEFT, 0)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Mark a phase that all ranks enter in the same order; `step` is one that has just been done."""
@@ -107,6 +119,35 @@ class Progress:
     def mark(self, phase: str, left: int | None = None) -> None:
         """Mark a phase of this rank's own, with the microbatches left after this one if their number has changed."""
         self._complete(phase, self._mark.turn, self._mark.left if left is None else left)
+        if self._device_clock.on_device:
+            self._mark_device(phase)
+
+    def _mark_device(self, phase: str) -> None:
+        if phase == "forward" and self._device_began is None:
+            self._device_began = self._device_clock.mark()
+        elif phase == "gradients":
+            self._device_ended = self._device_clock.mark()
+        elif phase == "update" and self._device_began is not None:
+            # The gate lies between: both have passed.
+            self._device_s += self._device_clock.between_s(self._device_began, self._device_ended)
+            self._device_began = self._device_ended = None
+
+    def compiling(self) -> None:
+        """Mark that a compilation interrupts the phase, however long it takes. `compiled` goes on with the phase."""
+        if self._mark.phase in ("idle", _COMPILE):
+            return
+        self._interrupted = self._mark
+        now_s = self._clock()
+        self._spent[self._mark.phase] += now_s - self._mark.since_s
+        self._mark = self._mark._replace(phase=_COMPILE, since_s=now_s)
+
+    def compiled(self) -> None:
+        """Mark that the compilation is over."""
+        if self._mark.phase != _COMPILE or self._interrupted is None:
+            return
+        now_s = self._clock()
+        self._spent[_COMPILE] += now_s - self._mark.since_s
+        self._mark = self._interrupted._replace(since_s=now_s)
 
     def fetching(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches, and mark the wait for each as the loader phase."""
@@ -120,7 +161,7 @@ class Progress:
 
     def leave(self) -> None:
         """Leave the attempt. The phase that this breaks off was not completed, so it does not count."""
-        self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT)
+        self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT, 0)
 
     def report(self) -> ProgressReport:
         """Return how far this worker is. One thread calls this, in intervals of at most `gap_s`."""
@@ -138,12 +179,13 @@ class Progress:
         return ProgressReport(
             attempt=self._attempt,
             rank=self._rank,
-            position=[mark.turn, -mark.left, _LOCAL.get(mark.phase, 0), self._is_in_collective()],
+            position=[mark.turn, -mark.left, mark.place, self._is_done_on_device(), self._is_in_collective()],
             step=self._step,
             phase=mark.phase,
             seconds=round(self._seconds, 3),
             limit_s=None if mark.phase == "idle" else round(self._limits.of(mark.phase, durations), 3),
             spent_s={phase: round(seconds, 4) for phase, seconds in spent_s.items()},
+            device_s=round(self._device_s, 4),
         )
 
     def stacks(self) -> str:
@@ -152,10 +194,21 @@ class Progress:
 
     def _complete(self, phase: str, turn: int, left: int) -> None:
         now_s = self._clock()
-        before, since_s, _, _ = self._mark
-        self._durations[before].append(now_s - since_s)
-        self._spent[before] += now_s - since_s
-        self._mark = _Mark(phase, now_s, turn, left)
+        before = self._mark
+        self._durations[before.phase].append(now_s - before.since_s)
+        self._spent[before.phase] += now_s - before.since_s
+        self._mark = _Mark(phase, now_s, turn, left, _LOCAL.get(phase, 0))
+
+    def _is_done_on_device(self) -> int:
+        # Hosts that have launched all they have to, wait alike for the gradients' sums. The rank that they wait for is
+        # the one whose device still computes.
+        ended = self._device_ended
+        if ended is None:
+            return 0
+        try:
+            return int(self._device_clock.passed(ended))
+        except RuntimeError:  # the device has failed
+            return 0
 
     def _is_in_collective(self) -> int:
         # Of two ranks that have come equally far, the one inside a collective waits for the one that is not. A rank

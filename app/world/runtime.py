@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from app.run.events import Event
+from app.world.clock import build_clock
 from app.world.groups import Groups
 from app.world.progress import Progress
 from app.world.timeouts import Timeouts
@@ -125,5 +126,5 @@ def form_world(
     """
     groups = Groups.form(store, rank, size, attempt, device, timeouts)
     world = World(rank, size, attempt, groups, skip, progress or Progress(), node or socket.gethostname())
-    world.progress.begin(attempt, rank)
+    world.progress.begin(attempt, rank, build_clock(device))
     return world

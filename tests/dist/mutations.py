@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import app.balance.stopwatch
 import app.checkpoint.durable
 import app.checkpoint.restore
 import app.step
+import app.world.clock
 from app.balance.shares import SpeedBalance
 from app.checkpoint.shards import Shard
 from app.data.order import Int64s, SampleOrder
@@ -124,7 +124,7 @@ def refuse_to_take_times() -> None:
 
         return mark
 
-    _replace(app.balance.stopwatch._HostClock, "mark", broken)
+    _replace(app.world.clock.HostClock, "mark", broken)
 
 
 def forget_what_loaders_have_read() -> None:

@@ -38,7 +38,7 @@ CATALOG = (
     Drill("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
     Drill("determinism", "same run, same bits", "tests.gpu.exactness:same_bits", 400),
     Drill("hang-truth", "the right rank is called hung", "tests.gpu.hangs:truth", 150, needs=_RANKS),
-    Drill("compile-pause", "a compilation is no hang", not_built="a phase of its own for compilation"),
+    Drill("compile-pause", "a compilation is no hang", "tests.gpu.hangs:compilation", 150, needs=_RANKS),
     Drill("set-ups", "two ranks on one GPU, and none on it", "tests.gpu.setups:starts", 150),
     Drill("loader", "the device does not wait for data", "tests.gpu.feeding:loader", 90, alone=True),
 )

@@ -1,4 +1,4 @@
-"""Which rank is called hung, where the host runs ahead of a device that has stopped."""
+"""Which rank is called hung, where the host runs ahead of a device that has stopped, and which is not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from app.faults.watchdog import Hang, Watchdog
 from app.world.progress import ProgressReport
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
-from tests.gpu.subjects import SLEEPS_AT
+from tests.gpu.subjects import COMPILES_AT, SLEEPS_AT
 from tests.gpu.worlds import Company
 
-_START_S, _LOOK_S, _SLEEP_S = 90.0, 0.2, 12.0
+_START_S, _LOOK_S, _PAUSE_S = 90.0, 0.2, 12.0
 
 
 def truth(scene: Scene) -> None:
@@ -21,22 +21,37 @@ def truth(scene: Scene) -> None:
     Asserts that a hang is found while it lasts, and that rank 1 alone is named. In a rehearsal its host sleeps.
     Figures: the ranks that were named, their phase, and the seconds from the last step to the finding.
     """
+    hang = _train_while_one(SLEEPS_AT, scene)
+    if hang is None:
+        scene.check(False, f"no hang was found in {_PAUSE_S:g} s")
+        return
+    scene.figure(named=" ".join(map(str, hang.ranks)), phase=hang.phase, found_s=hang.seconds)
+    scene.check(hang.ranks == (1,), f"rank 1 hung, and {hang.ranks} were named, in {hang.phase}")
+
+
+def compilation(scene: Scene) -> None:
+    """Let rank 1 of 2 compile for 12 s in a forward, where a phase has hung after 3 s at the earliest.
+
+    Asserts that no hang is found.
+    """
+    hang = _train_while_one(COMPILES_AT, scene)
+    scene.check(hang is None, f"a compilation was called a hang: {hang}")
+
+
+def _train_while_one(pauses_at: str, scene: Scene) -> Hang | None:
+    """Train on two ranks, the second of which pauses once; return the hang that is found meanwhile."""
     company = Company(scene, ["run.steps=50"], "run", beats=True)
     with company.ranks as ranks:
         for member in range(2):
-            sleeps = {SLEEPS_AT: f"40:{_SLEEP_S:g}"} if member == 1 else {}
-            ranks.start(member, **SURVIVABLE, **sleeps)
+            pauses = {pauses_at: f"40:{_PAUSE_S:g}"} if member == 1 else {}
+            ranks.start(member, **SURVIVABLE, **pauses)
         company.form([0, 1])
         if not company.wait_for_step(30, _START_S):
             raise RuntimeError(f"the world took no steps: {ranks.last_words(0)}")
         hang = _look(company)
-        codes = ranks.wait(_SLEEP_S + 60)
+        codes = ranks.wait(_PAUSE_S + 60)
     scene.check(not any(codes.values()), f"the members ended with {codes}: {ranks.last_words(1)}")
-    if hang is None:
-        scene.check(False, f"no hang was found in {_SLEEP_S:g} s")
-        return
-    scene.figure(named=" ".join(map(str, hang.ranks)), phase=hang.phase, found_s=hang.seconds)
-    scene.check(hang.ranks == (1,), f"rank 1 hung, and {hang.ranks} were named, in {hang.phase}")
+    return hang
 
 
 def _look(company: Company) -> Hang | None:

@@ -18,6 +18,7 @@ from tests.gpu.ranks import die
 
 DIES_AT = "DRILL_DIES_AT"
 SLEEPS_AT = "DRILL_SLEEPS_AT"  # update:seconds, by the device where there is one
+COMPILES_AT = "DRILL_COMPILES_AT"  # update:seconds that a compilation takes
 
 attempt = 0  # of which updates are, set by whoever forms worlds
 updates: list[tuple[Tensor, Tensor]] = []  # digests of the weights before and after, on the device
@@ -50,6 +51,9 @@ class Net(nn.Sequential):
         when, _, seconds = os.environ.get(SLEEPS_AT, "0:0").partition(":")
         if self.training and int(when) == _num_updates + 1 and os.environ.pop(SLEEPS_AT):  # in one microbatch
             _sleep(float(seconds), inputs.device)
+        when, _, seconds = os.environ.get(COMPILES_AT, "0:0").partition(":")
+        if self.training and int(when) == _num_updates + 1 and os.environ.pop(COMPILES_AT):
+            inputs = _compile(float(seconds))(inputs)
         for layer in self:
             inputs = layer(inputs)
         return inputs
@@ -68,6 +72,17 @@ def _sleep(seconds: float, device: torch.device) -> None:
         torch.cuda._sleep(int(seconds * 1.7e9))  # in cycles of the device's clock
     else:
         time.sleep(seconds)
+
+
+def _compile(seconds: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that changes nothing, and is compiled when it is called first."""
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        time.sleep(seconds)
+        return graph
+
+    compiled: Callable[[Tensor], Tensor] = torch.compile(lambda inputs: inputs * 1.0, backend=backend)
+    return compiled
 
 
 class Points:

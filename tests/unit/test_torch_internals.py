@@ -32,6 +32,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     users = {str(file.relative_to(APP)) for file in APP.rglob("*.py") if PRIVATE.search(file.read_text())}
     assert users == {
         "world/groups.py",
+        "world/compilation.py",
         "checkpoint/shards.py",
         "components/optimizer.py",
         "parallel/precision.py",
@@ -55,6 +56,13 @@ def test_an_nccl_communicator_can_be_aborted() -> None:
     if not dist.is_nccl_available():
         pytest.skip("this PyTorch has no NCCL")
     assert callable(dist.ProcessGroupNCCL.abort)
+
+
+def test_compilations_are_told_to_whoever_asks() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    assert parameters(callback_handler.register_start_callback) == ["callback"]
+    assert parameters(callback_handler.register_end_callback) == ["callback"]
 
 
 def test_the_place_of_a_shard_in_its_tensor() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from app.faults.watchdog import Straggler, Watchdog, find_straggler
+from app.world.compilation import follow_compilations
 from app.world.progress import Limits, Progress, ProgressReport
 
 WAITING, WORKING = 1, 0  # inside torch, or anywhere else
@@ -202,6 +204,113 @@ def test_a_step_goes_forward_only() -> None:
     assert words[:2] == words[2:]
 
 
+class Device:
+    """A device whose clock is turned by hand: a mark passes when the test says so."""
+
+    on_device = True
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.done = False
+        self.failed = False
+
+    def mark(self) -> float:
+        return self._clock.now_s
+
+    def passed(self, mark: float) -> bool:
+        if self.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.done
+
+    def between_s(self, first: float, second: float) -> float:
+        return second - first
+
+
+def progress_on_device() -> tuple[Progress, Clock, Device]:
+    found, clock = progress()
+    device = Device(clock)
+    found.begin(attempt=7, rank=2, device_clock=device)  # type: ignore[arg-type]
+    found.enter("restore")
+    return found, clock, device
+
+
+def test_of_hosts_that_wait_alike_the_one_whose_device_still_computes_is_behind() -> None:
+    positions = {}
+    for name in ("done", "computing", "failed"):
+        found, _, device = progress_on_device()
+        found.mark("forward", 0)
+        found.mark("backward")
+        found.mark("gradients")
+        device.done = name == "done"
+        device.failed = name == "failed"
+        positions[name] = found.report().position
+        found.mark("update")
+        assert positions[name] < found.report().position
+    assert positions["computing"] == positions["failed"] < positions["done"]
+
+
+def test_the_time_of_a_step_on_a_device_runs_from_its_first_forward_to_its_last_backward() -> None:
+    found, clock, _ = progress_on_device()
+    for _ in range(2):
+        for left in (1, 0):
+            found.mark("loader")
+            clock.now_s += 10.0 * left
+            found.mark("forward", left)
+            clock.now_s += 1.0
+            found.mark("backward")
+            clock.now_s += 2.0
+        found.mark("gradients")
+        clock.now_s += 50.0
+        found.mark("update")
+        found.enter("collective")
+    assert found.report().device_s == pytest.approx(2 * 2 * 3.0)
+
+
+def test_a_compilation_is_a_phase_of_its_own() -> None:
+    """It neither counts as the phase that it interrupts, nor moves the rank back, nor soon counts as a hang."""
+    found, clock = progress()
+    run_phase(found, clock, "forward", *[0.1] * 20)
+    found.mark("forward", 0)
+    before = found.report()
+    clock.now_s += 0.2
+    found.compiling()
+    clock.now_s += 100.0
+    during = found.report()
+    assert (during.phase, during.limit_s, during.position) == ("compile", 300.0, before.position)
+    found.compiled()
+    clock.now_s += 0.3
+    after = found.report()
+    assert (after.phase, after.limit_s, after.position) == ("forward", 3.0, before.position)
+    found.mark("backward")
+    assert found.report().spent_s == {**found.report().spent_s, "compile": 100.0, "forward": 2.5}
+    found.mark("forward")
+    assert found.report().limit_s == 3.0
+
+
+def test_a_compilation_outside_an_attempt_is_not_marked() -> None:
+    found, _ = progress()
+    found.leave()
+    found.compiling()
+    found.compiled()
+    assert found.report().phase == "idle"
+
+
+def test_torch_tells_when_it_compiles() -> None:
+    found, _ = progress()
+    follow_compilations(found)
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(found.report().phase)
+        return graph
+
+    found.mark("forward")
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == ["compile"]
+    assert found.report().phase == "forward"
+
+
 def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
     found, _ = progress()
 
@@ -272,6 +381,17 @@ def test_who_makes_the_others_wait(data_s: list[float], forward_s: list[float], 
         )
     )
     assert find_straggler(before, after) == expected
+
+
+def test_on_a_device_its_own_time_tells_who_makes_the_others_wait() -> None:
+    """A host launches a forward in a moment, however long it takes."""
+    slow = [0.0, 20.0, 0.0]
+    before = members(*(worked(rank, 50, 3.0, 3.0, 3.0) for rank in range(3)))
+    after = members(*(worked(rank, 150, 3.0, 3.0, 53.0) for rank in range(3)))
+    after = {
+        name: replace(report, device_s=30.0 + more) for (name, report), more in zip(after.items(), slow, strict=True)
+    }
+    assert find_straggler(before, after) == Straggler("b", 1, "device", 0.2, 0.4)
 
 
 def test_nobody_straggles_who_is_alone_or_has_done_nothing_or_is_in_another_attempt() -> None:
