@@ -37,7 +37,7 @@ def train(
     model = parallel.wrap(worker.model)
     state = worker.state(parallel.unwrap(model))
     stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
-    validator = Validator(config.validation, worker, parallel, world)
+    validator = Validator(config, worker, parallel, world)
     checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer)
     snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
     timer.mark("built")
@@ -56,15 +56,15 @@ def train(
     def save(step: int, ending: Outcome | None = None) -> None:
         recorder.commit(guard.accept(control.drain()))  # the last message says whether this state is finite
         probes.enter("checkpoint")
-        checkpoints.save(step, state, recorder.metrics, ending)
+        checkpoints.save(step, state, validator.metrics_of(step), ending)
         recorder.checkpoints(checkpoints.news())
 
     periodic = Periodic(world.leader, worker.num_steps)
-    periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(model)))
+    periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, state)))
-    periodic.add("checkpoint", worker.trigger("checkpoint", config.checkpoint.every, restored.age_s), save)
-    trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
-    periodic.add("gradient_norms", trigger, lambda step: recorder.gradient_norms(result))
+    trigger = worker.trigger("checkpoint", config.checkpoint.every, restored.age_s)
+    periodic.add("checkpoint", validator.due_with(trigger), save)
+    periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))
     while worker.step < worker.num_steps and not control.ending:
@@ -79,10 +79,10 @@ def train(
     # Leave. Survivors carry a state that one of them has all of to the next world; any other is written down first.
     recorder.commit(guard.accept(control.drain()))
     outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
+    if outcome.kind == "finished":
+        recorder.validation(outcome.step, validator.run(outcome.step, model))
     if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
         save(outcome.step, ending=outcome)
-    if outcome.kind == "finished":
-        recorder.validation(outcome.step, validator.run(model))
     recorder.end(outcome, parallel.whole(model), state)
     return outcome
 

@@ -29,7 +29,7 @@ class Manifest:
     dataset: str  # its fingerprint
     files: dict[str, FileDigest]  # by name
     skipped: list[int] = field(default_factory=list)  # the steps up to this one that are left out of the run
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation before this step
+    metrics: dict[str, float] = field(default_factory=dict)  # of a validation after this very step
     version: int = VERSION
 
     @property

@@ -13,6 +13,7 @@ from app.checkpoint.snapshots import SnapshotStore
 from app.checkpoint.state import HeldState, NamedOptimizer, Tensors, app_state
 from app.checkpoint.weights import load_exported
 from app.checkpoint.writer import Writer
+from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
 from app.components.trigger import Interval
 from app.config import Config, Every
@@ -84,6 +85,7 @@ class WorkerState:
         model = build_model(self._config.model)
         if self._config.run.init_from:
             load_exported(model, base() / self._config.run.init_from)
+        self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         self._model = self.precision.convert(model)
         self._optimizer = None
         self.held.complete(0)

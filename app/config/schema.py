@@ -274,7 +274,7 @@ class CheckpointConfig(Section):
     keep_every: PositiveInt | None = None
     """beside them, the first checkpoint of every so many steps, for good"""
     keep_best: KeepBestConfig | None = None
-    """beside them, the checkpoint whose last validation was the best"""
+    """beside them, the one with the best validation; each validation is then followed by a checkpoint"""
 
 
 class LoggingConfig(Section):

@@ -108,6 +108,14 @@ class WarmupShortened(Event):
     num_steps: int  # length of the run
 
 
+class PartsInEvaluation(Event):
+    """Some modules of the model came in evaluation mode and stay in it; the others train."""
+
+    wording = "in evaluation mode, as the model came: {modules:each}"
+
+    modules: tuple[str, ...]  # names of the outermost ones
+
+
 class PrecisionLowered(Event):
     """A GPU has no bf16 where others have it, so `precision.kind=auto` is fp32 on all ranks of this world."""
 

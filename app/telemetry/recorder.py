@@ -48,13 +48,14 @@ class Recorder:
         self._world = world
         self._plan = plan
         self._worker = worker
-        self.metrics: dict[str, float] = {}  # of the last validation in this attempt
+        self._metrics: dict[str, float] = {}  # of the last validation in this attempt
         self._ran: dict[int, tuple[StepResult, float]] = {}  # with Unix time; done here, and not yet by all ranks
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
         self._told_of_snapshots = False
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
+        self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
         self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
         worker.close_later(self._ledger.close)
         if world.leader:
@@ -76,6 +77,8 @@ class Recorder:
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         if restored.source == "start":
             self._tell_of_shortened_warmup()
+            if frozen := self._worker.frozen:
+                self._publish(events.PartsInEvaluation(modules=frozen))
             return
         written = int(self._directory.last_step_line().get("step", 0))
         lost_steps = max(0, written - restored.step)
@@ -159,7 +162,7 @@ class Recorder:
         """Record what a validation after `step` has measured; nothing if no samples are held out."""
         if not metrics:
             return
-        self.metrics = metrics
+        self._metrics = metrics
         event = events.Validation(step=step, metrics=metrics)
         if self._world.leader:
             self._trackers.record(event)
@@ -215,7 +218,7 @@ class Recorder:
             "step": outcome.step,
             "samples": samples,
             "tokens": samples * units if units > 1 else None,
-            "metrics": self.metrics,
+            "metrics": self._metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": history.num_lost,

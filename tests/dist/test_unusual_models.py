@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from app.checkpoint.catalog import Catalog
+from app.run.directory import RunDirectory
 from tests.dist.checks import check_identical, check_run
 from tests.dist.deaths import Plot, survive, undisturbed
 from tests.dist.drill import drill
@@ -49,6 +52,60 @@ class Branched(nn.Module):
             hidden = hidden + torch.tanh(self.sometimes(hidden))
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class Watched(nn.Module):
+    """Comes in evaluation mode, as from `from_pretrained`, with a part that is to stay so, and tells what it sees."""
+
+    def __init__(self, told: str, frozen: bool) -> None:
+        super().__init__()
+        self._told = told
+        self.backbone = nn.Embedding(VOCABULARY, 12)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.train(frozen)
+        if frozen:
+            self.backbone.eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = {"step": torch.is_grad_enabled(), "dropout": self.dropout.training, "backbone": self.backbone.training}
+        with open(self._told, "a") as file:
+            file.write(json.dumps(seen) + "\n")
+        logits: Tensor = self.head(self.dropout(self.backbone(tokens)))
+        return logits
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path, frozen: bool) -> None:
+    config = small(
+        tmp_path,
+        "model.target=tests.dist.test_unusual_models:Watched",
+        f"model.args={{told: {tmp_path}/told, frozen: {str(frozen).lower()}}}",
+        "validation.every=3 steps",
+    )
+    run = drill(config, worlds=[2, 1, 2], leave_after=[4, 4])
+    seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
+    assert [json.loads(line) for line in sorted(seen)] == [
+        {"step": False, "dropout": False, "backbone": False},
+        {"step": True, "dropout": True, "backbone": not frozen},
+    ]
+    assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
+
+
+def test_metrics_of_a_checkpoint_are_of_its_own_step(tmp_path: Path) -> None:
+    config = small(tmp_path, "validation.every=3 steps", "checkpoint.every=2 steps", "checkpoint.keep_last=20")
+    run = drill(config, worlds=[2])
+    validated = dict(zip(run.told("validation", "step"), run.told("validation", "loss"), strict=True))
+    assert list(validated) == [3, 6, 9, 12, 14]
+    catalog = Catalog(RunDirectory.of(config).store)
+    found = {step: catalog.manifest(step).metrics for step in catalog.steps()}
+    assert found == {step: {"loss": validated[step]} if step in validated else {} for step in range(2, 15, 2)}
+
+
+def test_where_the_best_is_kept_each_validation_has_a_checkpoint(tmp_path: Path) -> None:
+    config = small(tmp_path, "validation.every=3 steps", "checkpoint.keep_best={metric: loss}")
+    run = drill(config, worlds=[2])
+    assert run.told("checkpoint", "step") == [3, 6, 9, 12, 14]
 
 
 @REDUCERS
