@@ -33,7 +33,7 @@ class Validator:
         return _AfterValidation(checkpoint, self) if self._keeps_best else checkpoint
 
     def run(self, step: int, model: nn.Module) -> dict[str, float]:
-        """Return the mean loss and metrics over all samples held out; nothing if none are. A collective, after `step`."""
+        """Return the mean loss and metrics of all samples held out, after `step`; {} if none are. A collective."""
         self._step = step
         self._metrics = self._measure(model)
         return self._metrics
