@@ -15,6 +15,7 @@ from app.components.optimizer import rescale_gradients, set_learning_rates
 from app.components.schedule import Schedule
 from app.components.seed import seed_generators
 from app.data import Fetched
+from app.data.batches import Batch
 from app.parallel import Parallel
 from app.parallel.precision import Precision
 from app.plan import Plan
@@ -109,7 +110,7 @@ class Stepper:
             self._metric_names = tuple(dict.fromkeys(chain.from_iterable(by_rank)))
         return self._metric_names
 
-    def warm_up(self, batch: tuple[Tensor, ...]) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """Run a forward and backward that are thrown away, before the first step of an attempt. A collective."""
         # DDP lays its buckets out anew after its first backward, and with three or more ranks the layout decides in
         # which order gradients are added: without a warm-up no restart is identical to an undisturbed run.

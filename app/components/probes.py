@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from app.balance.shares import Balance
 from app.data import Fetched
+from app.data.batches import Batch
 from app.faults.inject import Faults
 from app.tasks import Sums, Task
 from app.world.control import Rider
@@ -56,7 +57,7 @@ class _ProbedTask:
         self._faults = faults
         self._balance = balance
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
         self._faults.before_forward()
         sums = self._faults.corrupt(self._task.loss(model, batch))
         self._balance.forwarded()

@@ -2,12 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch import nn
 
 from app.checkpoint.snapshots import SnapshotStore
 from app.checkpoint.state import HeldState, NamedOptimizer, Tensors, app_state
@@ -18,6 +16,7 @@ from app.components.optimizer import build_optimizer
 from app.components.trigger import Interval
 from app.config import Config, Every
 from app.data import Dataset, Loader, SampleOrder, build_dataset
+from app.data.batches import Batch, stack, tensors_of
 from app.data.loader import own_randomness
 from app.models import build_model
 from app.parallel import Parallel, strategy_of
@@ -45,7 +44,8 @@ class WorkerState:
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
         self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
-        self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device)
+        param_dtype = self.precision.param_dtype  # not a matter of the world
+        self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
         self.fingerprint = fingerprint(self.dataset)
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
@@ -168,10 +168,9 @@ class WorkerState:
         batch = self._config.batch
         return Plan.even(size, batch.microbatch_size, world_size, equal_forwards=parallel.equal_forwards)
 
-    def example(self) -> tuple[Tensor, ...]:
+    def example(self) -> Batch:
         """Return a microbatch of real samples, on the device."""
-        size = min(self._config.batch.microbatch_size, len(self.dataset))
-        return tuple(tensor.to(self.precision.device) for tensor in _batch_of(self.dataset, range(size)))
+        return self.loader.example(min(self._config.batch.microbatch_size, self.order.num_train))
 
 
 def fingerprint(dataset: Dataset) -> str:
@@ -179,13 +178,9 @@ def fingerprint(dataset: Dataset) -> str:
     # Resuming with other data would break every promise on the order of samples; reading all of it would take hours.
     digest = hashlib.sha256(str(len(dataset)).encode())
     for index in (0, len(dataset) - 1):
-        for tensor in _batch_of(dataset, [index]):
+        # Without a seed, a dataset that augments would look like another one each time.
+        with own_randomness(0):
+            sample = stack([dataset[index]])
+        for tensor in tensors_of(sample):
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
-
-
-def _batch_of(dataset: Dataset, indices: Iterable[int]) -> tuple[Tensor, ...]:
-    # Without a seed, a dataset that augments would look like another one each time.
-    with own_randomness(0):
-        batch: Any = default_collate([dataset[index] for index in indices])
-    return tuple(batch)

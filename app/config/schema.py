@@ -179,6 +179,9 @@ class TokensData(DataConfig):
 class TargetData(DataConfig, Target):
     """A map-style dataset of the user's own."""
 
+    collate: Target | None = None
+    """a function of a list of samples that returns a batch; with args, or as a class, what makes one"""
+
 
 class OptimizerConfig(Section):
     """What the program itself has to know of an optimizer."""

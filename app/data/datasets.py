@@ -1,6 +1,7 @@
 """Map-style datasets: `len(dataset)` samples, each a tuple of tensors, named by its index."""
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,16 +9,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from app.config import TargetData, TextData, TokensData
-from app.config.target import build_target
+from app.config import DataConfig, TargetData, TextData, TokensData
+from app.config.target import build_target, load_target
+from app.data.batches import Batch
 from app.errors import DataError
 
-Sample = tuple[Tensor, ...]
+Sample = tuple[Tensor, ...]  # of the built-in datasets
+Collate = Callable[[list[Any]], Batch]
 
 
 class Dataset(Protocol):
-    """A map-style dataset.
+    """A map-style dataset. A sample holds tensors, arrays or numbers in tuples, mappings or dataclasses.
 
     Optional attributes:
         units_per_sample: what a sample adds to the loss count; 1 if absent.
@@ -27,7 +31,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Sample: ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class _TokenWindows:
@@ -91,12 +95,29 @@ def build_dataset(config: TextData | TokensData | TargetData) -> Dataset:
         case TokensData():
             return TokensDataset(config.path, config.dtype, config.context_length)
     dataset: Dataset = build_target(config.target, config.args, "data")
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{config.target} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
+            "cannot be known after a failure. Give a map-style dataset, whose samples have an index"
+        )
     # The user's own is looked at now: in a loader process the same would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{config.target} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
     if not len(dataset):
         raise DataError(f"{config.target} gave a dataset of 0 samples; at least 1 is needed")
     return dataset
+
+
+def build_collate(config: DataConfig) -> Collate | None:
+    """Return the user's own function that makes a batch of samples; None if there is none."""
+    if not isinstance(config, TargetData) or config.collate is None:
+        return None
+    collate = load_target(config.collate.target, "data.collate.target")
+    # With arguments it is a factory or a class, as DataCollatorForLanguageModeling; without, it may be the function.
+    if config.collate.args or isinstance(collate, type):
+        made: Collate = build_target(config.collate.target, config.collate.args, "data.collate")
+        return made
+    return collate
 
 
 def _read_text(source: str) -> bytes:

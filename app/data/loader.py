@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from app.config import DataConfig
-from app.data.datasets import Dataset
+from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack
+from app.data.datasets import Collate, Dataset, build_collate
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.errors import DataError
 from app.plan import Microbatch
@@ -22,14 +23,12 @@ from app.plan import Microbatch
 # Positions ordered at once: numpy's overhead for eight is that for hundreds.
 _WINDOW = 1024
 
-Layout = list[tuple[Any, Any]]  # (dtype or type, shape) of each part of a sample
-
 
 class Fetched(NamedTuple):
     """A microbatch with its tensors. num_samples and digest are 0 for a pad, which counts for nothing."""
 
     microbatch: Microbatch
-    batch: tuple[Tensor, ...]  # each (microbatch, *shape in the sample)
+    batch: Batch  # its tensors are (microbatch, *shape in the sample), unless `data.collate` makes others
     num_samples: int
     digest: int
 
@@ -38,11 +37,20 @@ class Loader:
     """Fetches training microbatches ahead through one DataLoader, and validation, which is rare, in place."""
 
     def __init__(
-        self, dataset: Dataset, order: SampleOrder, config: DataConfig, seed: int, device: torch.device
+        self,
+        dataset: Dataset,
+        order: SampleOrder,
+        config: DataConfig,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype` is what floating point tensors are converted to: that of the model's parameters."""
         self._device = device
-        self._train = _Microbatches(dataset, order.train, seed)
-        self._validation = _Microbatches(dataset, order.validation, seed)
+        self._dtype = dtype
+        collate = build_collate(config)
+        self._train = _Microbatches(dataset, order.train, seed, collate)
+        self._validation = _Microbatches(dataset, order.validation, seed, collate)
         self._sampler = _Sampler()
         # One for all attempts: to start its processes again would take each of them seconds.
         self._loader = _data_loader(self._train, self._sampler, config, pin_memory=device.type == "cuda")
@@ -62,6 +70,11 @@ class Loader:
         """Fetch each microbatch of validation positions. Raises DataError if a sample cannot be batched."""
         return self._fetch_in_place(self._validation, microbatches)
 
+    def example(self, size: int) -> Batch:
+        """Return the first `size` training samples as a batch. Raises DataError."""
+        (fetched,) = self._fetch_in_place(self._train, iter([Microbatch(1, 0, 0, size, 1)]))
+        return fetched.batch
+
     def digest(self, start: int, stop: int) -> int:
         """Return the samples digest of training positions [start, stop) from their order alone, without fetching."""
         return self._train.digest(start, stop)
@@ -73,10 +86,11 @@ class Loader:
     def _to_device(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
             raise fetched
-        if self._device.type == "cpu":
-            return fetched
-        batch = tuple(part.to(self._device, non_blocking=True) for part in fetched.batch)
-        return fetched._replace(batch=batch)
+        return fetched._replace(batch=map_tensors(self._converted, fetched.batch))
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(self._device, dtype, non_blocking=True)
 
 
 class _Sampler:
@@ -91,18 +105,19 @@ class _Sampler:
 class _Microbatches:
     """A dataset indexed by microbatch. This is what the DataLoader sees, and what its processes hold."""
 
-    def __init__(self, dataset: Dataset, ids: Callable[[Int64s], Int64s], seed: int) -> None:
+    def __init__(self, dataset: Dataset, ids: Callable[[Int64s], Int64s], seed: int, collate: Collate | None) -> None:
         self._dataset = dataset
         self._ids = ids
         self._seed = seed
-        self._read_batch: Callable[[Int64s], tuple[Tensor, ...]] | None = getattr(dataset, "read_batch", None)
+        self._collate = collate
+        self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, its ids, its keys
-        self._layout: Layout | None = None
+        self._layout: list[Leaf] = []
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
         ids, keys = self._ordered(microbatch.start, microbatch.stop)
         try:
-            batch = self._read_batch(ids) if self._read_batch else self._collate(ids.tolist(), keys.tolist())
+            batch = self._read_batch(ids) if self._read_batch else self._read(ids.tolist(), keys.tolist())
         except DataError as error:
             # Raised in a loader process, its message would be buried in that process's traceback.
             return error
@@ -127,28 +142,31 @@ class _Microbatches:
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
 
-    def _collate(self, ids: list[int], keys: list[int]) -> tuple[Tensor, ...]:
-        """Read samples one by one and stack them."""
+    def _read(self, ids: list[int], keys: list[int]) -> Batch:
+        """Read samples one by one and make them a batch."""
         samples: list[Any] = []
         for index, key in zip(ids, keys, strict=True):
             with own_randomness(key):
                 samples.append(self._dataset[index])
+        if self._collate is not None:
+            # It may draw too, as one that masks at random: what it draws belongs to the batch's first sample.
+            with own_randomness(keys[0]):
+                return self._collate(samples)
         self._check_layout(ids, samples)
-        batch = default_collate(samples)
-        if not isinstance(batch, list | tuple) or not all(isinstance(part, Tensor) for part in batch):
-            raise DataError(f"sample {ids[0]} is {samples[0]!r:.80}, expected a tuple of tensors, arrays or numbers")
-        return tuple(batch)
+        return stack(samples)
 
     def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
-        # default_collate would name neither the sample nor the shape that it expected.
         for index, sample in zip(ids, samples, strict=True):
-            layout = _layout_of(sample)
+            layout = layout_of(sample)
+            if not any(isinstance(leaf.kind, torch.dtype | np.dtype) or leaf.kind in (int, float) for leaf in layout):
+                raise DataError(f"sample {index} is {sample!r:.80}, expected tensors, arrays or numbers")
             if not self._layout:
                 # The first sample that this process reads is the measure for all others.
                 self._layout = layout
             if layout != self._layout:
                 expected = f"expected {_in_words(self._layout)} as those before it"
-                raise DataError(f"sample {index} is {_in_words(layout)}, {expected}")
+                remedy = "For samples of different sizes name a function that pads them as data.collate"
+                raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")
 
 
 def _data_loader(
@@ -193,20 +211,9 @@ def own_randomness(key: int) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _layout_of(sample: Any) -> Layout:
-    # It has the empty layout, and is refused with a message of its own.
-    if not isinstance(sample, tuple | list):
-        return []
-    return [(getattr(part, "dtype", type(part)), getattr(part, "shape", ())) for part in sample]
-
-
-def _in_words(layout: Layout) -> str:
+def _in_words(layout: list[Leaf]) -> str:
     """Write a layout as `(float32 (64,), int64 ())`."""
-    parts: list[str] = []
-    for kind, shape in layout:
-        name = getattr(kind, "__name__", str(kind)).removeprefix("torch.")
-        parts.append(f"{name} {tuple(shape)}")
-    return f"({', '.join(parts)})"
+    return f"({', '.join(map(str, layout))})"
 
 
 def _unchanged(fetched: Any) -> Any:

@@ -1,5 +1,6 @@
 """Tasks: each gives the loss as a sum and its count, to be divided once, by the global count of the step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from app.config import Target, TaskConfig
 from app.config.target import build_target
-from app.errors import ConfigError, Problem
+from app.data.batches import Batch
+from app.errors import ConfigError, DataError, Problem
 from app.models.gpt import Gpt
 
 # The mark of a masked target, as in cross_entropy's default.
@@ -27,19 +29,28 @@ class Sums:
 
 
 class Task(Protocol):
-    """What a model is trained for. `sample(model, device) -> str | None` may show in text what it has learnt."""
+    """What a model is trained for. `sample(model, device) -> str | None` may show in text what it has learnt.
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums: ...
+    The built-in ones take batches of (inputs, targets), or mappings as Hugging Face's models do: `labels` are the
+    targets, and all else goes to the model by name. Of a model's outputs they read `logits`, if they have them.
+    """
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums: ...
 
 
 class LanguageModeling:
     """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        """Sum over the tokens of a batch of inputs and targets, both int64 (microbatch, context)."""
-        inputs, targets = batch
-        logits = _full_precision(model(inputs)).flatten(0, 1)
-        loss_sum = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        """Sum over the tokens of a batch of inputs and targets, both int64 (microbatch, context).
+
+        In a mapping, `labels` stand where their tokens do, and each is predicted from the tokens before it.
+        """
+        logits, targets = _forward(model, batch)
+        if isinstance(batch, Mapping):
+            logits = logits[:, :-1]
+            targets = targets[:, 1:]
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return Sums(loss_sum, (targets != IGNORED).sum())
 
     def sample(self, model: nn.Module, device: torch.device) -> str | None:
@@ -55,10 +66,9 @@ class LanguageModeling:
 class Classification:
     """Predict a class by cross entropy, and measure accuracy; the count is the samples."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum over the samples of a batch of inputs and targets, the latter int64 (microbatch,)."""
-        inputs, targets = batch
-        logits = _full_precision(model(inputs))
+        logits, targets = _forward(model, batch)
         loss_sum = F.cross_entropy(logits, targets, reduction="sum")
         num_correct = (logits.argmax(-1) == targets).sum()
         return Sums(loss_sum, len(targets), {"accuracy": num_correct})
@@ -67,10 +77,9 @@ class Classification:
 class Regression:
     """Predict numbers by squared error, averaged over the outputs of a sample; the count is the samples."""
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum over the samples of a batch of inputs and targets, the latter (microbatch, ...) as the outputs."""
-        inputs, targets = batch
-        outputs = _full_precision(model(inputs))
+        outputs, targets = _forward(model, batch)
         # Without the reshape, (microbatch,) against (microbatch, 1) would broadcast to a square without a word.
         errors = (outputs.reshape(targets.shape) - targets.to(outputs.dtype)).square()
         return Sums(errors.reshape(len(targets), -1).mean(1).sum(), len(targets))
@@ -92,6 +101,23 @@ def build_task(config: TaskConfig | Target) -> Task:
         what = f'"{config.target}" gave a {type(task).__name__} without loss(model, batch)'
         raise ConfigError([Problem("", "task.target", what)])
     return task
+
+
+def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the model's outputs in full precision, and the targets."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise DataError(
+                f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own can do without"
+            )
+        targets = batch["labels"]
+        # Names and other texts of a sample stay behind.
+        inputs = {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}
+        outputs = model(**inputs)
+    else:
+        inputs, targets = batch
+        outputs = model(inputs)
+    return _full_precision(getattr(outputs, "logits", outputs)), targets
 
 
 def _full_precision(outputs: Tensor) -> Tensor:

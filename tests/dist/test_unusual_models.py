@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from app.checkpoint.catalog import Catalog
+from app.data.batches import Batch
 from app.run.directory import RunDirectory
+from app.tasks import LanguageModeling, Sums
 from tests.dist.checks import check_identical, check_run
 from tests.dist.deaths import Plot, survive, undisturbed
 from tests.dist.drill import drill
 from tests.dist.like_nccl import Death
 from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.dist.small import VOCABULARY, Tokens, small
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
 
@@ -52,6 +55,31 @@ class Branched(nn.Module):
             hidden = hidden + torch.tanh(self.sometimes(hidden))
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class NamedTokens(Tokens):
+    """The same tokens, as Hugging Face's datasets hold them."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return {"tokens": inputs, "nested": (f"line {index}", {"targets": targets})}
+
+
+class NamedLanguageModeling(LanguageModeling):
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        assert batch["nested"][0][0].startswith("line ")
+        return super().loss(model, (batch["tokens"], batch["nested"][1]["targets"]))
+
+
+def test_batches_of_any_shape_go_through_a_whole_run(tmp_path: Path) -> None:
+    plain = drill(small(tmp_path / "plain"), worlds=[2, 3], leave_after=[4])
+    here = "tests.dist.test_unusual_models"
+    words = [f"data.target={here}:NamedTokens", f"task.target={here}:NamedLanguageModeling"]
+    named = drill(small(tmp_path / "named", *words), worlds=[2, 3], leave_after=[4])
+    check_identical(named, plain)
+    assert [line["samples_digest"] for line in named.history.lines] == [
+        line["samples_digest"] for line in plain.history.lines
+    ]
 
 
 class Watched(nn.Module):

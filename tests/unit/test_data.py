@@ -3,15 +3,16 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from app.config import TargetData, TextData, TokensData
+from app.config import Target, TargetData, TextData, TokensData
 from app.config.target import load_target
 from app.data.datasets import TextDataset, TokensDataset, build_dataset
 from app.data.loader import Loader
@@ -198,7 +199,8 @@ def test_the_stream_is_read_lazily() -> None:
         ((torch.zeros(2), 7.5), r"sample 7 is \(float32 \(2,\), float \(\)\), expected"),
         ((torch.zeros(2),), r"sample 7 is \(float32 \(2,\)\), expected"),
         ((torch.zeros(2), "cat"), r"sample 7 is \(float32 \(2,\), str \(\)\), expected"),
-        (torch.zeros(2), r"sample 7 is \(\), expected"),
+        (torch.zeros(2), r"sample 7 is \(float32 \(2,\)\), expected"),
+        ({"x": 7}, r"sample 7 is \(x: int \(\)\), expected .* name a function that pads them as data.collate"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 8])
@@ -207,7 +209,102 @@ def test_odd_sample_is_named_with_its_shape(odd: Any, message: str, size: int) -
         list(loader_of(Odd(odd), validation_fraction=0.0).steps(microbatches(0, 50, size)))
 
 
-@pytest.mark.parametrize("samples", [[torch.zeros(2)] * 9, [{"x": 1}] * 9, [("cat",)] * 9])
-def test_samples_that_are_no_tuples_of_numbers_are_told(samples: list[Any]) -> None:
-    with pytest.raises(DataError, match=r"sample \d is .*, expected a tuple of tensors"):
+@pytest.mark.parametrize("samples", [["cat"] * 9, [("cat",)] * 9, [{"name": "cat"}] * 9, [None] * 9])
+def test_samples_without_numbers_are_told(samples: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"sample \d is .*, expected tensors, arrays or numbers"):
         next(loader_of(samples).steps(microbatches(0, 8)))
+
+
+class Point(NamedTuple):
+    x: float
+    y: int
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (torch.arange(2), "tensor(3, 2) int64"),
+        ((np.zeros(2, np.float64), 1), "(tensor(3, 2) float32, tensor(3) int64)"),
+        ([torch.zeros(2), 1], "[tensor(3, 2) float32, tensor(3) int64]"),
+        ({"ids": [1, 2, 3], "name": "cat"}, "{ids: tensor(3, 3) int64, name: [cat, cat, cat]}"),
+        (Point(0.5, 1), "Point(tensor(3) float32, tensor(3) int64)"),
+        (Pair({"a": 1}, (2.0,)), "Pair({a: tensor(3) int64}, (tensor(3) float32))"),
+        ((np.int64(4), np.float32(1)), "(tensor(3) int64, tensor(3) float32)"),
+    ],
+)
+def test_samples_of_any_shape_are_stacked_in_their_containers(sample: Any, expected: str) -> None:
+    """What is floating point comes in the format of the model's parameters."""
+    loader = loader_of([sample] * 9, validation_fraction=0.0)
+    (fetched,) = loader.steps(microbatches(0, 3, 3))
+    assert in_words(fetched.batch) == expected
+    assert in_words(loader.example(3)) == expected
+
+
+def in_words(batch: Any) -> str:
+    if isinstance(batch, torch.Tensor):
+        return f"tensor({', '.join(map(str, batch.shape))}) {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key}: {in_words(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, Pair):
+        return f"Pair({in_words(batch.first)}, {in_words(batch.second)})"
+    if isinstance(batch, list):
+        return f"[{', '.join(map(in_words, batch))}]"
+    if isinstance(batch, tuple):
+        name = "Point" if isinstance(batch, Point) else ""
+        return f"{name}({', '.join(map(in_words, batch))})"
+    return str(batch)
+
+
+def pad(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, samples))
+    rows = [torch.nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples]
+    return {"ids": torch.stack(rows), "noise": torch.rand(2)}
+
+
+class Pad:
+    def __init__(self, to: int) -> None:
+        self._to = to
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.nn.functional.pad(sample, (0, self._to - len(sample))) for sample in samples])
+
+
+def ragged(num: int) -> list[torch.Tensor]:
+    return [torch.arange(1 + index % 5) for index in range(num)]
+
+
+def loader_with(collate: Target) -> Loader:
+    config = TargetData(target="tests.unit.test_data:ragged", args={"num": 40}, collate=collate, validation_fraction=0)
+    dataset = build_dataset(config)
+    return Loader(dataset, SampleOrder(40, 0.0, 1), config, 1, CPU)
+
+
+def test_a_function_of_the_users_makes_batches_of_ragged_samples_and_draws_the_same_wherever_it_runs() -> None:
+    collate = Target(target="tests.unit.test_data:pad")
+    whole = [fetched.batch for fetched in loader_with(collate).steps(microbatches(0, 40, 4))]
+    assert {batch["ids"].shape[0] for batch in whole} == {4}
+    part = next(loader_with(collate).steps(microbatches(36, 40, 4))).batch
+    assert torch.equal(part["ids"], whole[-1]["ids"])
+    assert torch.equal(part["noise"], whole[-1]["noise"])
+    assert not torch.equal(whole[0]["noise"], whole[1]["noise"])
+
+
+def test_what_makes_batches_may_need_arguments() -> None:
+    collate = Target(target="tests.unit.test_data:Pad", args={"to": 9})
+    assert next(loader_with(collate).steps(microbatches(0, 4, 4))).batch.shape == (4, 9)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def test_a_stream_is_refused_by_its_name() -> None:
+    with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Give a map-style dataset"):
+        build_dataset(TargetData(target="tests.unit.test_data:Stream"))

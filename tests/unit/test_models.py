@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from app.config import GptConfig, MlpConfig, Target, TaskConfig
-from app.errors import ConfigError
+from app.errors import ConfigError, DataError
 from app.models import build_model
 from app.tasks import IGNORED, LanguageModeling, build_task
 
@@ -134,3 +134,36 @@ def test_regression_is_mean_squared_error_without_broadcasting() -> None:
     sums = build_task(TaskConfig(kind="regression")).loss(model, (inputs, targets))
     expected = F.mse_loss(model(inputs)[:, 0], targets.float())
     torch.testing.assert_close(sums.loss_sum / sums.count, expected)
+
+
+class Outputs(NamedTuple):
+    """What a model of Hugging Face's returns, as far as tasks look."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
+        assert attention_mask.shape == input_ids.shape
+        return Outputs(self.gpt(input_ids), input_ids)
+
+
+def test_language_modeling_of_a_mapping_predicts_each_label_from_the_tokens_before_it() -> None:
+    model, ids = Named(), tokens()
+    labels = ids.clone()
+    labels[1, 4:8] = IGNORED
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "source": ["a", "b", "c"]}
+    named = build_task(TaskConfig()).loss(model, batch)
+    plain = build_task(TaskConfig()).loss(model.gpt, (ids[:, :-1], labels[:, 1:]))
+    assert named.count == plain.count == 3 * 11 - 4
+    torch.testing.assert_close(named.loss_sum, plain.loss_sum)
+
+
+def test_a_mapping_without_labels_is_refused_by_what_it_holds() -> None:
+    with pytest.raises(DataError, match="a batch has no labels, only input_ids, label"):
+        build_task(TaskConfig()).loss(gpt(), {"input_ids": tokens(), "label": tokens()})

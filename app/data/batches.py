@@ -1,0 +1,108 @@
+"""Samples and batches of any shape: tensors in tuples, lists, mappings and dataclasses, nested as the user likes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+# Tensors of samples stacked along a new first dimension, in the containers in which the samples have them.
+Batch = Any
+
+
+class Leaf(NamedTuple):
+    """What a sample holds in one place. Two samples can be stacked if all their leaves agree."""
+
+    name: str  # keys and fields on the way to it, "" in a tuple
+    kind: Any  # dtype or type
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        kind = getattr(self.kind, "__name__", str(self.kind)).removeprefix("torch.")
+        return f"{self.name + ': ' if self.name else ''}{kind} {self.shape}"
+
+
+def stack(samples: Sequence[Any]) -> Batch:
+    """Return the samples as one batch, in containers like theirs; what is no number stays a list of its values."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: stack([sample[key] for sample in samples]) for key in first}
+    if _has_parts(first):
+        parts = [stack(values) for values in zip(*map(_parts, samples), strict=True)]
+        return _like(first, parts)
+    if isinstance(first, list):  # numbers, as datasets keep tokens
+        return torch.stack([torch.as_tensor(sample) for sample in samples])
+    if isinstance(first, Tensor | np.ndarray | np.generic | float | int):
+        return default_collate(list(samples))
+    return list(samples)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return the batch with `function` applied to each of its tensors; all else stays as it is."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if _has_parts(batch) or isinstance(batch, list):
+        return _like(batch, [map_tensors(function, part) for part in _parts(batch)])
+    return batch
+
+
+def tensors_of(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, always in the same order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif _has_parts(batch) or isinstance(batch, list):
+        for part in _parts(batch):
+            yield from tensors_of(part)
+
+
+def layout_of(sample: Any, name: str = "") -> list[Leaf]:
+    """Return what a sample holds, place by place."""
+    if isinstance(sample, Mapping):
+        return _layout_of(sample.items(), name)
+    if is_dataclass(sample):
+        return _layout_of([(field.name, getattr(sample, field.name)) for field in fields(sample)], name)
+    if _has_parts(sample):
+        return _layout_of([("", part) for part in sample], name)
+    if isinstance(sample, list):
+        sample = np.asarray(sample)
+    return [Leaf(name, getattr(sample, "dtype", type(sample)), tuple(getattr(sample, "shape", ())))]
+
+
+def _layout_of(items: Any, outer: str) -> list[Leaf]:
+    leaves: list[Leaf] = []
+    for key, value in items:
+        name = f"{outer}.{key}" if outer and key != "" else f"{outer}{key}"
+        leaves += layout_of(value, name)
+    return leaves
+
+
+def _has_parts(sample: Any) -> bool:
+    """Return whether it is a tuple, a dataclass, or a list that is not of numbers."""
+    if isinstance(sample, list):
+        return not all(isinstance(part, float | int) for part in sample)
+    return isinstance(sample, tuple) or (is_dataclass(sample) and not isinstance(sample, type))
+
+
+def _parts(container: Any) -> Sequence[Any]:
+    if is_dataclass(container):
+        return [getattr(container, field.name) for field in fields(container)]
+    parts: Sequence[Any] = container
+    return parts
+
+
+def _like(container: Any, parts: list[Any]) -> Any:
+    """Return a container of the same type with other parts."""
+    if is_dataclass(container) and not isinstance(container, type):
+        names = [field.name for field in fields(container)]
+        return type(container)(**dict(zip(names, parts, strict=True)))
+    if isinstance(container, tuple) and hasattr(container, "_fields"):
+        return type(container)(*parts)
+    return parts if isinstance(container, list) else tuple(parts)
