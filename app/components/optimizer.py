@@ -1,12 +1,13 @@
 """Optimizers, and what is done with gradients before an update."""
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from app.components.schedule import Schedule
-from app.config import AdamWConfig, OptimizerConfig, SgdConfig, TargetOptimizer
+from app.config import AdamConfig, AdamWConfig, GroupedConfig, OptimizerConfig, SgdConfig, TargetOptimizer
 from app.config.target import build_target
 from app.errors import ConfigError, Problem
 from app.parallel.dtensor import unsharded
@@ -25,17 +26,18 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 
 
 def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
     match config:
-        case AdamWConfig():
+        case AdamWConfig() | AdamConfig():
+            groups = _groups(config, config.weight_decay, model)
             # One kernel in place of hundreds: on CUDA most of a small model's update is their launches.
-            fused = bool(params) and params[0].is_cuda
-            groups = _decay_matrices_only(params, config.weight_decay)
-            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+            fused = any(param.is_cuda for group in groups for param in group["params"])
+            kind = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
+            return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         case SgdConfig():
-            groups = _decay_matrices_only(params, config.weight_decay)
+            groups = _groups(config, config.weight_decay, model)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case TargetOptimizer():
+            params = [param for param in model.parameters() if param.requires_grad]
             arguments = {"params": params, "lr": config.lr, **config.args}
             optimizer = build_target(config.target, arguments, "optimizer")
             if isinstance(optimizer, torch.optim.Optimizer):
@@ -43,6 +45,26 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             what = f'"{config.target}" gave a {type(optimizer).__name__}, not a torch.optim.Optimizer'
             raise ConfigError([Problem("", "optimizer.target", what)])
     raise TypeError(type(config))
+
+
+def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups: those that no group of the configuration matches come first."""
+    members: list[list[nn.Parameter]] = [[] for _ in (None, *config.groups)]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            matching = [index for index, group in enumerate(config.groups, 1) if re.search(group.match, name)]
+            members[matching[0] if matching else 0].append(param)
+    groups = _decay_matrices_only(members[0], weight_decay)
+    for index, group in enumerate(config.groups, 1):
+        if not members[index]:
+            what = f'"{group.match}" is in the name of no parameter that trains and that no group before it matches'
+            raise ConfigError([Problem("", f"optimizer.groups.{index - 1}.match", what)])
+        if group.weight_decay is None:
+            parts = _decay_matrices_only(members[index], weight_decay)
+        else:
+            parts = [{"params": members[index], "weight_decay": group.weight_decay}]
+        groups += [{**part, "lr": config.lr * group.lr_scale} for part in parts if part["params"]]
+    return groups
 
 
 def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

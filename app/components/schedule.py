@@ -4,7 +4,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from app.config import CosineConfig, ScheduleConfig, Target
+from app.config import (
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    OneCycleConfig,
+    ScheduleConfig,
+    StepConfig,
+    Target,
+    WsdConfig,
+)
 from app.config.target import load_target
 
 Schedule = Callable[[int, float], float]  # (step, counted from 1, and peak rate of a parameter group) -> rate
@@ -21,20 +30,49 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
 def warmup_in_force(config: ScheduleConfig, num_steps: int) -> int:
     """Return the steps of warm-up that a run of `num_steps` really has: a longer warm-up ends with the run."""
     # Not corrected in the configuration: a short run that is extended gets the warm-up that the user asked for.
-    if isinstance(config, Target):
-        return 0
-    return min(config.warmup_steps, num_steps)
+    return min(getattr(config, "warmup_steps", 0), num_steps)
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int) -> float:
-    """Return the rate of `step` (from 1): linear warm-up to `peak`, then constant or a cosine down to its floor."""
-    assert not isinstance(config, Target)
+    """Return the rate of `step` (from 1): linear warm-up to `peak`, and then as the kind says.
+
+    It is of the run's present length: extending a finished run stretches the schedule, so that its rate goes up again.
+    """
     warmup_steps = warmup_in_force(config, num_steps)
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    if not isinstance(config, CosineConfig):
-        return peak
-    floor = peak * config.min_lr_fraction
-    # Of the run's present length: extending a finished run stretches the cosine, so that its rate goes up once more.
-    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))  # of what follows the warm-up
+    match config:
+        case ConstantConfig():
+            return peak
+        case CosineConfig():
+            return _cosine(peak, peak * config.min_lr_fraction, done)
+        case LinearConfig():
+            return _linear(peak, peak * config.min_lr_fraction, done)
+        case WsdConfig():
+            num_decaying = max(1.0, config.decay_fraction * num_steps)
+            decayed = (step - (num_steps - num_decaying)) / num_decaying
+            return _linear(peak, peak * config.min_lr_fraction, min(1.0, max(0.0, decayed)))
+        case StepConfig():
+            return float(peak * config.gamma ** ((step - 1) // config.every_steps))
+        case OneCycleConfig():
+            return _one_cycle(config, peak, step, num_steps)
+    raise TypeError(type(config))
+
+
+def _one_cycle(config: OneCycleConfig, peak: float, step: int, num_steps: int) -> float:
+    """Return the rate of torch.optim.lr_scheduler.OneCycleLR, which counts steps from 0."""
+    start = peak / config.start_divisor
+    last_rising = config.rising_fraction * num_steps - 1
+    at = step - 1
+    if at <= last_rising:
+        return _cosine(start, peak, at / last_rising)
+    return _cosine(peak, start / config.end_divisor, min(1.0, (at - last_rising) / (num_steps - 1 - last_rising)))
+
+
+def _linear(first: float, last: float, done: float) -> float:
+    return first + (last - first) * done
+
+
+def _cosine(first: float, last: float, done: float) -> float:
+    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))

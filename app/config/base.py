@@ -4,7 +4,17 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainSerializer, PlainValidator, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+)
 from pydantic.types import PositiveFloat, PositiveInt
 
 
@@ -40,6 +50,17 @@ def _as_range(value: Any) -> Any:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return value
+
+
+Pattern = Annotated[str, AfterValidator(_as_pattern)]
 Text = Annotated[str, Field(min_length=1)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_as_range)]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.config.base import Balance, Every, Fraction, Interval, Range, Section, Target, Text
+from app.config.base import Balance, Every, Fraction, Interval, Pattern, Range, Section, Target, Text
 from app.config.faults import FaultsConfig
 
 
@@ -192,7 +192,23 @@ class OptimizerConfig(Section):
     """gradients are scaled down to this norm; null for never"""
 
 
-class AdamWConfig(OptimizerConfig):
+class GroupConfig(Section):
+    """Parameters whose rate or weight decay is another one."""
+
+    match: Pattern
+    """regular expression that is searched for in their names; a parameter belongs to the first group that it matches"""
+    lr_scale: PositiveFloat = 1.0
+    """their rate as a multiple of lr"""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """theirs, matrices or not; null for that of the others"""
+
+
+class GroupedConfig(OptimizerConfig):
+    groups: tuple[GroupConfig, ...] = ()
+    """parameters that differ from the others"""
+
+
+class AdamWConfig(GroupedConfig):
     kind: Literal["adamw"] = "adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """decoupled weight decay, on matrices only"""
@@ -202,7 +218,17 @@ class AdamWConfig(OptimizerConfig):
     """keeps the division finite"""
 
 
-class SgdConfig(OptimizerConfig):
+class AdamConfig(GroupedConfig):
+    kind: Literal["adam"] = "adam"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """added to the gradient in proportion to the weight, on matrices only"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """decay of the running mean and of the running square"""
+    eps: PositiveFloat = 1e-8
+    """keeps the division finite"""
+
+
+class SgdConfig(GroupedConfig):
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
     """share of the last update that goes on"""
@@ -235,6 +261,48 @@ class ConstantConfig(Section):
     kind: Literal["constant"] = "constant"
     warmup_steps: NonNegativeInt = 0
     """steps in which the rate rises from 0 to lr"""
+
+
+class LinearConfig(Section):
+    kind: Literal["linear"] = "linear"
+    warmup_steps: NonNegativeInt = 50
+    """steps in which the rate rises from 0 to lr"""
+    min_lr_fraction: Fraction = 0.0
+    """where the rate ends, as a share of lr"""
+
+
+class WsdConfig(Section):
+    """Warm-up, stable, decay: a run may be extended from any step of its stable part."""
+
+    kind: Literal["wsd"] = "wsd"
+    warmup_steps: NonNegativeInt = 50
+    """steps in which the rate rises from 0 to lr"""
+    decay_fraction: Fraction = 0.1
+    """share of the run's steps in which the rate falls, at its end"""
+    min_lr_fraction: Fraction = 0.0
+    """where the rate ends, as a share of lr"""
+
+
+class StepConfig(Section):
+    kind: Literal["step"] = "step"
+    warmup_steps: NonNegativeInt = 0
+    """steps in which the rate rises from 0 to lr"""
+    every_steps: PositiveInt
+    """steps after which the rate falls, again and again"""
+    gamma: Fraction = 0.1
+    """what it is multiplied by then"""
+
+
+class OneCycleConfig(Section):
+    """As torch's OneCycleLR, which leaves the momentum alone here."""
+
+    kind: Literal["one_cycle"] = "one_cycle"
+    rising_fraction: Fraction = 0.3
+    """share of the run's steps in which the rate rises to lr"""
+    start_divisor: PositiveFloat = 25.0
+    """what lr is divided by at the start"""
+    end_divisor: PositiveFloat = 1e4
+    """what the rate of the start is divided by at the end"""
 
 
 class DdpConfig(Section):
@@ -312,7 +380,7 @@ class TensorBoardConfig(Section):
     kind: Literal["tensorboard"] = "tensorboard"
 
 
-ScheduleConfig = CosineConfig | ConstantConfig | Target
+ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
 # A tracker of the user's own is called with `location` (of the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | Target, Field(discriminator="kind")]
 
@@ -325,7 +393,7 @@ class Config(Section):
     model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
     task: TaskConfig | Target = Field(TaskConfig(), discriminator="kind")
     data: TextData | TokensData | TargetData = Field(TextData(), discriminator="kind")
-    optimizer: AdamWConfig | SgdConfig | TargetOptimizer = Field(AdamWConfig(), discriminator="kind")
+    optimizer: AdamWConfig | AdamConfig | SgdConfig | TargetOptimizer = Field(AdamWConfig(), discriminator="kind")
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
     parallel: DdpConfig | FsdpConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()

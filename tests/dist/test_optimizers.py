@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.checks import check_identical, check_run
+from tests.dist.checks import check_equal, check_identical, check_run
 from tests.dist.drill import drill
 from tests.dist.reference import reference
 from tests.dist.small import small
@@ -21,6 +21,18 @@ def test_sgd_over_a_resize_equals_one_process(tmp_path: Path, kind: str, momentu
     run = drill(config, worlds=[3, 2], leave_after=[5])
     check_run(run, reference(config))
     assert bool(run.optimizer) == (momentum == "0.9"), "without momentum SGD has no state"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_groups_with_rates_of_their_own_live_through_resizes_and_stops(tmp_path: Path, kind: str) -> None:
+    groups = "[{match: embed, lr_scale: 0.5, weight_decay: 0.2}, {match: bias, lr_scale: 0.1}]"
+    words = [f"parallel.kind={kind}", "optimizer.kind=adam", f"optimizer.groups={groups}", "schedule.kind=one_cycle"]
+    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[3])
+    config = small(tmp_path / "resized", *words)
+    drill(config, worlds=[3, 2], leave_after=[3], stop_after=3)
+    resized = drill(config, worlds=[3])
+    check_equal(resized.weights, undisturbed.weights)
+    check_equal(resized.optimizer, undisturbed.optimizer)
 
 
 def test_sgd_that_is_stopped_and_resumed_is_identical_to_one_that_was_not(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ BAD = [
     ("model: {kind: gpt, target: 'a:b'}", "x.yaml:1: model.target: unknown key"),
     ("model: {kind: ~}", "x.yaml:1: model.kind: unknown kind, found null; valid: gpt, mlp, target"),
     ("data: {kind: csv}", 'x.yaml:1: data.kind: unknown kind, found "csv"; valid: target, text, tokens'),
-    ("optimizer: {kind: adam}", 'x.yaml:1: optimizer.kind: unknown kind, found "adam"; nearest is adamw'),
+    ("optimizer: {kind: adan}", 'x.yaml:1: optimizer.kind: unknown kind, found "adan"; nearest is adam'),
     (
         "trackers:\n- kind: tensorbord",
         'x.yaml:2: trackers.0.kind: unknown kind, found "tensorbord"; nearest is tensorboard',

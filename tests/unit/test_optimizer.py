@@ -75,3 +75,29 @@ def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_
         start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, "ray", 0.0, said.append)
     start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, "ray", 0.0, said.append)
     assert said == ["changed optimizer.lr: 0.001 -> 0.5"]
+
+
+def groups_of(*groups: str) -> torch.optim.Optimizer:
+    words = ["optimizer.kind=adam", "optimizer.lr=0.4", "optimizer.weight_decay=0.3"]
+    config = parse_config("", overrides=[*words, f"optimizer.groups=[{', '.join(groups)}]"])
+    return build_optimizer(config.optimizer, model())
+
+
+def test_parameters_whose_names_match_have_a_rate_and_a_decay_of_their_own() -> None:
+    optimizer = groups_of("{match: ^1, lr_scale: 0.1}", "{match: bias, weight_decay: 0.2}")
+    assert isinstance(optimizer, torch.optim.Adam)
+    found = [(len(group["params"]), group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [
+        (1, 0.4, 0.3),  # 0.weight
+        (0, 0.4, 0.0),
+        (1, pytest.approx(0.04), 0.3),  # 1.weight
+        (1, pytest.approx(0.04), 0.0),  # 1.bias, which the second group would match too
+        (1, 0.4, 0.2),  # 0.bias
+    ]
+
+
+def test_a_group_that_matches_nothing_and_a_pattern_that_is_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r'optimizer\.groups\.0\.match: "head" is in the name of no parameter'):
+        groups_of("{match: head}")
+    with pytest.raises(ConfigError, match=r"match: is no regular expression"):
+        groups_of("{match: '(', lr_scale: 2.0}")

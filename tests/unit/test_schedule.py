@@ -1,9 +1,21 @@
 """The learning rate, which is a pure function of the step."""
 
+from typing import Any
+
 import pytest
+import torch
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, StepLR
 
 from app.components.schedule import learning_rate
-from app.config import ConstantConfig, CosineConfig, ScheduleConfig
+from app.config import (
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    OneCycleConfig,
+    ScheduleConfig,
+    StepConfig,
+    WsdConfig,
+)
 
 COSINE = CosineConfig(warmup_steps=50, min_lr_fraction=0.1)
 
@@ -27,3 +39,38 @@ def test_a_warmup_longer_than_the_run_is_shortened_to_it(config: ScheduleConfig)
 
 def test_a_warmup_as_long_as_the_run_is_left_alone() -> None:
     assert rates(COSINE, 50) == [step / 50 for step in range(1, 51)]
+
+
+def rates_of_torch(kind: type[LRScheduler], num_steps: int, **arguments: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = kind(optimizer, **arguments)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_schedules_of_torchs_names_are_torchs() -> None:
+    """Torch counts from 0, and its linear one ends a step after the run's last."""
+    ours = rates(StepConfig(every_steps=30, gamma=0.1), 100)
+    assert ours == pytest.approx(rates_of_torch(StepLR, 100, step_size=30, gamma=0.1))
+    ours = rates(OneCycleConfig(), 100)
+    assert ours == pytest.approx(rates_of_torch(OneCycleLR, 100, max_lr=1.0, total_steps=100))
+    ours = rates(LinearConfig(warmup_steps=0, min_lr_fraction=0.2), 99)
+    torchs = rates_of_torch(LinearLR, 100, start_factor=1.0, end_factor=0.2, total_iters=99)
+    assert ours == pytest.approx(torchs[1:])
+
+
+def test_wsd_warms_up_is_stable_and_decays() -> None:
+    found = rates(WsdConfig(warmup_steps=10, decay_fraction=0.2, min_lr_fraction=0.1), 100)
+    assert found[:10] == [step / 10 for step in range(1, 11)]
+    assert found[10:80] == [1.0] * 70
+    assert found[80:] == pytest.approx([1 - 0.9 * step / 20 for step in range(1, 21)])
+
+
+@pytest.mark.parametrize("config", [LinearConfig(), WsdConfig(), StepConfig(every_steps=1), OneCycleConfig()])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
+def test_rates_of_the_shortest_runs_are_rates(config: ScheduleConfig, num_steps: int) -> None:
+    assert all(0 <= rate <= 1 for rate in rates(config, num_steps))
