@@ -47,7 +47,7 @@ def check_stopped(running: Running, lost_steps: int = 0) -> None:
 
 
 def order_of(config: Config) -> SampleOrder:
-    return SampleOrder(len(build_dataset(config.data)), config.data.validation_fraction, config.run.seed)
+    return SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, config.run.seed)
 
 
 def expected_digest(config: Config, order: SampleOrder, step: int) -> str:

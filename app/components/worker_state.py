@@ -43,7 +43,7 @@ class WorkerState:
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
-        self.order = SampleOrder(len(self.dataset), config.data.validation_fraction, config.run.seed)
+        self.order = SampleOrder(len(self.dataset), config.data.held_out_fraction, config.run.seed)
         param_dtype = self.precision.param_dtype  # not a matter of the world
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
         self.fingerprint = fingerprint(self.dataset)
@@ -162,7 +162,7 @@ class WorkerState:
 
     def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:
         """Return the plan of one step over all samples that are held out; None if none are."""
-        size = self.order.num_validation
+        size = self.loader.num_validation
         if not size:
             return None
         batch = self._config.batch

@@ -153,12 +153,7 @@ class LoaderConfig(Section):
     """microbatches each loader process keeps ready"""
 
 
-class DataConfig(LoaderConfig):
-    validation_fraction: Fraction = 0.1
-    """share of the samples held out of training, chosen by the seed"""
-
-
-class TextData(DataConfig):
+class TextSource(Section):
     kind: Literal["text"] = "text"
     source: Text = "python-docs"
     """"python-docs" (comes with Python), or a glob of text files, read as bytes"""
@@ -166,7 +161,7 @@ class TextData(DataConfig):
     """tokens in one sample"""
 
 
-class TokensData(DataConfig):
+class TokensSource(Section):
     kind: Literal["tokens"] = "tokens"
     path: Text
     """a flat binary file of tokens"""
@@ -174,6 +169,26 @@ class TokensData(DataConfig):
     """how one token is stored"""
     context_length: PositiveInt = 128
     """tokens in one sample"""
+
+
+class DataConfig(LoaderConfig):
+    validation_fraction: Fraction = 0.1
+    """share of the samples held out of training, chosen by the seed"""
+    validation: TextSource | TokensSource | Target | None = Field(None, discriminator="kind")
+    """data of their own to validate on, in place of that share"""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The share of the training data that is held out of them."""
+        return self.validation_fraction if self.validation is None else 0.0
+
+
+class TextData(DataConfig, TextSource):
+    pass
+
+
+class TokensData(DataConfig, TokensSource):
+    pass
 
 
 class TargetData(DataConfig, Target):
@@ -410,6 +425,10 @@ class Config(Section):
         for name, section in self:
             if isinstance(section, Target):
                 found[f"{name}.target"] = section.target
+        for name in ("validation", "collate"):
+            section = getattr(self.data, name, None)
+            if isinstance(section, Target):
+                found[f"data.{name}.target"] = section.target
         for index, tracker in enumerate(self.trackers):
             if isinstance(tracker, Target):
                 found[f"trackers.{index}.target"] = tracker.target
@@ -425,6 +444,10 @@ class Config(Section):
             if field.discriminator and isinstance(section, dict):
                 kind = "target" if "target" in section else field.default.kind
                 complete[name] = {"kind": kind, **section}
+        data = complete.get("data")
+        if isinstance(data, dict) and isinstance(data.get("validation"), dict):
+            kind = "target" if "target" in data["validation"] else "text"
+            complete["data"] = {**data, "validation": {"kind": kind, **data["validation"]}}
         trackers = tree.get("trackers")
         if isinstance(trackers, list):
             complete["trackers"] = []

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from app.config import DataConfig, TargetData, TextData, TokensData
+from app.config import DataConfig, Target, TargetData, TextSource, TokensSource
 from app.config.target import build_target, load_target
 from app.data.batches import Batch
 from app.errors import DataError
@@ -27,6 +27,7 @@ class Dataset(Protocol):
         units_per_sample: what a sample adds to the loss count; 1 if absent.
         counts_vary: False promises that no target is ever masked, which spares a collective in every step.
         read_batch: a method (ids) -> samples already collated, for a dataset that draws nothing at random.
+        without_augmentation: a method () -> the same samples as they are, on which validation measures.
     """
 
     def __len__(self) -> int: ...
@@ -87,14 +88,14 @@ class TokensDataset(_TokenWindows):
         return TokensDataset, self._arguments
 
 
-def build_dataset(config: TextData | TokensData | TargetData) -> Dataset:
-    """Build the dataset that the config names. Raises DataError if it is unreadable, empty or too short."""
+def build_dataset(config: TextSource | TokensSource | Target, key: str = "data") -> Dataset:
+    """Build the dataset that the config names, at `key`. Raises DataError if it is unreadable, empty or too short."""
     match config:
-        case TextData():
+        case TextSource():
             return TextDataset(config.source, config.context_length)
-        case TokensData():
+        case TokensSource():
             return TokensDataset(config.path, config.dtype, config.context_length)
-    dataset: Dataset = build_target(config.target, config.args, "data")
+    dataset: Dataset = build_target(config.target, config.args, key)
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{config.target} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
@@ -105,6 +106,19 @@ def build_dataset(config: TextData | TokensData | TargetData) -> Dataset:
         raise DataError(f"{config.target} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
     if not len(dataset):
         raise DataError(f"{config.target} gave a dataset of 0 samples; at least 1 is needed")
+    return dataset
+
+
+def build_validation(config: DataConfig, dataset: Dataset) -> Dataset:
+    """Return what validation reads: data of their own, or the training data without augmentation. Raises DataError."""
+    if config.validation is not None:
+        return build_dataset(config.validation, "data.validation")
+    if hasattr(dataset, "without_augmentation"):
+        plain: Dataset = dataset.without_augmentation()
+        if len(plain) != len(dataset):
+            name = f"{type(dataset).__name__}.without_augmentation()"
+            raise DataError(f"{name} gave {len(plain)} samples, and the dataset has {len(dataset)}")
+        return plain
     return dataset
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from app.config import DataConfig
 from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack
-from app.data.datasets import Collate, Dataset, build_collate
+from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.errors import DataError
 from app.plan import Microbatch
@@ -50,7 +50,10 @@ class Loader:
         self._dtype = dtype
         collate = build_collate(config)
         self._train = _Microbatches(dataset, order.train, seed, collate)
-        self._validation = _Microbatches(dataset, order.validation, seed, collate)
+        held_out = build_validation(config, dataset)
+        has_own = config.validation is not None
+        self.num_validation = len(held_out) if has_own else order.num_validation
+        self._validation = _Microbatches(held_out, _as_they_are if has_own else order.validation, seed, collate)
         self._sampler = _Sampler()
         # One for all attempts: to start its processes again would take each of them seconds.
         self._loader = _data_loader(self._train, self._sampler, config, pin_memory=device.type == "cuda")
@@ -214,6 +217,10 @@ def own_randomness(key: int) -> Iterator[None]:
 def _in_words(layout: list[Leaf]) -> str:
     """Write a layout as `(float32 (64,), int64 ())`."""
     return f"({', '.join(map(str, layout))})"
+
+
+def _as_they_are(positions: Int64s) -> Int64s:
+    return positions
 
 
 def _unchanged(fetched: Any) -> Any:

@@ -122,7 +122,7 @@ class Matrix:
     def _planned(self) -> dict[int, Line]:
         """What the ledger of ours has to say, from the seed alone."""
         size, seed = self.config.batch.global_size, self.config.run.seed
-        order = SampleOrder(len(build_dataset(self.config.data)), self.config.data.validation_fraction, seed)
+        order = SampleOrder(len(build_dataset(self.config.data)), self.config.data.held_out_fraction, seed)
         lines = {}
         for step in range(1, NUM_STEPS + 1):
             positions = np.arange((step - 1) * size, step * size)

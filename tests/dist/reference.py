@@ -90,7 +90,7 @@ def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int = 
 
 
 def order_of(config: Config) -> SampleOrder:
-    return SampleOrder(len(build_dataset(config.data)), config.data.validation_fraction, config.run.seed)
+    return SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, config.run.seed)
 
 
 def global_batches(config: Config) -> list[GlobalBatch]:
@@ -105,6 +105,8 @@ def global_batches(config: Config) -> list[GlobalBatch]:
 def held_out(config: Config) -> GlobalBatch:
     order = order_of(config)
     positions = np.arange(order.num_validation)
+    if not order.num_validation:
+        return GlobalBatch(positions, positions)
     return GlobalBatch(order.validation(positions), positions)
 
 

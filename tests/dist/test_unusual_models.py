@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from app.checkpoint.catalog import Catalog
 from app.data.batches import Batch
+from app.models import build_model
 from app.run.directory import RunDirectory
 from app.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_identical, check_run
+from tests.dist.checks import EQUAL, check_identical, check_run, check_weights
 from tests.dist.deaths import Plot, survive, undisturbed
 from tests.dist.drill import drill
 from tests.dist.like_nccl import Death
-from tests.dist.reference import reference
+from tests.dist.reference import GlobalBatch, mean_loss, reference
 from tests.dist.small import VOCABULARY, Tokens, small
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
@@ -80,6 +82,19 @@ def test_batches_of_any_shape_go_through_a_whole_run(tmp_path: Path) -> None:
     assert [line["samples_digest"] for line in named.history.lines] == [
         line["samples_digest"] for line in plain.history.lines
     ]
+
+
+def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
+    own = "data.validation={target: 'tests.dist.small:Tokens', args: {num_samples: 11}}"
+    config = small(tmp_path, own, "run.epochs=1")
+    run = drill(config, worlds=[2, 3], leave_after=[2])
+    assert sum(line["num_samples"] for line in run.history.lines) == 61  # none is held out
+    check_weights(run, reference(config))
+    model = build_model(config.model).double()
+    model.load_state_dict(run.weights)
+    ids = np.arange(11)
+    expected = mean_loss(model.eval(), GlobalBatch(ids, ids), small(tmp_path, "data.args.num_samples=11"))
+    assert run.summary["metrics"]["loss"] == pytest.approx(expected.item(), abs=EQUAL)
 
 
 class Watched(nn.Module):

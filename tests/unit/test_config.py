@@ -16,6 +16,7 @@ from app.config import (
     MlpConfig,
     Target,
     TextData,
+    TextSource,
     diff,
     dump_config,
     load_config,
@@ -248,3 +249,15 @@ def test_every_field_says_what_it_is() -> None:
     sections = [section for section in known if isinstance(section, type) and issubclass(section, Section)]
     silent = {key for section in sections for key, field in section.model_fields.items() if not field.description}
     assert silent - set(Config.model_fields) == {"kind"}
+
+
+def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None:
+    text = "data: {target: 'a:b', collate: {target: 'c:d'}, validation: {target: 'e:f'}}"
+    config = parse_config(text, "x.yaml")
+    assert config.data.validation == Target(target="e:f")
+    assert {"data.target": "a:b", "data.collate.target": "c:d", "data.validation.target": "e:f"}.items() <= (
+        config.targets().items()
+    )
+    config = parse_config("data: {source: '*.txt', validation: {source: '*.md', context_length: 64}}", "x.yaml")
+    assert config.data.validation == TextSource(source="*.md", context_length=64)
+    assert parse_config(dump_config(config), "x.yaml") == config

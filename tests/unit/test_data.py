@@ -300,6 +300,39 @@ def test_what_makes_batches_may_need_arguments() -> None:
     assert next(loader_with(collate).steps(microbatches(0, 4, 4))).batch.shape == (4, 9)
 
 
+class Augmented(Noisy):
+    def without_augmentation(self) -> list[tuple[Any, ...]]:
+        return [(torch.full((4,), float(index)), index) for index in range(50)]
+
+
+def test_held_out_samples_are_read_without_augmentation_where_the_dataset_can() -> None:
+    loader = loader_of(Augmented(), validation_fraction=0.2)
+    assert loader.num_validation == 10
+    pixels, ids = next(loader.validation(microbatches(0, 10, 10))).batch
+    assert torch.equal(pixels, ids[:, None].expand(-1, 4).float())
+    noisy, ids = next(loader.steps(microbatches(0, 10, 10))).batch
+    assert not torch.equal(noisy, ids[:, None].expand(-1, 4).float())
+
+
+def test_a_view_without_augmentation_has_as_many_samples() -> None:
+    class Short(Noisy):
+        def without_augmentation(self) -> list[int]:
+            return [1]
+
+    with pytest.raises(DataError, match=r"Short.without_augmentation\(\) gave 1 samples, and the dataset has 50"):
+        loader_of(Short())
+
+
+def test_data_of_their_own_are_validated_on_in_order_and_nothing_is_held_out() -> None:
+    own = Target(target="tests.unit.test_data:ragged", args={"num": 4})
+    config = TargetData(target="builtins:range", args={}, validation=own)
+    assert config.held_out_fraction == 0
+    loader = Loader(list(range(50)), SampleOrder(50, config.held_out_fraction, 1), config, 1, CPU)
+    assert loader.num_validation == 4
+    sizes = [fetched.batch.shape for fetched in loader.validation(microbatches(0, 1, 1))]
+    assert sizes == [(1, 1)]
+
+
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
