@@ -44,6 +44,7 @@ TABLE: list[Event] = [
         first_step_s=0.2,
     ),
     events.WarmupShortened(before=50, after=20, num_steps=20),
+    events.PartsInEvaluation(modules=("backbone", "norms.1")),
     events.PrecisionLowered(rank=3, gpu="Tesla T4"),
     events.VariablesKept(variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
     events.AttemptEnded(cause="worker lost", step=43),

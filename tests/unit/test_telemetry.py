@@ -29,6 +29,7 @@ from app.run.events import (
     Log,
     NodeQuarantined,
     NotSaved,
+    PartsInEvaluation,
     PrecisionLowered,
     Preemption,
     Rollback,
@@ -98,6 +99,10 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (
             WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
             "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        ),
+        (
+            PartsInEvaluation(attempt=1, modules=("backbone", "norms.1")),
+            "in evaluation mode, as the model came: backbone, norms.1",
         ),
         (
             PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
