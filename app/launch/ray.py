@@ -69,6 +69,6 @@ def _run(
             console.line(why_not)
         coordinator = start_coordinator(mode, config, directory, ownership, expected)
         trainer = build_trainer(mode, config, directory, coordinator, gpus)
-        return Fit(trainer, coordinator, directory, console, interrupts).result()
+        return Fit(trainer, coordinator, directory, console, interrupts, expected).result()
     finally:
         ray.shutdown()

@@ -32,9 +32,10 @@ def truth(scene: Scene) -> None:
 def compilation(scene: Scene) -> None:
     """Let rank 1 of 2 compile for 12 s in a forward, where a phase has hung after 3 s at the earliest.
 
-    Asserts that no hang is found.
+    Asserts that no hang is found. Figures: the phase of the hang that was found, if any.
     """
     hang = _train_while_one(COMPILES_AT, scene)
+    scene.figure(found=hang.phase if hang else "none")
     scene.check(hang is None, f"a compilation was called a hang: {hang}")
 
 
