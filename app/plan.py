@@ -8,8 +8,9 @@ Theorem. The training samples form one endless stream of positions. Step s (coun
 Neither the grid nor the count mentions who computed what, so the result does not depend on the world size, on the
 shares, on restarts, or on when any of them changed, except for the order in which floating point sums are taken.
 
-What breaks it: anything that couples samples beyond their microbatch (BatchNorm), randomness keyed by rank or by
-wall time, a mean taken before the sum over ranks, or another `microbatch_size` together with dropout (another draw).
+What breaks it: anything that couples samples beyond their microbatch (SyncBatchNorm), randomness keyed by rank or by
+wall time, a mean taken before the sum over ranks, or another `microbatch_size` together with dropout (another draw) or
+with statistics of a microbatch (BatchNorm, whose running ones are such a sum too).
 """
 
 import heapq
@@ -143,6 +144,10 @@ class Plan:
         if self.num_samples is None:
             return self.global_size
         return min(self.global_size, self.num_samples - self._begin(step))
+
+    def num_microbatches_in(self, step: int) -> int:
+        """Return the microbatches of all ranks in `step`, without pads."""
+        return _ceil_div(self.num_samples_in(step), self.microbatch_size)
 
     def positions(self, step: int) -> tuple[int, int]:
         """Return the positions [start, stop) of the stream that all ranks together run in `step`."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.components.buffers import Buffers
+from app.components.buffers import Buffers, RunningStatistics
 from app.components.optimizer import rescale_gradients, set_learning_rates
 from app.components.schedule import Schedule
 from app.components.seed import seed_generators
@@ -44,6 +44,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
+        self._statistics = RunningStatistics(self.model)
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step`, sum the gradients of all ranks, and update the weights."""
@@ -57,6 +58,7 @@ class Stepper:
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
+            self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
                 # 0 for a pad, which keeps a rank in step with the others' collectives.
@@ -65,13 +67,16 @@ class Stepper:
                 with self.parallel.synchronize(self.model, last=left == 0):
                     with self.precision.autocast():
                         sums = self.task.loss(self.model, fetched.batch)
+                    self._statistics.forwarded(fetched.microbatch)
                     self.world.progress.mark("backward")
                     # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
                     self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
+                self._statistics.put_back()
                 totals.add(sums, fetched)
             self.world.progress.mark("gradients")
             global_count = self._global_count(step, totals.count)
             metric_names = self._agreed_metric_names(totals.metrics)
+            self._statistics.send(self.world.groups.communicator)
             self.world.groups.communicator.wait()
             # ... * nominal / count = the mean over everything that counts, wherever it was computed
             grad_norm, grad_norms = rescale_gradients(
@@ -83,6 +88,7 @@ class Stepper:
             # twice.
             self.world.groups.gate()
         self.world.progress.mark("update")
+        self._statistics.finish()
         self.precision.update(self.optimizer)
         self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]

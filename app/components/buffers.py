@@ -1,9 +1,25 @@
-"""Buffers of a model that a forward changes, such as the running statistics of normalization layers."""
+"""Buffers of a model that a forward changes, above all the running statistics of normalization layers."""
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from app.plan import Microbatch
+from app.world.communicator import Communicator
+
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 class Buffers:
@@ -33,3 +49,100 @@ class Buffers:
     def _put_back(self, before: list[Tensor]) -> None:
         for buffer, earlier in zip(self._buffers, before, strict=True):
             buffer.copy_(earlier)
+
+
+class RunningStatistics:
+    """The running statistics of normalization layers, as one process would have them after each step.
+
+    A layer moves its running statistics r by those of a microbatch, s: r <- (1 - m) r + m s. The n microbatches of a
+    step, one after the other, make of it
+
+        (1 - m)^n r  +  sum over microbatches i of  (1 - m)^(n - 1 - i) m s_i,
+
+    a sum like that of the gradients: each rank adds the terms of its own microbatches, and no world enters. For that
+    every forward begins with the statistics of the step before, which also makes it harmless that a backward runs a
+    forward again, as activation checkpointing does. A layer that a forward uses several times is off by the order of
+    its uses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [module for module in model.modules() if isinstance(module, _WITH_STATISTICS)]
+        self._all: list[Any] = [layer for layer in found if layer.running_mean is not None]
+        self._counts: dict[nn.Module, int] = {}  # microbatches before this step, of layers that average over all
+        self._layers: list[Any] = []  # those that train: the user may have put some into evaluation mode
+        self._num_microbatches = 0
+        self._shares: list[_Shares] = []  # of each tensor in the three lists that follow
+        self._running: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._moved: list[Tensor] = []  # this rank's part of the sum
+        self._tracked: list[Tensor] = []
+        self._tracked_before: list[Tensor] = []
+        self._flat: Tensor
+
+    def begin(self, num_microbatches: int) -> None:
+        """Begin a step of so many microbatches, of all ranks together."""
+        self._layers = [layer for layer in self._all if layer.training]
+        self._num_microbatches = num_microbatches
+        self._shares = []
+        self._running = []
+        for layer in self._layers:
+            if layer.momentum is None and layer not in self._counts:
+                self._counts[layer] = int(layer.num_batches_tracked)
+            self._shares += 2 * [_shares(layer.momentum, self._counts.get(layer, 0), num_microbatches)]
+            self._running += [layer.running_mean, layer.running_var]
+        self._tracked = [layer.num_batches_tracked for layer in self._layers]
+        self._before = [running.clone() for running in self._running]
+        self._tracked_before = [tracked.clone() for tracked in self._tracked]
+        self._moved = [torch.zeros_like(running) for running in self._running]
+
+    def forwarded(self, microbatch: Microbatch) -> None:
+        """Take note of what a forward has made of the statistics."""
+        if self._layers and microbatch.weight:  # a pad is no microbatch
+            kept = torch._foreach_mul(self._before, [share.of_one for share in self._shares])
+            moved = torch._foreach_sub(self._running, kept)  # m s
+            torch._foreach_mul_(moved, [share.of_each[microbatch.index] for share in self._shares])
+            torch._foreach_add_(self._moved, moved)
+
+    def put_back(self) -> None:
+        """Have the statistics as they were before the step. After the backward, which needs them unchanged."""
+        if self._layers:
+            torch._foreach_copy_(self._running, self._before)
+            torch._foreach_copy_(self._tracked, self._tracked_before)
+
+    def send(self, communicator: Communicator) -> None:
+        """Launch the sum over all ranks."""
+        if self._layers:
+            self._flat = torch.cat(self._moved)
+            communicator.sum(self._flat)
+
+    def finish(self) -> None:
+        """Make the sum the statistics of this step. Behind the gate."""
+        if not self._layers:
+            return
+        torch._foreach_mul_(self._running, [share.of_all for share in self._shares])
+        torch._foreach_add_(self._running, list(self._flat.split([len(running) for running in self._running])))
+        torch._foreach_add_(self._tracked, self._num_microbatches)
+        for layer in self._counts:
+            self._counts[layer] += self._num_microbatches
+
+
+class _Shares(NamedTuple):
+    """What the statistics before a step count after it, and what each microbatch's does as a forward leaves it."""
+
+    of_one: float  # of those before, after a single forward
+    of_all: float  # of those before, after all
+    of_each: tuple[float, ...]
+
+
+@functools.lru_cache
+def _shares(momentum: float | None, num_before: int, num_microbatches: int) -> _Shares:
+    kept: list[float] = []  # of what was there, by each microbatch in turn
+    for index in range(num_microbatches):
+        # Without a momentum it is the average over all microbatches ever.
+        kept.append(1 - (1 / (num_before + index + 1) if momentum is None else momentum))
+    of_each: list[float] = []
+    for index, own in enumerate(kept):
+        # Every forward stands in the place of the first one, which may have moved them by more.
+        scale = 1.0 if own == kept[0] else (1 - own) / (1 - kept[0])
+        of_each.append(scale * math.prod(kept[index + 1 :]))
+    return _Shares(kept[0], math.prod(kept), tuple(of_each))

@@ -69,6 +69,7 @@ FEW, MANY = (
 @FEW
 @given(case=cases())
 @example(case=([], (0, 7, 0)))
+@example(case=(["model.target=tests.dist.test_unusual_models:Normalised"], (3, 0, 1, 2, 1)))
 @example(case=(["batch.global_size=1", "batch.microbatch_size=1", "data.args.masked=false"], (0, 0, 0, 0, 1)))
 def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
     check_case(steps, kind, case)

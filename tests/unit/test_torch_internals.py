@@ -34,6 +34,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "world/groups.py",
         "world/compilation.py",
         "checkpoint/shards.py",
+        "components/buffers.py",
         "components/optimizer.py",
         "parallel/precision.py",
         "parallel/buckets.py",
