@@ -32,7 +32,7 @@ class Buffers:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """Give the buffers back what they held before, if what is done within fails."""
-        before = [buffer.clone() for buffer in self._buffers]
+        before = _copies(self._buffers)
         try:
             yield
         except BaseException:
@@ -42,7 +42,7 @@ class Buffers:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Give the buffers back what they held before."""
-        before = [buffer.clone() for buffer in self._buffers]
+        before = _copies(self._buffers)
         yield
         self._put_back(before)
 
@@ -71,10 +71,12 @@ class RunningStatistics:
         self._counts: dict[nn.Module, int] = {}  # microbatches before this step, of layers that average over all
         self._layers: list[Any] = []  # those that train: the user may have put some into evaluation mode
         self._num_microbatches = 0
-        self._shares: list[_Shares] = []  # of each tensor in the three lists that follow
         self._running: list[Tensor] = []
-        self._before: list[Tensor] = []
+        self._before: list[Tensor] = []  # what they were before this step
         self._moved: list[Tensor] = []  # this rank's part of the sum
+        self._shares: list[_Shares] = []  # of each of them
+        self._kept_by_one: list[float] = []
+        self._kept_by_all: list[float] = []
         self._tracked: list[Tensor] = []
         self._tracked_before: list[Tensor] = []
         self._flat: Tensor
@@ -83,24 +85,28 @@ class RunningStatistics:
         """Begin a step of so many microbatches, of all ranks together."""
         self._layers = [layer for layer in self._all if layer.training]
         self._num_microbatches = num_microbatches
-        self._shares = []
-        self._running = []
+        for each in (self._running, self._moved, self._tracked, self._shares, self._kept_by_one, self._kept_by_all):
+            each.clear()
         for layer in self._layers:
             if layer.momentum is None and layer not in self._counts:
                 self._counts[layer] = int(layer.num_batches_tracked)
-            self._shares += 2 * [_shares(layer.momentum, self._counts.get(layer, 0), num_microbatches)]
-            self._running += [layer.running_mean, layer.running_var]
-        self._tracked = [layer.num_batches_tracked for layer in self._layers]
-        self._before = [running.clone() for running in self._running]
-        self._tracked_before = [tracked.clone() for tracked in self._tracked]
-        self._moved = [torch.zeros_like(running) for running in self._running]
+            self._tracked.append(layer.num_batches_tracked)
+            shares = _shares(layer.momentum, self._counts.get(layer, 0), num_microbatches)
+            for running in (layer.running_mean, layer.running_var):
+                self._running.append(running)
+                self._moved.append(torch.zeros_like(running))
+                self._shares.append(shares)
+                self._kept_by_one.append(shares.of_one)
+                self._kept_by_all.append(shares.of_all)
+        self._before = _copies(self._running)
+        self._tracked_before = _copies(self._tracked)
 
     def forwarded(self, microbatch: Microbatch) -> None:
         """Take note of what a forward has made of the statistics."""
         if self._layers and microbatch.weight:  # a pad is no microbatch
-            kept = torch._foreach_mul(self._before, [share.of_one for share in self._shares])
+            kept = torch._foreach_mul(self._before, self._kept_by_one)
             moved = torch._foreach_sub(self._running, kept)  # m s
-            torch._foreach_mul_(moved, [share.of_each[microbatch.index] for share in self._shares])
+            torch._foreach_mul_(moved, [shares.of_each[microbatch.index] for shares in self._shares])
             torch._foreach_add_(self._moved, moved)
 
     def put_back(self) -> None:
@@ -119,11 +125,16 @@ class RunningStatistics:
         """Make the sum the statistics of this step. Behind the gate."""
         if not self._layers:
             return
-        torch._foreach_mul_(self._running, [share.of_all for share in self._shares])
-        torch._foreach_add_(self._running, list(self._flat.split([len(running) for running in self._running])))
+        torch._foreach_mul_(self._running, self._kept_by_all)
+        torch._foreach_add_(self._running, list(self._flat.split(list(map(len, self._running)))))
         torch._foreach_add_(self._tracked, self._num_microbatches)
-        for layer in self._counts:
-            self._counts[layer] += self._num_microbatches
+        for layer in self._layers:
+            if layer in self._counts:
+                self._counts[layer] += self._num_microbatches
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 class _Shares(NamedTuple):

@@ -1,5 +1,6 @@
 """Samples and batches of any shape: tensors in tuples, lists, mappings and dataclasses, nested as the user likes."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -31,10 +32,9 @@ def stack(samples: Sequence[Any]) -> Batch:
     if isinstance(first, Mapping):
         return {key: stack([sample[key] for sample in samples]) for key in first}
     if _has_parts(first):
-        parts = [stack(values) for values in zip(*map(_parts, samples), strict=True)]
-        return _like(first, parts)
+        return _like(first, list(map(stack, zip(*map(_parts, samples), strict=True))))
     if isinstance(first, list):  # numbers, as datasets keep tokens
-        return torch.stack([torch.as_tensor(sample) for sample in samples])
+        return torch.stack(list(map(torch.as_tensor, samples)))
     if isinstance(first, Tensor | np.ndarray | np.generic | float | int):
         return default_collate(list(samples))
     return list(samples)
@@ -44,10 +44,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """Return the batch with `function` applied to each of its tensors; all else stays as it is."""
     if isinstance(batch, Tensor):
         return function(batch)
+    each = functools.partial(map_tensors, function)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
+        return dict(zip(batch, map(each, batch.values()), strict=True))
     if _has_parts(batch) or isinstance(batch, list):
-        return _like(batch, [map_tensors(function, part) for part in _parts(batch)])
+        return _like(batch, list(map(each, _parts(batch))))
     return batch
 
 
