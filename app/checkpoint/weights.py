@@ -1,14 +1,8 @@
-"""Read the tensors of a checkpoint whole, whatever world wrote them, and load exported weights into a model."""
+"""Read the tensors of a checkpoint whole, whatever world wrote them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from pickle import UnpicklingError
-
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.checkpoint.catalog import Catalog, Damaged
 from app.checkpoint.shards import whole_tensors
@@ -28,16 +22,3 @@ def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Te
     except Damaged as error:
         raise StorageError(f"step {step} is damaged: {error}. Choose another by --step") from error
     return whole_tensors(catalog.readers(manifest), part)
-
-
-def load_exported(model: nn.Module, path: Path) -> None:
-    """Load the weights of an exported file into `model`. Raises UsageError if they are missing, or another model's."""
-    try:
-        if path.suffix == ".safetensors":
-            weights = safetensors.torch.load_file(path)
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(weights)
-    # The file is the user's and may hold anything. Each of these is how a reader, or the model, refuses it.
-    except (OSError, RuntimeError, SafetensorError, ValueError, UnpicklingError, EOFError, TypeError) as error:
-        raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}") from error

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from app.checkpoint.initial import Loaded, load_initial
 from app.checkpoint.snapshots import SnapshotStore
 from app.checkpoint.state import HeldState, NamedOptimizer, Tensors, app_state
-from app.checkpoint.weights import load_exported
 from app.checkpoint.writer import Writer
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
@@ -83,8 +83,10 @@ class WorkerState:
         """Build the initial model, which the seed, or a file, makes the same on every rank."""
         torch.manual_seed(self._config.run.seed)
         model = build_model(self._config.model)
-        if self._config.run.init_from:
-            load_exported(model, base() / self._config.run.init_from)
+        run = self._config.run
+        self.loaded = Loaded()
+        if run.init_from:
+            self.loaded = load_initial(model, base() / run.init_from, run.init_strict)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         self._model = self.precision.convert(model)
         self._optimizer = None

@@ -10,6 +10,7 @@ FREE = ("cluster.", "scaling.", "run.resume", *(f"data.{field}" for field in Loa
 IDENTITY = (
     "run.seed",
     "run.init_from",
+    "run.init_strict",
     "batch.global_size",
     "model.",
     "task.",

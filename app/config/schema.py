@@ -27,7 +27,10 @@ class RunConfig(Section):
     steps: PositiveInt | None = None
     """length of the run in optimizer steps; 2000 unless epochs is given"""
     init_from: Text | None = None
-    """weights to start from in place of random ones: a file that `export` wrote, or any state_dict of the model"""
+    """weights to start from in place of random ones: a file that `export` wrote, or any state_dict of the model; or a
+    folder that Hugging Face's save_pretrained wrote"""
+    init_strict: bool = True
+    """whether they must be exactly the model's; otherwise what fits is loaded, and the rest is named"""
     # torch.manual_seed takes a signed 64-bit integer.
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
     """data order, initial weights and dropout follow from it"""

@@ -108,6 +108,16 @@ class WarmupShortened(Event):
     num_steps: int  # length of the run
 
 
+class WeightsLeftOut(Event):
+    """`run.init_from` and the model do not hold the same names, and `run.init_strict` is false."""
+
+    wording = "run.init_from lacks {num_missing} of the model's names and has {num_unexpected} others: {names:each}"
+
+    num_missing: int  # these are left as they were initialised
+    num_unexpected: int
+    names: tuple[str, ...]  # the first of both
+
+
 class PartsInEvaluation(Event):
     """Some modules of the model came in evaluation mode and stay in it; the others train."""
 

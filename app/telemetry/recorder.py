@@ -33,6 +33,7 @@ from app.world.runtime import Outcome, Runtime, World
 
 # Trackers keep every figure; a person reads two lines a second, and each costs a call between processes.
 _SHOW_EVERY_S = 0.5
+_NAMES = 3  # of tensors that did not fit; the rest are like them
 
 
 class Recorder:
@@ -77,8 +78,7 @@ class Recorder:
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         if restored.source == "start":
             self._tell_of_shortened_warmup()
-            if frozen := self._worker.frozen:
-                self._publish(events.PartsInEvaluation(modules=frozen))
+            self._tell_of_the_model()
             return
         written = int(self._directory.last_step_line().get("step", 0))
         lost_steps = max(0, written - restored.step)
@@ -94,6 +94,14 @@ class Recorder:
             self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
         if self._config.run.deterministic and (kept := variables_kept()):
             self._publish(events.VariablesKept(variables=kept))
+
+    def _tell_of_the_model(self) -> None:
+        missing, unexpected = self._worker.loaded
+        if missing or unexpected:
+            names = (*missing[:_NAMES], *unexpected[:_NAMES])
+            self._publish(events.WeightsLeftOut(num_missing=len(missing), num_unexpected=len(unexpected), names=names))
+        if frozen := self._worker.frozen:
+            self._publish(events.PartsInEvaluation(modules=frozen))
 
     def _tell_of_shortened_warmup(self) -> None:
         # Not the command that starts the run: how long one of `run.epochs` is follows from the dataset.

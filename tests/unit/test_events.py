@@ -44,6 +44,7 @@ TABLE: list[Event] = [
         first_step_s=0.2,
     ),
     events.WarmupShortened(before=50, after=20, num_steps=20),
+    events.WeightsLeftOut(num_missing=2, num_unexpected=1, names=("head.weight", "head.bias", "lm_head.weight")),
     events.PartsInEvaluation(modules=("backbone", "norms.1")),
     events.PrecisionLowered(rank=3, gpu="Tesla T4"),
     events.VariablesKept(variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),

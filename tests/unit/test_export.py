@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from app.checkpoint.catalog import Catalog, path_of
+from app.checkpoint.initial import Loaded, load_initial
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.shards import StagingBuffer, shards_of
 from app.cli import main
@@ -138,6 +140,52 @@ def test_weights_of_another_model_are_refused(run: Path) -> None:
         with pytest.raises(Exception, match=said) as raised:
             WorkerState(config(path), torch.device("cpu"))
         assert "run.init_from" in str(raised.value)
+
+
+class Tied(nn.Module):
+    """As language models have it: the last layer's weight is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("written", ["embedding.weight", "head.weight"])
+def test_a_folder_of_hugging_faces_may_be_sharded_and_lack_tied_names(tmp_path: Path, written: str) -> None:
+    torch.manual_seed(1)
+    weights = Tied().state_dict()
+    parts = {"one.safetensors": {written: weights[written]}, "two.safetensors": {}}
+    parts["two.safetensors"] = {name: weights[name] for name in ("body.weight", "body.bias")}
+    for file, part in parts.items():
+        safetensors.torch.save_file(part, tmp_path / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    model = Tied()
+    assert load_initial(model, tmp_path) == Loaded()
+    assert model.head.weight is model.embedding.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+
+def test_what_fits_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
+    base = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    torch.save(
+        {"0.weight": base["0.weight"], "0.bias": base["0.bias"], "old.weight": base["1.weight"]}, tmp_path / "a.pt"
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    with pytest.raises(UsageError, match=r"(?s)Missing key.*With run.init_strict=false what fits is loaded"):
+        load_initial(model, tmp_path / "a.pt")
+    found = load_initial(model, tmp_path / "a.pt", strict=False)
+    assert found == Loaded(("1.weight", "1.bias"), ("old.weight",))
+    assert torch.equal(model.state_dict()["0.weight"], base["0.weight"])
+    torch.save({"old.weight": base["1.weight"]}, tmp_path / "b.pt")
+    with pytest.raises(UsageError, match=r"none of its names is the model's; it has old.weight"):
+        load_initial(model, tmp_path / "b.pt", strict=False)
+    with pytest.raises(UsageError, match=r"neither model.safetensors nor pytorch_model.bin"):
+        load_initial(model, tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1, 2], 2)])

@@ -41,6 +41,7 @@ from app.run.events import (
     VariablesKept,
     Waiting,
     WarmupShortened,
+    WeightsLeftOut,
 )
 from app.storage import LocalStore
 from app.telemetry.console import Console
@@ -99,6 +100,10 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (
             WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
             "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        ),
+        (
+            WeightsLeftOut(attempt=1, num_missing=2, num_unexpected=1, names=("a", "b", "c")),
+            "run.init_from lacks 2 of the model's names and has 1 others: a, b, c",
         ),
         (
             PartsInEvaluation(attempt=1, modules=("backbone", "norms.1")),
