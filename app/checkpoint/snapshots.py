@@ -190,11 +190,14 @@ class Snapshots:
 
 
 def backup_rank(rank: int, nodes: Sequence[str]) -> int:
-    """Return the rank that holds the copy of `rank`: the next one on another node, or the next one if there is none."""
+    """Return the rank that holds the copy of `rank`: one on the next other node, or the next one if there is none."""
     for ahead in range(1, len(nodes)):
-        other = (rank + ahead) % len(nodes)
-        if nodes[other] != nodes[rank]:
-            return other
+        other = nodes[(rank + ahead) % len(nodes)]
+        if other != nodes[rank]:
+            # Ranks of a node sit side by side, and the first one of the next must not hold the copies of all of them.
+            place = nodes[:rank].count(nodes[rank])
+            holders = [each for each, node in enumerate(nodes) if node == other]
+            return holders[place % len(holders)]
     return (rank + 1) % len(nodes)
 
 

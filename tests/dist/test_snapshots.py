@@ -28,7 +28,7 @@ LONG_S = 20.0
 
 @pytest.mark.parametrize(
     ("nodes", "backups"),
-    [("aab", [2, 2, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 2, 0, 0]), ("aa", [1, 0]), ("abab", [1, 2, 3, 0])],
+    [("aab", [2, 2, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 3, 0, 1]), ("aa", [1, 0]), ("abab", [1, 0, 3, 2])],
 )
 def test_a_copy_goes_to_another_node_where_there_is_one(nodes: str, backups: list[int]) -> None:
     assert [backup_rank(rank, nodes) for rank in range(len(nodes))] == backups
