@@ -27,6 +27,7 @@ from app.world.communicator import NcclCommunicator
 from app.world.timeouts import Timeouts
 
 _SOON_S = 10.0
+_LOOK_S = 0.0005
 
 
 class Death(NamedTuple):
@@ -93,7 +94,7 @@ class LikeNccl(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         def run() -> list[Tensor]:
             copies = [tensor.clone() for tensor in tensors]
-            self._inner.allreduce(copies, opts or dist.AllreduceOptions()).wait()
+            self._await(self._inner.allreduce(copies, opts or dist.AllreduceOptions()))
             return copies
 
         return self._launch(run, tensors)
@@ -101,7 +102,7 @@ class LikeNccl(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         def run() -> list[Tensor]:
             copies = [tensor.clone() for tensor in tensors]
-            self._inner.broadcast(copies, opts).wait()
+            self._await(self._inner.broadcast(copies, opts))
             return copies
 
         return self._launch(run, [] if opts.rootRank == self.rank() else tensors)  # the source only sends
@@ -109,7 +110,7 @@ class LikeNccl(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def run() -> list[Tensor]:
             copy = torch.empty_like(output)
-            dist.all_gather_single(copy, input.clone(), group=self._inner)
+            self._call(dist.all_gather_single, copy, input.clone())
             return [copy]
 
         return self._launch(run, [output])
@@ -121,10 +122,36 @@ class LikeNccl(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         def run() -> list[Tensor]:
             copy = torch.empty_like(output)
-            dist.reduce_scatter_single(copy, input.clone(), group=self._inner)
+            self._call(dist.reduce_scatter_single, copy, input.clone())
             return [copy]
 
         return self._launch(run, [output])
+
+    def _await(self, work: Any) -> None:
+        # Not by `work.wait()`: if a peer dies while its message is half-way, gloo would wait for the rest of it.
+        while not work.is_completed():
+            if self._ended.wait(_LOOK_S):
+                raise RuntimeError("aborted")
+        work.wait()
+
+    def _call(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
+        """Do the same for one whose work does not say when it is completed."""
+        failed: list[RuntimeError] = []
+
+        def call() -> None:
+            try:
+                collective(*tensors, group=self._inner)
+            except RuntimeError as error:
+                failed.append(error)
+
+        calling = threading.Thread(target=call, daemon=True)
+        calling.start()
+        while calling.is_alive():
+            if self._ended.is_set():
+                raise RuntimeError("aborted")
+            calling.join(_LOOK_S)
+        if failed:
+            raise failed[0]
 
     def _launch(self, run: Callable[[], Sequence[Tensor]], outputs: Sequence[Tensor]) -> _Work:
         if self._ended.is_set():
