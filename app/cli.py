@@ -10,6 +10,7 @@ from itertools import groupby
 from app.commands import VERBS
 from app.commands.options import is_override, unknown_verb
 from app.errors import SteadfastError
+from app.launch.ranks import end_rank, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
 
 TRY = """Three commands to try:
@@ -41,16 +42,24 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(TRY)
         return 0
+    # Not taken from the parsed options: there are none if the error is in the command line.
+    verbose = "-v" in arguments or "--verbose" in arguments
     try:
         return _run(arguments, started_s)
     except SteadfastError as error:
-        # Not taken from the parsed options: there are none if the error is in the command line.
-        if "-v" in arguments or "--verbose" in arguments:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        said = f"error: {error}"
+        if verbose:
+            said = "".join(traceback.format_exception(error)) + said
+        if of_torchrun():
+            end_rank(error, said)
+        print(said, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_STOPPED
+    except Exception as error:
+        if of_torchrun():
+            end_rank(error, "".join(traceback.format_exception(error)) if verbose else traceback_of(error))
+        raise
 
 
 def _run(arguments: list[str], started_s: float) -> int:

@@ -1,26 +1,25 @@
 """One optimizer step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from time import perf_counter
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.components.buffers import Buffers, RunningStatistics
 from app.components.optimizer import rescale_gradients, set_learning_rates
 from app.components.schedule import Schedule
 from app.components.seed import seed_generators
+from app.components.totals import Totals
 from app.data import Fetched
 from app.data.batches import Batch
 from app.parallel import Parallel
 from app.parallel.precision import Precision
 from app.plan import Plan
 from app.tasks import Sums, Task
-from app.world.control import StepResult
+from app.world.control import StepResult, agree_on_names
 from app.world.runtime import World
 
 
@@ -51,31 +50,29 @@ class Stepper:
         if step in self.plan.skip:
             return StepResult(step, torch.zeros(3, dtype=torch.float64), num_samples=0, samples_digest=0)
         began_s = perf_counter()
+        waited_s = self.world.progress.spent_s("loader")
         # Each microbatch's loss sum is divided by the count that the step would have if nothing were masked, which
         # keeps gradients in range. nominal = samples of the global batch * units of a sample
         nominal = self.plan.global_size * self.units_per_sample
-        totals = _Totals(self.precision.device)
+        totals = Totals(self.precision.device)
+        num_samples = digest = 0  # of this rank
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
+            self._buffers.begin()
             self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
-                # 0 for a pad, which keeps a rank in step with the others' collectives.
-                weight = fetched.microbatch.weight
-                seed_generators(self.seed, fetched.microbatch, self.precision.device)
-                with self.parallel.synchronize(self.model, last=left == 0):
-                    with self.precision.autocast():
-                        sums = self.task.loss(self.model, fetched.batch)
-                    self._statistics.forwarded(fetched.microbatch)
-                    self.world.progress.mark("backward")
-                    # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
-                    self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
-                self._statistics.put_back()
-                totals.add(sums, fetched)
+                sums = self._run_microbatch(fetched, nominal, last=left == 0)
+                totals.add(sums, fetched.microbatch.weight)
+                num_samples += fetched.num_samples
+                digest = (digest + fetched.digest) % 2**64
             self.world.progress.mark("gradients")
             global_count = self._global_count(step, totals.count)
-            metric_names = self._agreed_metric_names(totals.metrics)
+            # Asked once only: an exchange of objects takes longer than the step of a small model.
+            if self._metric_names is None:
+                self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
+            self._buffers.send(self.world.groups)
             self._statistics.send(self.world.groups.communicator)
             self.world.groups.communicator.wait()
             # ... * nominal / count = the mean over everything that counts, wherever it was computed
@@ -92,11 +89,34 @@ class Stepper:
         self.precision.update(self.optimizer)
         self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]
-        numbers += [totals.metrics.get(name, torch.zeros_like(totals.count)) for name in metric_names]
-        seconds = perf_counter() - began_s
+        numbers += totals.metrics(self._metric_names)
         return StepResult(
-            step, torch.stack(numbers), totals.num_samples, totals.digest, metric_names, grad_norms, lr, seconds
+            step,
+            torch.stack(numbers),
+            num_samples,
+            digest,
+            self._metric_names,
+            grad_norms,
+            lr,
+            seconds=perf_counter() - began_s,
+            data_s=self.world.progress.spent_s("loader") - waited_s,
         )
+
+    def _run_microbatch(self, fetched: Fetched, nominal: int, last: bool) -> Sums:
+        """Run forward and backward; the gradients travel behind the `last` one of a step."""
+        # 0 for a pad, which keeps a rank in step with the others' collectives.
+        weight = fetched.microbatch.weight
+        seed_generators(self.seed, fetched.microbatch, self.precision.device)
+        unchanged = nullcontext() if weight else self._buffers.undone()  # by a pad
+        with unchanged, self.parallel.synchronize(self.model, last):
+            with self.precision.autocast():
+                sums = self.task.loss(self.model, fetched.batch)
+            self._statistics.forwarded(fetched.microbatch)
+            self.world.progress.mark("backward")
+            # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
+            self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
+        self._statistics.put_back()
+        return sums
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
         """Return what the whole step counts. A collective where samples are masked, whose sum is there after a wait."""
@@ -105,16 +125,6 @@ class Stepper:
         global_count = count.clone()
         self.world.groups.communicator.sum(global_count)
         return global_count
-
-    def _agreed_metric_names(self, metrics: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Return the names of the metrics that any rank has in the attempt's first step, the same on every rank."""
-        # Ranks add their numbers up by place, so a metric that one microbatch has and another lacks must have one too.
-        # Asked once only: an exchange of objects takes longer than the step of a small model.
-        if self._metric_names is None:
-            by_rank: list[Any] = [None] * self.world.size
-            dist.all_gather_object(by_rank, sorted(metrics), group=self.world.groups.control)
-            self._metric_names = tuple(dict.fromkeys(chain.from_iterable(by_rank)))
-        return self._metric_names
 
     def warm_up(self, batch: Batch) -> None:
         """Run a forward and backward that are thrown away, before the first step of an attempt. A collective."""
@@ -128,27 +138,3 @@ class Stepper:
                 loss = self.task.loss(self.model, batch).loss_sum
             self.precision.backward(loss * 0.0)
         self.parallel.clear_gradients(self.optimizer)
-
-
-class _Totals:
-    """What a rank's microbatches of one step add up to: () float64 each."""
-
-    # On the device: to read a loss after each microbatch would make the host wait where it should run ahead.
-    def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self.metrics: dict[str, Tensor] = {}
-        self.num_samples = 0
-        self.digest = 0
-
-    def add(self, sums: Sums, fetched: Fetched) -> None:
-        weight = fetched.microbatch.weight
-        self.loss_sum += sums.loss_sum.detach() * weight
-        self.count += sums.count * weight
-        for name, value in sums.metrics.items():
-            total = torch.as_tensor(value, device=self.count.device).detach().double() * weight
-            if name in self.metrics:
-                total = self.metrics[name] + total
-            self.metrics[name] = total
-        self.num_samples += fetched.num_samples
-        self.digest = (self.digest + fetched.digest) % 2**64

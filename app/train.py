@@ -31,19 +31,17 @@ def train(
     """Run one attempt. Whatever ended the last one, this one begins the same way: build, restore, step, leave."""
     # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
     parallel = build_parallel(config.parallel, world, worker.precision)
-    worker.prepare(world.skip, parallel)
+    model, state = worker.prepare(world.skip, parallel)
     plan = worker.plan(world.size, parallel)  # which rank runs which microbatch
     probes = _build_probes(config, runtime, world, directory, plan, worker)
-    model = parallel.wrap(worker.model)
-    state = worker.state(parallel.unwrap(model))
     stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
-    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer)
+    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
     timer.mark("built")
 
     # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.
-    restored = restore(state, worker.held, checkpoints, snapshots, parallel, world)
+    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
     stepper.warm_up(worker.example())
     checkpoints.reserve(state)
     timer.mark("restored")
@@ -52,18 +50,19 @@ def train(
     guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
     recorder = Recorder(config, directory, runtime, world, plan, worker)
     recorder.begin(restored, timer, snapshots.refused)
+    worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
     def save(step: int, ending: Outcome | None = None) -> None:
         recorder.commit(guard.accept(control.drain()))  # the last message says whether this state is finite
         probes.enter("checkpoint")
-        checkpoints.save(step, state, validator.metrics_of(step), ending)
+        worker.hooks.on_checkpoint()
+        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending)
         recorder.checkpoints(checkpoints.news())
 
     periodic = Periodic(world.leader, worker.num_steps)
     periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
-    periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, state)))
-    trigger = worker.trigger("checkpoint", config.checkpoint.every, restored.age_s)
-    periodic.add("checkpoint", validator.due_with(trigger), save)
+    periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
+    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s), save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))
@@ -71,7 +70,7 @@ def train(
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)
         recorder.ran(result)
-        requests = periodic.requests(probes.signals(runtime.signals()))
+        requests = periodic.requests(worker.hooks.signals(probes.signals(runtime.signals())))
         recorder.commit(guard.accept(control.exchange(result, requests)))
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())
@@ -83,7 +82,8 @@ def train(
         recorder.validation(outcome.step, validator.run(outcome.step, model))
     if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
         save(outcome.step, ending=outcome)
-    recorder.end(outcome, parallel.whole(model), state)
+    worker.hooks.end(outcome, world)
+    recorder.end(outcome, parallel.whole(model), worker.current(state))
     return outcome
 
 

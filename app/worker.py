@@ -24,14 +24,24 @@ _RESCUE_S = 60.0  # in which an emergency checkpoint must be written
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
-    """Train in world after world until the run ends, or this worker is not needed any more (None)."""
+    """Be a worker until the run ends, or this worker is not needed any more (None)."""
+    worker = start_worker(config, runtime)
+    return train_in_worlds(config, runtime, worker, directory) if worker else None
+
+
+def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
+    """Return a worker with its data and model; None if these cannot be built, after the runtime was told of it."""
     try:
         set_numerics(config.precision.tf32, config.run.deterministic)
         # Before joining, so that nobody waits for a newcomer's data and model.
-        worker = WorkerState(config, runtime.device)
+        return WorkerState(config, runtime.device)
     except Exception as error:
         runtime.failed(0, error)
         return None
+
+
+def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, directory: RunDirectory) -> Outcome | None:
+    """Train in world after world until the run ends, or this worker is not needed any more (None)."""
     while True:
         timer = StartupTimer()
         world = runtime.next_world()
@@ -78,7 +88,7 @@ def rescue(
     if reason := _reason_not_to_save(state, worker.model, parallel, world):
         runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
         return
-    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer)
+    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     checkpoints.stage(step, state, {})
     try:
         checkpoints.wait_for_commit(_RESCUE_S)

@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 if ! python cluster/missing.py 2> /dev/null; then
   export PATH="$HOME/.local/bin:$PATH"
   command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh # needs no Python, brings its own
-  [ -d "$HOME/venv" ] || uv venv --python 3.12 "$HOME/venv"
-  uv pip install --python "$HOME/venv" --editable '.[cluster]' # torch from PyPI is built for CUDA
+  [ -d "$HOME/venv" ] || uv venv --seed --python 3.12 "$HOME/venv" # with pip, for cluster.pip
+  uv pip install --python "$HOME/venv" -c constraints.txt --editable '.[cluster]' # torch from PyPI is built for CUDA
   export PATH="$HOME/venv/bin:$PATH"
   python cluster/missing.py
 fi

@@ -181,6 +181,16 @@ def descendants(root: int) -> list[tuple[int, str]]:
     return list(processes.descendants(root).items())
 
 
+def files_with(text: str, *folders: Path) -> list[Path]:
+    """Return the files below these folders that hold a text."""
+    found: list[Path] = []
+    for folder in folders:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files, f"{folder} is empty"
+        found += [file for file in files if text.encode() in file.read_bytes()]
+    return found
+
+
 def is_alive(pid: int) -> bool:
     """Not gone, and not a zombie that waits for whoever adopted it."""
     try:

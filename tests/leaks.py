@@ -15,6 +15,7 @@ PATIENCE_S = 5.0
 LIFELONG_THREADS = {
     "checkpoints",  # of a checkpoint writer, of which a worker has one
     "owner",  # renews a command's claim on its run directory; looks up every few seconds
+    "tqdm_monitor",  # of the bars of a library
 }
 
 # Servers of Python's multiprocessing, one of each for the life of this process.

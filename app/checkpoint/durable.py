@@ -30,7 +30,14 @@ class Checkpoints:
     """Finds, loads and saves checkpoints in one attempt. `find` is a collective; so is `save` if state is sharded."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, world: World, dataset: str, parallel: Parallel, writer: Writer
+        self,
+        config: Config,
+        directory: RunDirectory,
+        world: World,
+        dataset: str,
+        parallel: Parallel,
+        writer: Writer,
+        base: str = "",
     ) -> None:
         self._config = config.checkpoint
         self._limit_s = config.recovery.wait_s
@@ -38,6 +45,7 @@ class Checkpoints:
         self._catalog = Catalog(directory.store)
         self._world = world
         self._dataset = dataset  # its fingerprint
+        self._base = base  # sha256 of the frozen parameters, if checkpoints leave them out
         self._newest = 0  # on storage, or on its way there
         self._writer = writer  # the process's own, which knows of earlier attempts
         # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
@@ -48,7 +56,7 @@ class Checkpoints:
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
         """Return the manifest of the newest checkpoint that is whole, and why newer ones are damaged, by step.
 
-        Raises StorageError if it was written over another dataset.
+        Raises StorageError if it was written over another dataset, or beside another base.
         """
         control = self._world.groups.control
         damaged: dict[int, str] = {}
@@ -90,13 +98,15 @@ class Checkpoints:
                     f"{self._directory / path_of(step)} was written over another dataset than this one. "
                     "Restore the data, or choose another run.name"
                 )
+            manifest.check_base(self._base, self._directory / path_of(step))
             return manifest
         return None
 
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state` in place. Raises StorageError if the checkpoint is of another model."""
         self._world.progress.enter("load")
-        load_shards(self._catalog.readers(manifest), shards_of(state))
+        # Hooks may be added to a run, and taken out of it.
+        load_shards(self._catalog.readers(manifest), shards_of(state), optional="hooks.")
 
     def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
         """Return once the state has been copied; at the `ending` of an attempt, once it is on storage.
@@ -173,6 +183,7 @@ class Checkpoints:
             files=files,
             skipped=skipped_up_to(pending.step, self._world.skip),
             metrics=pending.metrics,
+            base=self._base,
         )
         pending.check()
         # A process that was cut off may find others at work when it comes back. Its own attempt may be a later one than

@@ -10,11 +10,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from app.config import Config, RunConfig
 from app.errors import UsageError
+from app.models import build_model
+from app.parallel.dtensor import sharded_like
+from app.run.directory import base
 
 # Of a folder of Hugging Face's, in the order of preference; an index names the files that a large model is spread over.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+# A file is the user's and may hold anything. Each of these is how a reader, or the model, refuses it.
+_REFUSALS = (OSError, RuntimeError, SafetensorError, ValueError, KeyError, UnpicklingError, EOFError, TypeError)
 
 
 class Loaded(NamedTuple):
@@ -24,8 +30,25 @@ class Loaded(NamedTuple):
     unexpected: tuple[str, ...] = ()  # in the file, and not used
 
 
-def load_initial(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
-    """Load the weights at `path`, a file or a folder, into `model`.
+def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
+    """Build the model that a run begins with; the seed, or a file, makes it the same on every rank.
+
+    Weights from a file are read only where no checkpoint holds all that they are needed for.
+    """
+    torch.manual_seed(config.run.seed)
+    model = build_model(config.model)
+    return model, load_initial(model, config.run) if config.checkpoint.trainable_only else Loaded()
+
+
+def load_initial(model: nn.Module, run: RunConfig) -> Loaded:
+    """Load the weights that a run starts from, if it starts from any. Raises UsageError as `load_weights` does."""
+    if run.init_from is None:
+        return Loaded()
+    return load_weights(model, base() / run.init_from, run.init_strict)
+
+
+def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
+    """Load the weights at `path`, a file or a folder, into `model`, of which this rank may hold its shards alone.
 
     Raises:
         UsageError: they cannot be read or are another model's; or, if not strict, none of them is the model's.
@@ -35,11 +58,13 @@ def load_initial(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         for file in _files_of(path):
             weights |= _read(file)
         _tie(model, weights)
+        for name, held in model.state_dict().items():
+            if name in weights:
+                weights[name] = sharded_like(held, weights[name])
         missing, unexpected = model.load_state_dict(weights, strict=strict)
         if len(unexpected) == len(weights):
             raise ValueError(f"none of its names is the model's; it has {', '.join(unexpected[:3])} ...")
-    # The file is the user's and may hold anything. Each of these is how a reader, or the model, refuses it.
-    except (OSError, RuntimeError, SafetensorError, ValueError, UnpicklingError, EOFError, TypeError) as error:
+    except _REFUSALS as error:
         remedy = "" if not strict else ". With run.init_strict=false what fits is loaded, and the rest is named"
         raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}{remedy}") from error
     return Loaded(tuple(missing), tuple(unexpected))

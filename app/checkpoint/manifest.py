@@ -30,14 +30,26 @@ class Manifest:
     files: dict[str, FileDigest]  # by name
     skipped: list[int] = field(default_factory=list)  # the steps up to this one that are left out of the run
     metrics: dict[str, float] = field(default_factory=dict)  # of a validation after this very step
+    base: str = ""  # sha256 of the frozen parameters, if they are left out
     version: int = VERSION
 
     @property
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    def check_base(self, base: str, location: str) -> None:
+        """Raise StorageError unless `base` is the sha256 of the frozen parameters that this checkpoint was of."""
+        if base != self.base:
+            raise StorageError(
+                f"{location} holds what was trained on another base than this one: frozen parameters of sha256 "
+                f"{self.base[:12] or 'none'}, not {base[:12] or 'none'}. Bring the former ones back (model.target, "
+                "run.init_from), or choose another run.name"
+            )
+
     def dump(self) -> bytes:
         content = asdict(self)
+        if not self.base:
+            del content["base"]  # which earlier releases do not know
         return json.dumps({**content, "sha256": _digest(content)}, indent=2).encode() + b"\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -28,9 +29,19 @@ class Restored:
 
 
 def restore(
-    state: State, held: HeldState, checkpoints: Checkpoints, snapshots: Snapshots, parallel: Parallel, world: World
+    state: State,
+    held: HeldState,
+    load_initial: Callable[[], None],
+    checkpoints: Checkpoints,
+    snapshots: Snapshots,
+    parallel: Parallel,
+    world: World,
 ) -> Restored:
-    """Make every rank hold the newest complete state, in place. A collective."""
+    """Make every rank hold the newest complete state, in place. A collective.
+
+    Args:
+        load_initial: completes the initial state, where it needs weights from a file. Called if there is no other.
+    """
     # Candidates are the states that living workers hold, snapshots, the newest whole checkpoint, and step 0.
     world.progress.enter("restore")
     groups = world.groups
@@ -53,9 +64,7 @@ def restore(
             return Restored(copied, "snapshot")
     found, damaged = checkpoints.find()
     if found is None:
-        if one_rank_is_enough and min(living) != 0:
-            _overwrite(state, held, 0, living.index(0), groups)
-        held.complete(0)
+        _begin(state, held, load_initial, living if one_rank_is_enough else None, groups)
         return Restored(0, "start", damaged)
     # Of a sharded state every rank reads its own shards; else one rank asks storage for all of it, and passes it on.
     if not one_rank_is_enough or world.leader:
@@ -65,6 +74,22 @@ def restore(
         _overwrite(state, held, found.step, 0, groups)
     held.complete(found.step)
     return Restored(found.step, "checkpoint", damaged, max(0.0, time.time() - found.time_s))
+
+
+def _begin(
+    state: State, held: HeldState, load_initial: Callable[[], None], living: list[int] | None, groups: Groups
+) -> None:
+    """Make every rank hold the initial state. `living`: the steps that ranks hold; None where none can hold all."""
+    if living is None:
+        load_initial()
+    elif 0 not in living:
+        # One rank reads the file, and all have what it has read.
+        if dist.get_rank() == 0:
+            load_initial()
+        _overwrite(state, held, 0, 0, groups)
+    elif min(living) != 0:
+        _overwrite(state, held, 0, living.index(0), groups)
+    held.complete(0)
 
 
 def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Groups) -> None:

@@ -31,6 +31,7 @@ _DTYPES = {**_FLOATS, **_SIGNED, **_UNSIGNED, "BOOL": torch.bool}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _CHUNK_BYTES = 2**24
+_NO_NAME = "\0"  # begins no name
 _HEADER_BYTES = 2**16  # most headers, in one request
 
 
@@ -212,8 +213,10 @@ def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
         overlap.target.copy_(rows[overlap.part])
 
 
-def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = "") -> None:
+def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = "", optional: str = _NO_NAME) -> None:
     """Fill shards in place, however they and the files are cut. Names without `prefix` are passed over.
+
+    Names that begin with `optional` may be in the shards or in the files alone.
 
     Raises StorageError if the files do not hold all of the shards, or hold other tensors too.
     """
@@ -223,6 +226,8 @@ def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = ""
         overlaps: list[_Overlap] = []
         for stored, start in _read_header(read, prefix):
             if stored.name not in targets:
+                if stored.name.startswith(optional):
+                    continue
                 raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
             num_filled.setdefault(stored.name, 0)
             overlap = _overlap(stored, start, targets[stored.name])
@@ -232,7 +237,8 @@ def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = ""
         if overlaps:
             _copy(overlaps, read)
 
-    if absent := targets.keys() - num_filled.keys():
+    absent = {name for name in targets.keys() - num_filled.keys() if not name.startswith(optional)}
+    if absent:
         raise StorageError(f"the checkpoint is of another model: it lacks {min(absent)}")
     for name, num in num_filled.items():
         if num_missing := targets[name].tensor.numel() - num:

@@ -25,6 +25,17 @@ class Stateful(Protocol):
         ...
 
 
+class ModelState:
+    """A model's state; without its frozen parameters where only what trains is wanted."""
+
+    def __init__(self, model: nn.Module, trainable_only: bool) -> None:
+        self._model = model
+        self._left_out = frozen_parameters(model) if trainable_only else {}
+
+    def state_dict(self) -> Tensors:
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._left_out}
+
+
 class NamedOptimizer:
     """An optimizer's state under the names of the model's parameters, so that another strategy finds it."""
 
@@ -48,15 +59,23 @@ class HeldState:
 
     def __init__(self) -> None:
         self.step: int | None = 0  # 0 for the initial state, None while there is no whole state
+        self.untouched = True  # nothing has been written since the model was built
+
+    def begin_anew(self, lacks_weights: bool) -> None:
+        """Take note of a new model, which is the initial state unless weights are still to be read."""
+        self.step = None if lacks_weights else 0
+        self.untouched = True
 
     def complete(self, step: int) -> None:
         """Take note that the state is whole, and of `step`."""
         self.step = step
+        self.untouched = False
 
     def begin_overwriting(self) -> None:
         """Take note that the state is about to be overwritten."""
         # A process that is interrupted in the midst of it holds none: half of another state is worth nothing.
         self.step = None
+        self.untouched = False
 
 
 def app_state(parts: Mapping[str, Stateful]) -> State:
@@ -103,6 +122,19 @@ def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
         elif isinstance(value, Tensor):
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that do not train, under all of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if not param.requires_grad}
+
+
+def base_sha256(model: nn.Module) -> str:
+    """Return what tells the frozen parameters of a model from others; "" if it has none."""
+    frozen = frozen_parameters(model)
+    layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
+    return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest() if frozen else ""
 
 
 def sha256(state: Tensors) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from app.checkpoint.catalog import Catalog, Damaged
+from app.checkpoint.manifest import Manifest
 from app.checkpoint.shards import whole_tensors
 from app.errors import StorageError, UsageError
+
+AVERAGES = "hooks.Ema.averages"  # the part of the state in which a run keeps averages of its weights
 
 
 def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Tensor]:
@@ -14,6 +17,11 @@ def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Te
 
     Raises UsageError if there is no checkpoint of this step, and StorageError if it is damaged.
     """
+    return whole_tensors(catalog.readers(verified(catalog, step)), part)
+
+
+def verified(catalog: Catalog, step: int) -> Manifest:
+    """Verify a checkpoint and return its manifest. Raises as `read_whole` does."""
     try:
         manifest = catalog.manifest(step)
         if manifest is None:
@@ -21,4 +29,4 @@ def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Te
         catalog.verify(manifest)
     except Damaged as error:
         raise StorageError(f"step {step} is damaged: {error}. Choose another by --step") from error
-    return whole_tensors(catalog.readers(manifest), part)
+    return manifest

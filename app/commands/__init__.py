@@ -15,7 +15,7 @@ class Verb(NamedTuple):
     summary: str
 
 
-_EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt"
+_EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt; or for from_pretrained"
 _CHAOS = "do every fault to this application, stock Ray Train and torchrun on this machine, and compare"
 
 VERBS = {
@@ -23,6 +23,6 @@ VERBS = {
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
     "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
-    "export": Verb("look", "export RUN --out FILE [--step N]", _EXPORT),
+    "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
 }

@@ -1,11 +1,15 @@
 """What several verbs share: their arguments, and what has to be right before a command does anything."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from app.commands import VERBS
 from app.config import Config, load_config
 from app.errors import UsageError
 from app.launch import remote
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
@@ -40,10 +44,10 @@ def unknown_verb(word: str) -> UsageError:
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
 
 
-def run_on_cluster(options: Namespace, *added: str) -> int:
+def run_on_cluster(options: Namespace, *added: str, variables: Mapping[str, str] = _NONE) -> int:
     """Give the same command, and `added` with it, on the head of the cluster that `--cluster` names."""
     arguments = without_option(options.arguments, "--cluster", options.cluster)
-    return remote.run_on_head(options.cluster, [*arguments, *added], options.verbose)
+    return remote.run_on_head(options.cluster, [*arguments, *added], options.verbose, variables)
 
 
 def without_option(arguments: list[str], option: str, value: str | None = None) -> list[str]:

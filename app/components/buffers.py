@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from app.errors import ConfigError, Problem
 from app.plan import Microbatch
 from app.world.communicator import Communicator
+from app.world.control import agree_on_names
+from app.world.groups import Groups
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -23,11 +26,48 @@ _WITH_STATISTICS = (
 
 
 class Buffers:
-    """The buffers that belong to a model's state; others, such as masks and tables, never change."""
+    """The buffers that belong to a model's state; others, such as masks and tables, never change.
+
+    Those that a forward changes, but for the running statistics of normalization layers, are the leader's after each
+    step: codebooks, queues, the vectors of a spectral norm. Which these are is seen in an attempt's first step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict()
-        self._buffers = [buffer for name, buffer in model.named_buffers() if name in state]
+        self._places: list[tuple[nn.Module, str, Tensor]] = []
+        self._others: dict[str, Tensor] = {}  # that are no running statistics
+        for prefix, module in model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name in state:
+                    self._places.append((module, name.rpartition(".")[2], buffer))
+                    if not isinstance(module, _WITH_STATISTICS):
+                        self._others[name] = buffer
+        self._buffers = [buffer for _, _, buffer in self._places]
+        self._versions: dict[str, int] = {}
+        self._changing: tuple[str, ...] | None = None  # the same on all ranks
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._versions = {name: buffer._version for name, buffer in self._others.items()}
+
+    def send(self, groups: Groups) -> None:
+        """Launch the overwriting of what has changed by the leader's. A collective."""
+        # What a forward has put in a buffer's place would be in no checkpoint.
+        for module, name, buffer in self._places:
+            current = getattr(module, name)
+            if current is not buffer:
+                buffer.copy_(current)
+                setattr(module, name, buffer)
+        if not self._others:
+            return
+        if self._changing is None:
+            changed: list[str] = []
+            for name, buffer in self._others.items():
+                if buffer._version != self._versions[name]:
+                    changed.append(name)
+            self._changing = agree_on_names(changed, groups.control)
+        for name in self._changing:
+            groups.communicator.broadcast(self._others[name], 0)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
@@ -157,3 +197,16 @@ def _shares(momentum: float | None, num_before: int, num_microbatches: int) -> _
         scale = 1.0 if own == kept[0] else (1 - own) / (1 - kept[0])
         of_each.append(scale * math.prod(kept[index + 1 :]))
     return _Shares(kept[0], math.prod(kept), tuple(of_each))
+
+
+def refuse_synchronized(model: nn.Module) -> None:
+    """Raise ConfigError for a layer whose statistics would depend on the number of workers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            what = (
+                f"its layer {name} is a SyncBatchNorm: it mixes one microbatch of every worker, so the result would "
+                "follow from their number. Leave it a BatchNorm: here that has the statistics of a microbatch, and its "
+                "running ones are those of all microbatches of a step, whatever the world. For larger groups raise "
+                "batch.microbatch_size"
+            )
+            raise ConfigError([Problem("", "model", what)])

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from app.components.schedule import Schedule
-from app.config import AdamConfig, AdamWConfig, GroupedConfig, OptimizerConfig, SgdConfig, TargetOptimizer
+from app.config import (
+    AdamConfig,
+    AdamWConfig,
+    GroupedConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TargetOptimizer,
+)
 from app.config.target import build_target
 from app.errors import ConfigError, Problem
 from app.parallel.dtensor import unsharded
@@ -33,6 +41,8 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             fused = any(param.is_cuda for group in groups for param in group["params"])
             kind = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
             return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        case MuonConfig():
+            return _muon(config, model)
         case SgdConfig():
             groups = _groups(config, config.weight_decay, model)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
@@ -45,6 +55,44 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             what = f'"{config.target}" gave a {type(optimizer).__name__}, not a torch.optim.Optimizer'
             raise ConfigError([Problem("", "optimizer.target", what)])
     raise TypeError(type(config))
+
+
+class _Together(torch.optim.Optimizer):
+    """Several optimizers as one, each with parameters of its own."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        groups: list[dict[str, Any]] = []
+        for member in members:
+            groups += member.param_groups
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups  # the members' own, so that rates reach them
+        self._members = members
+        for member in members:
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self._members:
+            member.step()
+
+
+def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            if param.dim() == 2 and param not in embeddings and not re.search(config.adamw, name):
+                matrices.append(param)
+            else:
+                others.append(param)
+    if not matrices:
+        what = "finds no matrix that optimizer.adamw leaves to it; take adamw"
+        raise ConfigError([Problem("", "optimizer.kind", what)])
+    # With updates as large as AdamW's, one rate is right for both (arXiv:2502.16982).
+    muon = torch.optim.Muon(matrices, config.lr, config.weight_decay, config.momentum, adjust_lr_fn="match_rms_adamw")
+    decayed = _decay_matrices_only(others, config.weight_decay)
+    adamw = torch.optim.AdamW(decayed, config.lr, config.betas, config.eps, fused=matrices[0].is_cuda)
+    return _Together(muon, adamw)
 
 
 def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from app.components.trigger import Trigger
 from app.world.control import ControlChannel
-from app.world.runtime import CHECKPOINT, LEAVE, STOP, Signals
+from app.world.runtime import CHECKPOINT, FINISH, LEAVE, STOP, Signals
 
 
 class _Act(NamedTuple):
@@ -30,7 +30,7 @@ class Periodic:
 
     def requests(self, signals: Signals) -> set[str]:
         """Return what this rank requests: what its signals ask for, and, on the leader, what its clock says is due."""
-        signalled = {STOP: signals.stop, LEAVE: signals.leave, CHECKPOINT: signals.checkpoint}
+        signalled = {STOP: signals.stop, LEAVE: signals.leave, FINISH: signals.finish, CHECKPOINT: signals.checkpoint}
         requests = {name for name, wanted in signalled.items() if wanted}
         for act in self._acts:
             # Asked on every rank, since a trigger may have something to look after, but only one clock counts.

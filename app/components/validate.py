@@ -3,11 +3,14 @@
 import torch
 from torch import nn
 
+from app.components.metrics import SummedMetrics
 from app.components.modes import evaluating
+from app.components.totals import Totals
 from app.components.trigger import Trigger
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.parallel import Parallel
+from app.world.control import agree_on_names, means
 from app.world.runtime import World
 
 
@@ -19,7 +22,7 @@ class Validator:
         self._parallel = parallel
         self._world = world
         self._plan = worker.validation_plan(world.size, parallel)
-        self._keeps_best = config.checkpoint.keep_best is not None
+        self._config = config.checkpoint
         self._step = -1  # of the last validation
         self._metrics: dict[str, float] = {}
         self.trigger = worker.trigger("validation", config.validation.every)
@@ -28,14 +31,22 @@ class Validator:
         """Return what the validation after `step` has measured; nothing if there was none."""
         return self._metrics if step == self._step else {}
 
-    def due_with(self, checkpoint: Trigger) -> Trigger:
-        """Return a trigger of checkpoints that follows validations too, where the best ones are to be kept."""
-        return _AfterValidation(checkpoint, self) if self._keeps_best else checkpoint
+    def checkpoint_trigger(self, age_s: float) -> Trigger:
+        """Return the trigger of checkpoints, the last one `age_s` old: they follow validations too to keep the best."""
+        clock = self._worker.trigger("checkpoint", self._config.every, age_s)
+        return _AfterValidation(clock, self) if self._config.keep_best else clock
 
     def run(self, step: int, model: nn.Module) -> dict[str, float]:
-        """Return the mean loss and metrics of all samples held out, after `step`; {} if none are. A collective."""
+        """Return the mean loss and metrics of all samples held out, after `step`. A collective.
+
+        {} if none are held out, or if they have been measured after this very step.
+        """
+        if step == self._step:
+            return {}
         self._step = step
         self._metrics = self._measure(model)
+        if self._metrics:
+            self._worker.hooks.on_validation(self._metrics)
         return self._metrics
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
@@ -45,24 +56,21 @@ class Validator:
         self._world.progress.enter("validation")
         model = self._parallel.unwrap(model)
         precision = self._worker.precision
-        names: list[str] = []
-        sums = torch.zeros(0, dtype=torch.float64, device=precision.device)  # count, loss sum, metric sums
-        with evaluating(model), torch.no_grad():
+        totals = Totals(precision.device)
+        metrics = SummedMetrics(self._worker.task, precision.device)
+        with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
             # The plan is one step whose global batch is the whole validation set.
             for fetched in self._worker.loader.validation(iter(self._plan.microbatches(1, self._world.rank))):
-                with precision.autocast():
-                    out = self._worker.task.loss(model, fetched.batch)
-                metrics = dict(sorted(out.metrics.items()))
-                names = list(metrics)
-                parts = [out.count, out.loss_sum, *metrics.values()]
-                values = torch.stack([torch.as_tensor(part).to(sums) for part in parts])
                 # A pad has weight 0: every sample counts once, whatever the world.
-                values = values * fetched.microbatch.weight
-                sums = sums + values if len(sums) else values
-        self._world.groups.communicator.sum(sums)
+                weight = fetched.microbatch.weight
+                with precision.autocast(), metrics.counting(weight):
+                    sums = self._worker.task.loss(model, fetched.batch)
+                totals.add(sums, weight)
+        names = agree_on_names(totals.metric_names, self._world.groups.control)
+        numbers = torch.stack([totals.loss_sum, totals.count, *totals.metrics(names)])
+        self._world.groups.communicator.sum(numbers)
         self._world.groups.gate()
-        count, *totals = sums.tolist()
-        return {name: total / count for name, total in zip(["loss", *names], totals, strict=True)}
+        return means(("loss", *names), numbers.tolist()) | metrics.results(self._world.groups)
 
 
 class _AfterValidation:

@@ -5,12 +5,15 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from app.checkpoint.initial import Loaded, load_initial
+from app.checkpoint.initial import build_initial, load_initial
 from app.checkpoint.snapshots import SnapshotStore
-from app.checkpoint.state import HeldState, NamedOptimizer, Tensors, app_state
+from app.checkpoint.state import HeldState, ModelState, NamedOptimizer, State, app_state, base_sha256
 from app.checkpoint.writer import Writer
+from app.components.buffers import refuse_synchronized
+from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
 from app.components.trigger import Interval
@@ -18,11 +21,10 @@ from app.config import Config, Every
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.batches import Batch, stack, tensors_of
 from app.data.loader import own_randomness
-from app.models import build_model
+from app.errors import UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.precision import build_precision
 from app.plan import Plan
-from app.run.directory import base
 from app.tasks import build_task
 from app.world.device import Gpu, gather_gpus
 from app.world.runtime import World
@@ -49,6 +51,7 @@ class WorkerState:
         self.fingerprint = fingerprint(self.dataset)
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
+        self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         # These outlive attempts too: a checkpoint that is on its way is finished in the next one, and a copy of another
         # node's shard is needed just when the attempt that made it has failed.
         self.writer = Writer()
@@ -80,32 +83,53 @@ class WorkerState:
             self._optimizer = None
 
     def _start_anew(self) -> None:
-        """Build the initial model, which the seed, or a file, makes the same on every rank."""
-        torch.manual_seed(self._config.run.seed)
-        model = build_model(self._config.model)
-        run = self._config.run
-        self.loaded = Loaded()
-        if run.init_from:
-            self.loaded = load_initial(model, base() / run.init_from, run.init_strict)
+        model, self.loaded = build_initial(self._config)
+        leaves_out_base = self._config.checkpoint.trainable_only
+        if leaves_out_base and not self.base:
+            self.base = base_sha256(model)
+        refuse_synchronized(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         self._model = self.precision.convert(model)
         self._optimizer = None
-        self.held.complete(0)
+        self.hooks = Hooks(self._config.hooks, self.precision.device)
+        self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
+
+    def load_initial(self) -> None:
+        """Read the weights that the run starts from, if it starts from any."""
+        self.loaded = load_initial(self._model, self._config.run)
 
     def join(self, world: World) -> None:
-        """Compute as all ranks of a world can: in one format. A collective on GPUs."""
+        """Compute as all ranks of a world can: in one format. A collective on GPUs, or if checkpoints lack the base.
+
+        Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
+        """
+        if self._config.checkpoint.trainable_only:
+            bases = [""] * world.size
+            dist.all_gather_object(bases, self.base, group=world.groups.control)
+            others = [rank for rank, found in enumerate(bases) if found != bases[0]]
+            if others:
+                raise UsageError(
+                    f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} are others than those of "
+                    f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
+                )
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
         self.precision = build_precision(self._config.precision, device, self.gpus)
 
-    def prepare(self, skip: frozenset[int], parallel: Parallel) -> None:
-        """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew."""
+    def prepare(self, skip: frozenset[int], parallel: Parallel) -> tuple[nn.Module, State]:
+        """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew.
+
+        Returns:
+            The model as it is trained in this attempt, and live references to everything that a checkpoint holds.
+        """
         # If the set has changed, the state may contain an update from one of these steps, also where this worker did
         # not live to hear of it. Shards are of a world that is gone.
-        may_stay = skip == self.skip and parallel.survivors_hold_all and self.held.step is not None
-        if not may_stay:
+        is_whole = self.held.step is not None or self.held.untouched
+        if skip != self.skip or not parallel.survivors_hold_all or not is_whole:
             self._start_anew()
         self.skip = skip
+        model = parallel.wrap(self._model)
+        return model, self.state(parallel.unwrap(model))
 
     @property
     def step(self) -> int:
@@ -115,11 +139,20 @@ class WorkerState:
     def advance_to(self, step: int) -> None:
         """Take note that the model and optimizer hold the state of `step`."""
         self.held.complete(step)
+        if step not in self.skip:
+            self.hooks.on_step(step)
 
-    def state(self, model: nn.Module) -> dict[str, Tensors]:
+    def state(self, model: nn.Module) -> State:
         """Return live references to everything that a checkpoint holds, from the model as the strategy unwraps it."""
+        self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
-        return app_state({"model": model, "optimizer": optimizer, "precision": self.precision})
+        held = ModelState(model, self._config.checkpoint.trainable_only)
+        return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
+
+    def current(self, state: State) -> State:
+        """Return a state of `state` with what hooks have changed since: only they keep numbers of their own."""
+        self.hooks.state_dict()
+        return state
 
     def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:
         """Return the trigger of a periodic act, last carried out `age_s` ago or more, for another attempt."""

@@ -39,7 +39,8 @@ class Target(Section):
     """The user's own code, in place of a built-in kind."""
 
     kind: Literal["target"] = "target"
-    target: Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+(\.\w+)*$")]
+    # What is in brackets is the name of an object that a program has given to `app.fit`.
+    target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
     """what to call, as "package.module:callable"; the working directory is on the import path"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of the call"""
@@ -60,8 +61,20 @@ def _as_pattern(value: str) -> str:
     return value
 
 
+def _as_text(value: Any) -> Any:
+    # Not a bool: whether `yes` meant "yes", "true" or "1" is for the user to say.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 Pattern = Annotated[str, AfterValidator(_as_pattern)]
 Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+Value = Annotated[str, BeforeValidator(_as_text)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_as_range)]
 
 # Pydantic is told by the value's type which of the two is meant: it would report the errors of both otherwise.

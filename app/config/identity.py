@@ -17,6 +17,7 @@ IDENTITY = (
     "data.",
     "optimizer.kind",  # another kind has another state: what a checkpoint holds would be of no use to it
     "optimizer.target",
+    "checkpoint.trainable_only",
 )
 
 

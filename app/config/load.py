@@ -70,9 +70,9 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
                 document.problem(path, f"unknown key{_suggestion(path[-1], section.model_fields)}")
             case "missing":
                 document.problem(path, "missing")
-            case "at_most":
-                # The rule was attached to the whole section, and says which of its keys is meant.
-                document.problem((*path, error["ctx"]["key"]), error["msg"])
+            case "rule":
+                # The rule was attached to a whole section, and says which key is meant.
+                document.problem(tuple(error["ctx"]["key"].split(".")), error["msg"])
             case "union_tag_invalid":
                 kind = error["input"]["kind"]
                 known = QUOTED.findall(error["ctx"]["expected_tags"])

@@ -10,7 +10,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.config.base import Balance, Every, Fraction, Interval, Pattern, Range, Section, Target, Text
+from app.config.base import (
+    Balance,
+    Every,
+    Fraction,
+    Interval,
+    Pattern,
+    Range,
+    Section,
+    Target,
+    Text,
+    Texts,
+    Value,
+    Variable,
+)
 from app.config.faults import FaultsConfig
 
 
@@ -51,13 +64,21 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     address: Text = "auto"
     """address of a Ray cluster; auto takes RAY_ADDRESS, else this machine's cluster, else an embedded one"""
+    env: dict[Variable, Value | None] = Field(default_factory=dict)
+    """variables that workers see; null takes the value from the command's environment, and writes it down nowhere"""
+    env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_")
+    """beside them, those of the command's environment whose names begin so; [] for none"""
+    pip: Texts = ()
+    """packages for the workers of a cluster, as for pip: also a requirements.txt, a wheel or the folder of a project
+    (with a slash) in the working directory; an embedded Ray and torchrun use this Python as it is"""
 
 
 class ScalingConfig(Section):
     num_workers: Range = (1, 8)
     """how many workers, or [min, max]: any number between may train, and the number may change"""
     gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
-    """1, or 0 to train on CPUs also where there are GPUs; auto is 1 where the cluster has a GPU or may start one"""
+    """1, or 0 to train on CPUs also where there are GPUs; auto is 1 where the cluster has a GPU or may start one; more
+    for data_parallel alone"""
     cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker"""
     start_timeout_s: PositiveFloat = 60.0
@@ -70,13 +91,6 @@ class ScalingConfig(Section):
     @property
     def min_workers(self) -> int:
         return self.num_workers[0]
-
-    @field_validator("gpus_per_worker")
-    @classmethod
-    def worker_trains_on_one_gpu(cls, wanted: Literal["auto"] | int) -> Literal["auto"] | int:
-        if wanted not in ("auto", 0, 1):
-            raise ValueError("must be 0, 1 or auto: a worker trains on one GPU; for more, raise scaling.num_workers")
-        return wanted
 
     @field_validator("num_workers")
     @classmethod
@@ -149,9 +163,8 @@ class TaskConfig(Section):
 class LoaderConfig(Section):
     """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
 
-    # By default none: datasets in memory are read faster in place than a process could send them.
-    num_workers: NonNegativeInt = 0
-    """loader processes for each training worker; 0 loads in the worker itself"""
+    num_workers: Literal["auto"] | NonNegativeInt = "auto"
+    """loader processes for each training worker; 0 loads in the worker itself; auto is 2 on a GPU and 0 on a CPU"""
     prefetch_factor: PositiveInt = 2
     """microbatches each loader process keeps ready"""
 
@@ -174,11 +187,38 @@ class TokensSource(Section):
     """tokens in one sample"""
 
 
+class ImageFolderSource(Section):
+    kind: Literal["image_folder"] = "image_folder"
+    path: Text
+    """a folder with a folder of images for each class, as torchvision's ImageFolder reads it"""
+    image_size: PositiveInt = 224
+    """height and width of what the model sees, in pixels"""
+    augment: bool = True
+    """random crops and flips in training; validation always sees the middle of an image"""
+
+
+class HuggingFaceSource(Section):
+    kind: Literal["huggingface"] = "huggingface"
+    path: Text
+    """a folder that a dataset's save_to_disk wrote, or a folder or name that datasets.load_dataset takes"""
+    name: Text | None = None
+    """which configuration of a dataset that has several"""
+    split: Text | None = None
+    """train, validation, train[:80%]...; null is train where there are splits"""
+    columns: tuple[Text, ...] = ()
+    """the columns that a sample consists of; all if none are named"""
+
+
+Source = Annotated[
+    TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target, Field(discriminator="kind")
+]
+
+
 class DataConfig(LoaderConfig):
     validation_fraction: Fraction = 0.1
     """share of the samples held out of training, chosen by the seed"""
-    validation: TextSource | TokensSource | Target | None = Field(None, discriminator="kind")
-    """data of their own to validate on, in place of that share"""
+    validation: Source | None = None
+    """data of their own to validate on, in place of that share; of the same kind, they come at the same size"""
 
     @property
     def held_out_fraction(self) -> float:
@@ -194,11 +234,23 @@ class TokensData(DataConfig, TokensSource):
     pass
 
 
-class TargetData(DataConfig, Target):
-    """A map-style dataset of the user's own."""
+class SamplesConfig(DataConfig):
+    """Samples that are read one by one, and made a batch."""
 
     collate: Target | None = None
     """a function of a list of samples that returns a batch; with args, or as a class, what makes one"""
+
+
+class ImageFolderData(SamplesConfig, ImageFolderSource):
+    pass
+
+
+class HuggingFaceData(SamplesConfig, HuggingFaceSource):
+    pass
+
+
+class TargetData(SamplesConfig, Target):
+    """A map-style dataset of the user's own."""
 
 
 class OptimizerConfig(Section):
@@ -261,6 +313,22 @@ class SgdConfig(GroupedConfig):
         if nesterov and not info.data.get("momentum"):
             raise ValueError("needs optimizer.momentum above 0")
         return nesterov
+
+
+class MuonConfig(OptimizerConfig):
+    """torch's Muon for matrices, and AdamW for all else, at one rate."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Fraction = 0.95
+    """share of the last update that goes on"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """decoupled weight decay, on matrices only"""
+    adamw: Pattern = "head"
+    """regular expression: matrices whose names it is found in are left to AdamW, as all embeddings are"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay of the running mean and of the running square"""
+    eps: PositiveFloat = 1e-8
+    """keeps AdamW's division finite"""
 
 
 class TargetOptimizer(OptimizerConfig, Target):
@@ -335,6 +403,12 @@ class FsdpConfig(Section):
     kind: Literal["fsdp"] = "fsdp"
 
 
+class DataParallelConfig(Section):
+    """torch's nn.DataParallel, for scripts that have it: one worker for all GPUs of its machine. ddp is faster."""
+
+    kind: Literal["data_parallel"] = "data_parallel"
+
+
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto is bf16 where the GPUs of all workers have it in hardware, else fp32"""
@@ -358,6 +432,8 @@ class CheckpointConfig(Section):
     # By the clock, so that what a failure costs does not depend on how long a step takes.
     every: Interval = Every(5, "minutes")
     """how often to write a checkpoint; the last step always does"""
+    trainable_only: bool = False
+    """leave out frozen parameters; a resume must find the same ones in the model's own target, or in run.init_from"""
     keep_last: PositiveInt = 3
     """how many checkpoints to keep"""
     keep_every: PositiveInt | None = None
@@ -381,7 +457,8 @@ class RecoveryConfig(Section):
     """failures of one kind that are survived in a row, without a new step between two of them"""
     # Heartbeats come at least five times in this; waiting for less would take a busy machine for a dead one.
     silence_s: PositiveFloat = 5.0
-    """without a heartbeat for so long, a worker counts as dead; a connection that closes is noticed at once"""
+    """without a heartbeat for so long, a worker counts as dead, and for eight times as long before it is in its first
+    world; a connection that closes is noticed at once"""
     stall_s: PositiveFloat = 60.0
     """a phase of a step counts as hung after five times its usual duration, but not before this"""
     wait_s: PositiveFloat = 600.0
@@ -398,9 +475,35 @@ class TensorBoardConfig(Section):
     kind: Literal["tensorboard"] = "tensorboard"
 
 
+class EmaConfig(Section):
+    """An exponential moving average of the weights, which validation and export take."""
+
+    kind: Literal["ema"] = "ema"
+    decay: Fraction = 0.999
+    """share of the average that stays in each step"""
+
+
+class EarlyStoppingConfig(Section):
+    kind: Literal["early_stopping"] = "early_stopping"
+    metric: Text = "loss"
+    """the name of a metric of validation"""
+    mode: Literal["min", "max"] = "min"
+    """whether less or more of it is better"""
+    patience: PositiveInt = 3
+    """validations without a better one, after which the run finishes"""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """what counts as better"""
+
+
 ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
+OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
 # A tracker of the user's own is called with `location` (of the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | Target, Field(discriminator="kind")]
+AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
+# What a hook of the user's own may have is told by `app.components.hook.Hook`.
+HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
+
+_LISTS = ("trackers", "hooks")  # sections that are lists of sections
 
 
 class Config(Section):
@@ -410,10 +513,10 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
     task: TaskConfig | Target = Field(TaskConfig(), discriminator="kind")
-    data: TextData | TokensData | TargetData = Field(TextData(), discriminator="kind")
-    optimizer: AdamWConfig | AdamConfig | SgdConfig | TargetOptimizer = Field(AdamWConfig(), discriminator="kind")
+    data: AnyData = Field(TextData(), discriminator="kind")
+    optimizer: OptimizerKind = Field(AdamWConfig(), discriminator="kind")
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
-    parallel: DdpConfig | FsdpConfig = Field(DdpConfig(), discriminator="kind")
+    parallel: DdpConfig | FsdpConfig | DataParallelConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -421,6 +524,7 @@ class Config(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+    hooks: tuple[HookConfig, ...] = ()
 
     def targets(self) -> dict[str, str]:
         """Return every piece of the user's own code that the run needs: what to call, by its key."""
@@ -432,9 +536,10 @@ class Config(Section):
             section = getattr(self.data, name, None)
             if isinstance(section, Target):
                 found[f"data.{name}.target"] = section.target
-        for index, tracker in enumerate(self.trackers):
-            if isinstance(tracker, Target):
-                found[f"trackers.{index}.target"] = tracker.target
+        for name in _LISTS:
+            for index, section in enumerate(getattr(self, name)):
+                if isinstance(section, Target):
+                    found[f"{name}.{index}.target"] = section.target
         return found
 
     @model_validator(mode="before")
@@ -449,15 +554,24 @@ class Config(Section):
                 complete[name] = {"kind": kind, **section}
         data = complete.get("data")
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
-            kind = "target" if "target" in data["validation"] else "text"
-            complete["data"] = {**data, "validation": {"kind": kind, **data["validation"]}}
-        trackers = tree.get("trackers")
-        if isinstance(trackers, list):
-            complete["trackers"] = []
-            for tracker in trackers:
-                is_target = isinstance(tracker, dict) and "target" in tracker
-                complete["trackers"].append({"kind": "target", **tracker} if is_target else tracker)
+            own = {"kind": "target" if "target" in data["validation"] else "text", **data["validation"]}
+            # Or a model would be measured, without a word, on samples of another size than it is trained on.
+            sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
+            complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}
+        for name in _LISTS:
+            if isinstance(tree.get(name), list):
+                complete[name] = []
+                for section in tree[name]:
+                    is_target = isinstance(section, dict) and "target" in section
+                    complete[name].append({"kind": "target", **section} if is_target else section)
         return complete
+
+    @field_validator("parallel")
+    @classmethod
+    def muon_needs_whole_matrices(cls, parallel: DdpConfig | FsdpConfig, info: ValidationInfo) -> Section:
+        if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
+            raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
+        return parallel
 
     @field_validator("data")
     @classmethod
@@ -466,7 +580,22 @@ class Config(Section):
         found = getattr(data, "context_length", 0)
         if limit is not None and found > limit:
             # A ValueError would be reported at the section; this error brings the key, and so its line.
-            context = {"key": "context_length", "limit": limit, "found": found}
+            context = {"key": "data.context_length", "limit": limit, "found": found}
             message = "must be at most model.context_length ({limit}), found {found}"
-            raise PydanticCustomError("at_most", message, context)
+            raise PydanticCustomError("rule", message, context)
         return data
+
+    @field_validator("parallel")
+    @classmethod
+    def a_worker_has_one_gpu_unless_it_is_the_only_one(cls, parallel: Section, info: ValidationInfo) -> Section:
+        scaling = info.data.get("scaling", ScalingConfig())
+        if isinstance(parallel, DataParallelConfig):
+            if scaling.num_workers != (1, 1):
+                context = {"key": "parallel.kind", "found": scaling.num_workers[1]}
+                message = "data_parallel is one process: scaling.num_workers must be 1, found up to {found}"
+                raise PydanticCustomError("rule", message, context)
+        elif scaling.gpus_per_worker not in ("auto", 0, 1):
+            context = {"key": "scaling.gpus_per_worker", "found": scaling.gpus_per_worker}
+            message = "must be 0, 1 or auto: a worker trains on one GPU, found {found}; for more, raise num_workers"
+            raise PydanticCustomError("rule", message, context)
+        return parallel

@@ -5,25 +5,40 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError, Problem
 
+_PROGRAM = Path(__file__).parents[1]
+# What a process has given a name by `live_targets`. It is looked up where modules are, so that nobody who builds a
+# part of a run has to ask whether it came by an import path or as an object.
+_live: dict[str, Callable[..., Any]] = {}
+
 
 def load_target(target: str, path: str = "target") -> Callable[..., Any]:
     """Return the callable that `target` names. Raises ConfigError at the key `path` if there is none."""
+    if target in _live:
+        return _live[target]
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         # First, as under `python -m`: some wheels install a stray `tests` package, which would hide the user's.
         sys.path.insert(0, here)
-    module, _, attribute = target.partition(":")
+    name, _, attribute = target.partition(":")
+    if name.startswith("<"):
+        what = f'"{target}" was an object of the program that called app.fit(); only such a program can go on with it'
+        raise _refusal(path, what)
     try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        raise _refusal(path, f'"{target}": no module {error.name} in {here} or among the installed packages') from error
+        module = importlib.import_module(name)
+    except Exception as error:  # it runs the user's code
+        raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
+    try:
+        found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise _refusal(path, f'"{target}": {module} has no {attribute} ({error})') from error
+        raise _refusal(path, f'"{target}": {name} has no {attribute} ({error}){_hint(name, Path(here))}') from error
     if not callable(found):
         raise _refusal(path, f'"{target}" is a {type(found).__name__}, which cannot be called')
     return found  # type: ignore[no-any-return]
@@ -40,6 +55,51 @@ def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
     except ValueError:
         pass  # some builtins have no signature
     return builder(**args)
+
+
+@contextmanager
+def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let `load_target` find callables of this process, by their names, as long as the context is open."""
+    _live.update(objects)
+    try:
+        yield
+    finally:
+        for name in objects:
+            del _live[name]
+
+
+def _why_not_imported(error: Exception, name: str, here: Path) -> str:
+    """Return why the import of the module `name` has failed: it is not there, or an error in it or below it."""
+    missing = error.name if isinstance(error, ImportError) else None
+    if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
+        return f"no module {missing} in {here} or among the installed packages{_hint(missing, here)}"
+    return f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
+
+
+def _place_of(error: Exception, here: Path) -> str:
+    """Return the innermost line in `here` that led to the error, as "file:line: "; "" if there is none."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno or 0))
+    for file, line in reversed(places):
+        path = Path(file)
+        # A virtual environment may lie there too.
+        is_users = "site-packages" not in path.parts and not path.is_relative_to(_PROGRAM)
+        if is_users and path.is_relative_to(here):
+            return f"{path.relative_to(here)}:{line}: "
+    return ""
+
+
+def _hint(module: str, here: Path) -> str:
+    """Return what to do if this program's own package hides the user's of the same name."""
+    own = _PROGRAM.name
+    has_the_same = (here / own).is_dir() or (here / f"{own}.py").is_file()
+    if module.partition(".")[0] != own or not has_the_same or here == _PROGRAM.parent:
+        return ""
+    return (
+        f". Steadfast's own package is called {own} too, and hides the one in {here}: "
+        "rename yours, or move its modules below a package of another name"
+    )
 
 
 def _refusal(path: str, what: str) -> ConfigError:

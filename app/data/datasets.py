@@ -1,4 +1,4 @@
-"""Map-style datasets: `len(dataset)` samples, each a tuple of tensors, named by its index."""
+"""Map-style datasets: `len(dataset)` samples, each named by its index; and the user's own code that goes with them."""
 
 import glob
 from collections.abc import Callable
@@ -11,9 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from app.config import DataConfig, Target, TargetData, TextSource, TokensSource
+from app.config import (
+    DataConfig,
+    HuggingFaceSource,
+    ImageFolderSource,
+    SamplesConfig,
+    Source,
+    TextSource,
+    TokensSource,
+)
 from app.config.target import build_target, load_target
 from app.data.batches import Batch
+from app.data.huggingface import open_huggingface
+from app.data.images import open_image_folder
 from app.errors import DataError
 
 Sample = tuple[Tensor, ...]  # of the built-in datasets
@@ -28,6 +38,7 @@ class Dataset(Protocol):
         counts_vary: False promises that no target is ever masked, which spares a collective in every step.
         read_batch: a method (ids) -> samples already collated, for a dataset that draws nothing at random.
         without_augmentation: a method () -> the same samples as they are, on which validation measures.
+        classes: names of what its labels stand for; data to validate on must have the same.
     """
 
     def __len__(self) -> int: ...
@@ -88,43 +99,63 @@ class TokensDataset(_TokenWindows):
         return TokensDataset, self._arguments
 
 
-def build_dataset(config: TextSource | TokensSource | Target, key: str = "data") -> Dataset:
+def build_dataset(config: Source, key: str = "data") -> Dataset:
     """Build the dataset that the config names, at `key`. Raises DataError if it is unreadable, empty or too short."""
     match config:
         case TextSource():
             return TextDataset(config.source, config.context_length)
         case TokensSource():
             return TokensDataset(config.path, config.dtype, config.context_length)
-    dataset: Dataset = build_target(config.target, config.args, key)
+        case ImageFolderSource():
+            return open_image_folder(config, key)
+        case HuggingFaceSource():
+            return _checked(open_huggingface(config, key), config.path)
+    return _checked(build_target(config.target, config.args, key), config.target)
+
+
+def _checked(dataset: Any, name: str) -> Dataset:
+    """Return a dataset that others have made. Raises DataError if it cannot be trained on."""
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{config.target} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
+            f"{name} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
             "cannot be known after a failure. Give a map-style dataset, whose samples have an index"
         )
-    # The user's own is looked at now: in a loader process the same would come late and with a traceback.
+    # Looked at now: in a loader process the same would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{config.target} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
+        raise DataError(f"{name} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
     if not len(dataset):
-        raise DataError(f"{config.target} gave a dataset of 0 samples; at least 1 is needed")
-    return dataset
+        raise DataError(f"{name} gave a dataset of 0 samples; at least 1 is needed")
+    checked: Dataset = dataset
+    return checked
 
 
 def build_validation(config: DataConfig, dataset: Dataset) -> Dataset:
-    """Return what validation reads: data of their own, or the training data without augmentation. Raises DataError."""
+    """Return what validation reads, unaugmented: data of their own, or the training data. Raises DataError."""
+    held_out = dataset
     if config.validation is not None:
-        return build_dataset(config.validation, "data.validation")
-    if hasattr(dataset, "without_augmentation"):
-        plain: Dataset = dataset.without_augmentation()
-        if len(plain) != len(dataset):
-            name = f"{type(dataset).__name__}.without_augmentation()"
-            raise DataError(f"{name} gave {len(plain)} samples, and the dataset has {len(dataset)}")
-        return plain
-    return dataset
+        held_out = build_dataset(config.validation, "data.validation")
+        _check_classes(dataset, held_out)
+    if not hasattr(held_out, "without_augmentation"):
+        return held_out
+    plain: Dataset = held_out.without_augmentation()
+    if len(plain) != len(held_out):
+        name = f"{type(held_out).__name__}.without_augmentation()"
+        raise DataError(f"{name} gave {len(plain)} samples, and the dataset has {len(held_out)}")
+    return plain
+
+
+def _check_classes(dataset: Dataset, held_out: Dataset) -> None:
+    # A class that one of two folders lacks moves the labels of all behind it.
+    classes = getattr(dataset, "classes", None)
+    others = getattr(held_out, "classes", None)
+    if classes is not None and others is not None and list(classes) != list(others):
+        differing = ", ".join(map(str, sorted({*classes} ^ {*others})))
+        raise DataError(f"data.validation has other classes than data: {differing or 'in another order'}")
 
 
 def build_collate(config: DataConfig) -> Collate | None:
     """Return the user's own function that makes a batch of samples; None if there is none."""
-    if not isinstance(config, TargetData) or config.collate is None:
+    if not isinstance(config, SamplesConfig) or config.collate is None:
         return None
     collate = load_target(config.collate.target, "data.collate.target")
     # With arguments it is a factory or a class, as DataCollatorForLanguageModeling; without, it may be the function.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from app.config import DataConfig
+from app.config import DataConfig, LoaderConfig
 from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
@@ -55,11 +56,13 @@ class Loader:
         self.num_validation = len(held_out) if has_own else order.num_validation
         self._validation = _Microbatches(held_out, _as_they_are if has_own else order.validation, seed, collate)
         self._sampler = _Sampler()
+        on_gpu = device.type == "cuda"
+        num_workers = num_loader_processes(config, on_gpu)
         # One for all attempts: to start its processes again would take each of them seconds.
-        self._loader = _data_loader(self._train, self._sampler, config, pin_memory=device.type == "cuda")
-        self.num_ahead = config.num_workers * config.prefetch_factor  # microbatches read before they are asked for
+        self._loader = _data_loader(self._train, self._sampler, num_workers, config.prefetch_factor, on_gpu)
+        self.num_ahead = num_workers * config.prefetch_factor  # microbatches read before they are asked for
         # Without processes to fetch ahead or memory to pin, a DataLoader is 0.1 ms of overhead a microbatch.
-        self._in_place = device.type == "cpu" and not config.num_workers
+        self._in_place = not on_gpu and not num_workers
 
     def steps(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch each training microbatch, `num_ahead` in advance. A call ends the one before it. Raises DataError."""
@@ -67,7 +70,13 @@ class Loader:
             return self._fetch_in_place(self._train, microbatches)
         self._sampler.microbatches = microbatches
         # `iter` starts the fetching, so that it goes on while the caller gets ready for its first step.
-        return map(self._to_device, iter(self._loader))
+        try:
+            fetching = iter(self._loader)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise DataError(
+                f"loader processes cannot take the dataset ({error}); data.num_workers=0 has none"
+            ) from error
+        return map(self._to_device, fetching)
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch each microbatch of validation positions. Raises DataError if a sample cannot be batched."""
@@ -172,23 +181,31 @@ class _Microbatches:
                 raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")
 
 
+def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
+    """Return how many processes read samples ahead for a worker that trains on a GPU, or does not."""
+    if config.num_workers != "auto":
+        return config.num_workers
+    # A GPU must not wait for a sample to be decoded. On a CPU they would take cores from the training itself.
+    return 2 if on_gpu else 0
+
+
 def _data_loader(
-    dataset: _Microbatches, sampler: _Sampler, config: DataConfig, pin_memory: bool
+    dataset: _Microbatches, sampler: _Sampler, num_workers: int, prefetch_factor: int, pin_memory: bool
 ) -> DataLoader[Fetched | DataError]:
     processes: dict[str, Any] = {}
-    if config.num_workers:
+    if num_workers:
         # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         processes["multiprocessing_context"] = context
         processes["persistent_workers"] = True
-        processes["prefetch_factor"] = config.prefetch_factor
+        processes["prefetch_factor"] = prefetch_factor
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # any __getitem__ will do
         batch_size=None,
         sampler=sampler,
         collate_fn=_unchanged,
-        num_workers=config.num_workers,
+        num_workers=num_workers,
         pin_memory=pin_memory,
         # Every start of a DataLoader draws from the global generator unless it has one of its own.
         generator=torch.Generator(),

@@ -10,7 +10,9 @@ import time
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from app.config import Config
+from app.config.variables import taken_variables
 from app.errors import UsageError
+from app.launch.handover import taking, write_variables
 from app.run.directory import RunDirectory
 from app.run.interrupts import EXIT_STOPPED
 
@@ -30,17 +32,30 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
 
     run = RunDirectory.of(config).uri
+    variables = taken_variables(config.cluster, os.environ)
     job = _find_job(client, run)
     if job is None:
-        command = shlex.join([sys.executable, "main.py", *arguments])
-        job = client.submit_job(
+        job = _submit(client, config, run, arguments, variables)
+    print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
+    return asyncio.run(_follow(client, job))
+
+
+def _submit(
+    client: JobSubmissionClient, config: Config, run: str, arguments: list[str], variables: dict[str, str]
+) -> str:
+    file = write_variables(variables)
+    command = shlex.join([sys.executable, "main.py", *arguments])
+    try:
+        job: str = client.submit_job(
             # Not by Ray's working_dir: in a copy elsewhere, relative paths would lead to another place.
-            entrypoint=f"cd {shlex.quote(os.getcwd())} && exec {command}",
+            entrypoint=f"cd {shlex.quote(os.getcwd())} && {taking(str(file))}exec {command}",
             submission_id=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
             metadata={_RUN: run},
         )
-    print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
-    return asyncio.run(_follow(client, job))
+        return job
+    except BaseException:
+        file.unlink()  # which nobody would take
+        raise
 
 
 def _find_job(client: JobSubmissionClient, run: str) -> str | None:

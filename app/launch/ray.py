@@ -1,7 +1,7 @@
 """Train on Ray: from a configuration to a running `TorchTrainer`, and back to an exit code."""
 
+import sys
 import threading
-from contextlib import closing
 from importlib import import_module
 
 from app.config import Config
@@ -10,9 +10,10 @@ from app.run.directory import RunDirectory
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
+from app.units import plural
 
 
-def launch(config: Config, started_s: float, verbose: bool) -> int:
+def launch(config: Config, started_s: float, console: Console) -> int:
     """Train on Ray, for a command given at `started_s` (Unix time). Return its exit code.
 
     Raises:
@@ -22,25 +23,20 @@ def launch(config: Config, started_s: float, verbose: bool) -> int:
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
     ownership = Ownership.claim(directory.store)
-    with closing(Console(verbose)) as console:
-        try:
-            if not start_or_resume(config, directory, "ray", started_s, console.line):
-                return 0
-            with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
-                return _run(config, directory, ownership, console, interrupts, verbose)
-        finally:
-            ownership.release()
-            if new:
-                discard_if_unused(directory)
+    try:
+        if not start_or_resume(config, directory, "ray", started_s, console.line):
+            return 0
+        console.stage("starting Ray", started_s)
+        with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
+            return _run(config, directory, ownership, console, interrupts)
+    finally:
+        ownership.release()
+        if new:
+            discard_if_unused(directory)
 
 
 def _run(
-    config: Config,
-    directory: RunDirectory,
-    ownership: Ownership,
-    console: Console,
-    interrupts: Interrupts,
-    verbose: bool,
+    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, interrupts: Interrupts
 ) -> int:
     """Connect to a cluster, wait for room on it and train there until the run ends."""
     import ray
@@ -50,7 +46,7 @@ def _run(
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     importing.start()
-    address = connect(config, verbose)
+    address = connect(config, console.verbose)
     importing.join()
 
     interrupts.on_abort = ray.shutdown
@@ -61,6 +57,10 @@ def _run(
     try:
         console.line(describe_cluster(address))
         embedded = address == EMBEDDED
+        if embedded and config.cluster.pip:
+            console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
+            config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})
+        console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
         gpus = gpus_per_worker(config, embedded)
         expected = await_room(config, gpus, ownership, interrupts, embedded)
 

@@ -7,11 +7,13 @@ only shows the output: the same command, here or on another machine, shows it ag
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from app.errors import TrainingError, UsageError
+from app.launch.handover import taking, write_variables
 
 # The working directory on the nodes. `file_mounts` of the cluster files name it too.
 HOME = "~/steadfast"
@@ -22,8 +24,11 @@ _ENDS = "steadfast ends with exit code"
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
-def run_on_head(cluster: str, arguments: list[str], verbose: bool) -> int:
+def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Mapping[str, str]) -> int:
     """Copy the working directory to the head, run the command there, and return its exit code.
+
+    Args:
+        variables: of this environment, which the command there has too.
 
     Raises:
         UsageError: there is no such cluster, or it cannot be reached.
@@ -37,13 +42,10 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool) -> int:
 
         remember_head(description)
 
-    copied = subprocess.run([*_RAY, "rsync-up", cluster, "./", f"{HOME}/"], capture_output=True, text=True, check=False)
-    if copied.returncode:
-        output = f"{copied.stdout}{copied.stderr}".strip()
-        raise UsageError(f"the head of {cluster} cannot be reached. Start it by: ray up {cluster}\n{output}")
-
+    _copy(cluster, "./", f"{HOME}/")
+    main = f"{_hand_over(cluster, variables)}python main.py {shlex.join(arguments)}"
     # The head prints the exit code, because `ray exec` turns every one but 0 into 1.
-    command = f"echo {_BEGINS}; cd {HOME} && python main.py {shlex.join(arguments)}; echo {_ENDS} $?"
+    command = f"echo {_BEGINS}; cd {HOME} && {main}; echo {_ENDS} $?"
     remote = subprocess.Popen(
         [*_RAY, "exec", cluster, command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -57,6 +59,26 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool) -> int:
     if exit_code is None:
         raise TrainingError("the connection to the head was lost. What runs there goes on; the same command shows it")
     return exit_code
+
+
+def _copy(cluster: str, source: str, target: str) -> None:
+    copied = subprocess.run([*_RAY, "rsync-up", cluster, source, target], capture_output=True, text=True, check=False)
+    if copied.returncode:
+        output = f"{copied.stdout}{copied.stderr}".strip()
+        raise UsageError(f"the head of {cluster} cannot be reached. Start it by: ray up {cluster}\n{output}")
+
+
+def _hand_over(cluster: str, variables: Mapping[str, str]) -> str:
+    """Copy variables to the head. Return the beginning of a command there that takes them."""
+    if not variables:
+        return ""
+    file = write_variables(variables)
+    try:
+        # Not into the working directory, which goes on to all nodes.
+        _copy(cluster, str(file), f"~/.{file.name}")
+    finally:
+        file.unlink()
+    return taking(f"~/.{file.name}")
 
 
 def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:

@@ -64,6 +64,9 @@ def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool)
 
 def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
     """Return whether `config` asks for more steps or epochs than the finished run has done."""
+    if summary.get("ended_early") and stored is not None:
+        # What was asked for has not been done, and is not to be.
+        return (config.run.steps, config.run.epochs) != (stored.run.steps, stored.run.epochs)
     if config.run.steps is not None:
         return config.run.steps > int(summary["step"])
     if stored is None or stored.run.epochs is None:

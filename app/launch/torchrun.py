@@ -4,22 +4,26 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
+from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import SteadfastError
+from app.errors import SteadfastError, TrainingError
+from app.faults.numerics import BadStep
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
 from app.run.events import Event, Failure
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
-from app.worker import work
+from app.worker import start_worker, train_in_worlds
 from app.world.device import torchrun_device
+from app.world.groups import is_peer_loss
 from app.world.runtime import Signals, World, form_world
 
 # What torchrun calls a run that the user has not named. A restart of it cannot be told from another command.
@@ -57,7 +61,8 @@ class TorchrunRuntime:
         self._console.show(event)
 
     def failed(self, step: int, error: BaseException) -> None:
-        self.publish(Failure(step=step, error=f"{type(error).__name__}: {error}"))
+        # Not shown: the end of the command tells it, once for all ranks.
+        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}"))
         # Not swallowed: torchrun restarts only what has exited.
         raise error
 
@@ -65,53 +70,105 @@ class TorchrunRuntime:
         self._events.close()
 
 
-def run_under_torchrun(config: Config, started_s: float, verbose: bool) -> int:
+@dataclass(frozen=True)
+class Place:
+    """A process among those that train together without Ray."""
+
+    device: torch.device
+    store: dist.Store  # in which they meet
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def of_torchrun(cls, gpus_per_worker: Literal["auto"] | int) -> Self:
+        """Return the place that torchrun has given to this process. Raises UsageError if it has no GPU there."""
+        # First, so that nobody waits for a rank that has none.
+        device = torchrun_device(gpus_per_worker)
+        return cls(device, *next(dist.rendezvous("env://")))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How training ended for this process."""
+
+    exit_code: int
+    refusal: str = ""  # why rank 0 has not let it begin
+    worker: WorkerState | None = None  # None if there was nothing to do
+
+
+def run_under_torchrun(config: Config, started_s: float, console: Console) -> int:
     """Run this process's part of the training, and return its exit code: that of rank 0 if rank 0 refuses."""
-    device = torchrun_device(config.scaling.gpus_per_worker)  # first, so that nobody waits for a rank that has none
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    place = Place.of_torchrun(config.scaling.gpus_per_worker)
+    try:
+        return train_here(config, place, started_s, console, Interrupts()).exit_code
+    except BadStep as error:
+        raise TrainingError(str(error)) from error
+    except Exception as error:
+        if not is_peer_loss(error):
+            raise
+        raise TrainingError(f"another rank is gone, or cannot be reached: {error}") from error
+
+
+def train_here(config: Config, place: Place, started_s: float, console: Console, interrupts: Interrupts) -> Ending:
+    """Train in this process, together with those at the other places. A collective."""
     directory = RunDirectory.of(config)
     ownership = None
-    with closing(Console(verbose)) as console:
-        # torchrun keeps one store over its restarts: without their count, an answer to a former life would be read.
-        key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if rank == 0:
+    # torchrun keeps one store over its restarts: without their count, an answer to a former life would be read.
+    key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        if place.rank == 0:
             try:
-                ownership, answer = _claim(config, directory, console, started_s)
+                ownership = _claim(directory)
+                answer = _begin(config, directory, ownership, console, started_s)
             except SteadfastError as error:
-                store.set(key, json.dumps({"code": error.exit_code}))
+                place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
                 raise
-            store.set(key, json.dumps(answer))
-        answer = json.loads(store.get(key))
+            place.store.set(key, json.dumps(answer))
+        answer = json.loads(place.store.get(key))
         if "code" in answer:
-            return int(answer["code"])
-
-        skip = frozenset(answer["skip"])
-        form = partial(form_world, store, rank, world_size, answer["attempt"], device, skip)
-        runtime = TorchrunRuntime(device, form, directory, console)
-        with Interrupts(runtime.request_stop), closing(runtime):
-            outcome = work(config, runtime, directory)
+            return Ending(int(answer["code"]), answer["refusal"])
+        return _train(config, place, directory, console, interrupts, answer)
+    finally:
         if ownership is not None:
             ownership.release()
-            summary = directory.summary()
-            if summary:
-                console.finish({**summary, "tensorboard": directory / "tensorboard"})
-
-    if outcome is not None and outcome.kind == "finished":
-        return 0
-    return EXIT_STOPPED
 
 
-def _claim(
-    config: Config, directory: RunDirectory, console: Console, started_s: float
-) -> tuple[Ownership | None, dict[str, Any]]:
-    """Claim the run and return what all ranks need to know: what the attempt is, or the exit code if there is none."""
+def _train(
+    config: Config,
+    place: Place,
+    directory: RunDirectory,
+    console: Console,
+    interrupts: Interrupts,
+    answer: dict[str, Any],
+) -> Ending:
+    skip = frozenset(answer["skip"])
+    form = partial(form_world, place.store, place.rank, place.world_size, answer["attempt"], place.device, skip)
+    outcome = None
+    with closing(TorchrunRuntime(place.device, form, directory, console)) as runtime:
+        interrupts.on_stop = runtime.request_stop
+        with interrupts:
+            worker = start_worker(config, runtime)
+            if worker is not None:
+                outcome = train_in_worlds(config, runtime, worker, directory)
+    if place.rank == 0 and (summary := directory.summary()):
+        console.finish({**summary, "tensorboard": directory / "tensorboard"})
+    finished = outcome is not None and outcome.kind == "finished"
+    return Ending(0 if finished else EXIT_STOPPED, worker=worker)
+
+
+def _claim(directory: RunDirectory) -> Ownership:
     directory.check_writable()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     # With a token of its own, a restarted process may claim what the process before it still holds.
     token = None if run_id == _NO_RUN_ID else run_id
-    ownership = Ownership.claim(directory.store, token)
+    return Ownership.claim(directory.store, token)
+
+
+def _begin(
+    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, started_s: float
+) -> dict[str, Any]:
+    """Return what all ranks need to know: what the attempt is, or the exit code if there is none."""
     if not start_or_resume(config, directory, "torchrun", started_s, console.line):
-        ownership.release()
-        return None, {"code": 0}
+        return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
-    return ownership, {"attempt": ownership.next_attempt(), "skip": sorted(directory.skipped_steps())}
+    return {"attempt": ownership.next_attempt(), "skip": sorted(directory.skipped_steps())}

@@ -1,7 +1,6 @@
 """Which Ray a run uses, and whether it has room for the run."""
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -14,6 +13,8 @@ import yaml
 from app.config import Config
 from app.errors import ResourcesMissing
 from app.orchestration.internals import silence_raylet
+from app.orchestration.packages import check_packages
+from app.orchestration.runtime_env import runtime_env
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
 
@@ -43,8 +44,9 @@ def connect(config: Config, verbose: bool) -> str:
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "local":
+        check_packages(config.cluster.pip, Path.cwd())
         try:
-            ray.init(address=address, runtime_env=_code(), **quiet)
+            ray.init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
             return address
         except ConnectionError:
             if address != "auto":  # a cluster that was named must be there
@@ -59,14 +61,6 @@ def connect(config: Config, verbose: bool) -> str:
         **quiet,
     )
     return EMBEDDED
-
-
-def _code() -> dict[str, Any]:
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    if "working_dir" in job.get("runtime_env", {}):  # `ray job submit --working-dir` has seen to it
-        return {}
-    # It goes to every node, those that come later too, and is what its workers import from.
-    return {"working_dir": os.getcwd(), "excludes": [".git", ".venv", "runs", "__pycache__"]}
 
 
 def describe_cluster(address: str) -> str:

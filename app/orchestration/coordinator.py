@@ -18,6 +18,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.run.events import Event
 from app.run.owner import Ownership
+from app.world.timeouts import Timeouts
 
 _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
 _GATHER_S = 0.3  # how long a newcomer waits for others
@@ -29,7 +30,7 @@ _REMEDY = (
     "Look for a network interface that does not exist or does not lead to the other workers (GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
     "With NCCL_DEBUG=INFO, NCCL tells what it tries, and -v shows it. Workers have these variables from the command, "
-    "or, on a cluster that runs already, from ray start on their node. Then give the same command again"
+    "else from ray start on their node. Then give the same command again"
 )
 
 Answer = WorldAssignment | Leave
@@ -53,7 +54,7 @@ class Coordinator:
         self.members: dict[str, Member] = {}
         self.membership = Membership(*num_workers, expected, _SETTLE_S, _GATHER_S)
         self._supervisor = Supervisor(self, directory, ownership, recovery.wait_s)
-        self.heartbeats = HeartbeatServer(recovery.silence_s, self._supervisor.heard, self.lose)
+        self.heartbeats = HeartbeatServer(Timeouts(recovery.silence_s), self._supervisor.heard, self.lose)
         self._port: asyncio.Future[int] | None = None
 
         self._directory = directory
@@ -255,6 +256,7 @@ class Coordinator:
             self.give_up(str(error))
             return
         self._doomed = asyncio.Event()
+        self.heartbeats.expect(names)
         self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
         for rank, name in enumerate(names):
             place = WorldAssignment(rank, len(names), attempt, self._store.port, self._skip)

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,15 +34,16 @@ class HeartbeatServer:
     """Receive heartbeats, and notice which workers are lost. Lives in the coordinator's event loop."""
 
     def __init__(
-        self, silence_s: float, on_message: Callable[[str, Message], None], on_lost: Callable[[str, str], None]
+        self, timeouts: Timeouts, on_message: Callable[[str, Message], None], on_lost: Callable[[str, str], None]
     ) -> None:
         self.commands = Commands()  # the last ones; workers that connect later are told them too
-        self._silence_s = silence_s
+        self._timeouts = timeouts
         self._on_message = on_message
-        # Called once with the name of each worker that is lost, and the cause: its connection has ended, or it has not
-        # been heard of for `silence_s`.
+        # Called once with the name of each worker that is lost, and the cause: its connection has ended, or it has been
+        # silent for too long.
         self._on_lost = on_lost
         self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._in_world: set[str] = set()
 
     async def listen(self) -> int:
         """Accept workers from now on. Return the port."""
@@ -56,25 +57,42 @@ class HeartbeatServer:
         for writer in self._writers.values():
             writer.write(_line(asdict(self.commands)))
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Let `silence_s` count for these workers from now on: they are in a world, where others wait for them."""
+        self._in_world.update(names)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         member = (await reader.readline()).decode().strip()
         self._writers[member] = writer
         writer.write(_line(asdict(self.commands)))
         cause = "connection closed"
         try:
-            while line := await asyncio.wait_for(reader.readline(), self._silence_s):
+            while line := await self._next_line(member, reader):
                 self._on_message(member, json.loads(line))
                 writer.write(b"\n")
-        except TimeoutError:
-            cause = f"not heard of for {self._silence_s:g} s"
+        except TimeoutError as error:
+            cause = str(error)
         except OSError as error:
             cause = str(error)
         except ValueError:  # the last line of a dying worker may be half a message
             pass
         finally:
             del self._writers[member]
+            self._in_world.discard(member)
             writer.close()
             self._on_lost(member, cause)
+
+    async def _next_line(self, member: str, reader: asyncio.StreamReader) -> bytes:
+        """Return the next line, b"" at the end of the connection. Raises TimeoutError if the worker is silent."""
+        heard_s = time.monotonic()
+        while True:
+            try:
+                return await asyncio.wait_for(reader.readline(), self._timeouts.silence_s)
+            except TimeoutError:
+                # On a busy machine a worker that imports and builds its model may leave its heartbeats no time.
+                limit_s = self._timeouts.silence_s if member in self._in_world else self._timeouts.lease_s
+                if time.monotonic() - heard_s >= limit_s:
+                    raise TimeoutError(f"not heard of for {limit_s:g} s") from None
 
 
 class HeartbeatClient:

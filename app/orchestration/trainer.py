@@ -1,9 +1,7 @@
 """The driver's side of a run on Ray: build coordinator and trainer, and show events while the trainer fits."""
 
 import contextlib
-import math
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +26,8 @@ from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.storage import arrow_filesystem
 from app.telemetry.console import Console
+from app.units import plural
 
-_QUIET_S = 4.0  # after which a person wants to know what is going on
 _POLL_S = 0.2  # how often the console shows what is new
 _CLOSE_S = 30.0  # for the last events to reach storage
 
@@ -145,13 +143,9 @@ class Fit:
         # In a thread of its own, because this one has the signal handlers, and shows events.
         thread = threading.Thread(target=self._fit, daemon=True, name="fit")
         thread.start()
-        quiet_until_s = time.monotonic() + _QUIET_S
+        self.console.stage(f"starting {plural(self.expected, 'worker')}")
         while thread.is_alive():
             self._show_events()
-            if time.monotonic() > quiet_until_s:
-                quiet_until_s = math.inf
-                if not self._num_shown:
-                    self.console.line(f"starting {self.expected} worker{'s' * (self.expected != 1)}")
             thread.join(_POLL_S)
         self._show_events()
         with contextlib.suppress(ray.exceptions.RayError):

@@ -18,6 +18,7 @@ from app.faults.numerics import BadStep
 from app.orchestration.heartbeat import Commands, HeartbeatClient, Message
 from app.orchestration.internals.slots import report
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from app.orchestration.packages import install_packages
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
 from app.world.device import assigned_device
@@ -171,10 +172,12 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
     # Not above, because the driver imports this module too, and needs nothing of what trains.
     from app.worker import work
 
-    if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
-        os.chdir(spec.folder)
     runtime = runtime_class(spec)
     try:
+        # From the working directory that Ray has brought: one of the same name may be older.
+        install_packages(spec.config.cluster.pip, Path.cwd())
+        if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
+            os.chdir(spec.folder)
         spec.directory.check_shared()
     except SteadfastError as error:
         runtime.failed(0, error)  # which ends the run

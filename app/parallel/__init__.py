@@ -7,13 +7,14 @@ from typing import ClassVar, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from app.config import DdpConfig, FsdpConfig
+from app.config import DataParallelConfig, DdpConfig, FsdpConfig
+from app.parallel.data_parallel import DataParallelism
 from app.parallel.ddp import TorchDistributedDataParallelism
 from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.world.runtime import World
 
-ParallelConfig = DdpConfig | FsdpConfig
+ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
 
 
 class Parallel(Protocol):
@@ -49,6 +50,11 @@ class Parallel(Protocol):
         """Return the module if this rank alone can run it, else None."""
         ...
 
+    @staticmethod
+    def units(model: nn.Module) -> list[str]:
+        """Return the classes of the parts that are gathered one at a time, the model itself first; [] if none are."""
+        ...
+
     def writes(self, world: World) -> bool:
         """Return whether this rank writes a part of a checkpoint."""
         ...
@@ -61,6 +67,8 @@ def strategy_of(config: ParallelConfig) -> type[Parallel]:
         from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism
+    if isinstance(config, DataParallelConfig):
+        return DataParallelism
     return TorchDistributedDataParallelism if config.reducer == "torch" else ReplicatedParallelism
 
 
@@ -77,6 +85,8 @@ def build_parallel(config: ParallelConfig, world: World, precision: Precision) -
         from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism(world, precision)
+    if isinstance(config, DataParallelConfig):
+        return DataParallelism(world, precision)
     if config.reducer == "torch":
         return TorchDistributedDataParallelism(config, world, precision)
     return ReplicatedParallelism(config, world)

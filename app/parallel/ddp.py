@@ -1,7 +1,7 @@
 """Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +10,16 @@ from torch.optim import Optimizer
 from app.config import DdpConfig
 from app.parallel.precision import Precision
 from app.world.runtime import World
+
+
+class _Transparent(DistributedDataParallel):
+    """Shows the attributes and methods of the model that it wraps, as the plain model has them in validation."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 class TorchDistributedDataParallelism:
@@ -28,7 +38,7 @@ class TorchDistributedDataParallelism:
         self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(
+        return _Transparent(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=self._group,
@@ -56,6 +66,10 @@ class TorchDistributedDataParallelism:
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         return self.unwrap(model)
+
+    @staticmethod
+    def units(model: nn.Module) -> list[str]:
+        return []
 
     def writes(self, world: World) -> bool:
         return world.leader

@@ -49,5 +49,9 @@ class ReplicatedParallelism:
     def whole(self, model: nn.Module) -> nn.Module | None:
         return model
 
+    @staticmethod
+    def units(model: nn.Module) -> list[str]:
+        return []
+
     def writes(self, world: World) -> bool:
         return world.leader

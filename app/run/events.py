@@ -118,12 +118,30 @@ class WeightsLeftOut(Event):
     names: tuple[str, ...]  # the first of both
 
 
+class NothingFrozen(Event):
+    """All parameters of the model train, so `checkpoint.trainable_only` leaves nothing out."""
+
+    wording = "checkpoint.trainable_only leaves nothing out: all parameters of the model train"
+
+
 class PartsInEvaluation(Event):
     """Some modules of the model came in evaluation mode and stay in it; the others train."""
 
     wording = "in evaluation mode, as the model came: {modules:each}"
 
     modules: tuple[str, ...]  # names of the outermost ones
+
+
+class ModelSharded(Event):
+    """The model is gathered in units: its repeated layers one at a time, then the rest."""
+
+    num_units: int
+    layers: Mapping[str, int]  # how many of each class have a unit of their own
+
+    def line(self, verbose: bool = False) -> str:
+        units = [f"{count} x {kind}" for kind, count in self.layers.items()]
+        rest = "the rest" if units else "the whole model"
+        return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join([*units, rest])}"
 
 
 class PrecisionLowered(Event):
@@ -133,6 +151,12 @@ class PrecisionLowered(Event):
 
     rank: int  # the first one whose GPU has none
     gpu: str  # its name
+
+
+class DataParallelSlower(Event):
+    """The run trains by torch's nn.DataParallel."""
+
+    wording = "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp, a worker a GPU, does not"
 
 
 class VariablesKept(Event):
@@ -168,6 +192,7 @@ class Log(Event):
     memory_bytes: int  # peak of this worker, on its device or, without one, in the process
     world_size: int
     step_ms: float  # median
+    data_wait: float = 0.0  # share of the steps' time in which the leader waited for data, 0 to 1
     units_per_s: float
     samples_per_s: float
     eta_s: float  # until the end of the run
@@ -190,6 +215,7 @@ class Log(Event):
                 in_words(self.metrics),
                 f"lr {self.lr:.1e}".replace("e-0", "e-"),
                 f"{self.step_ms:.0f} ms",
+                f"data wait {self.data_wait:.0%}",
                 f"{compact(rate)} {self.unit}/s",
                 f"mfu {self.mfu:.1%}" if self.mfu else "",
                 size(self.memory_bytes),
@@ -437,7 +463,7 @@ class Finished(Event):
 
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
 _HEAD = Event.model_fields.keys()
-_SPEED = {"step_ms", "units_per_s", "samples_per_s", "memory_bytes", "world_size", "mfu"}
+_SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes", "world_size", "mfu"}
 
 
 def parse_event(line: Mapping[str, Any]) -> Event | None:

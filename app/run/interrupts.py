@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 EXIT_STOPPED = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,13 +19,23 @@ _SAME_S = 0.5
 class Interrupts:
     """A context in which the first SIGINT or SIGTERM calls `on_stop`; the second calls `on_abort` and ends the process.
 
-    `on_abort` has three seconds.
+    `on_abort` has three seconds. Only in the main thread: signals come to no other.
+
+    Args:
+        of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
     """
 
-    def __init__(self, on_stop: Callable[[], None] = lambda: None, on_abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        on_stop: Callable[[], None] = lambda: None,
+        on_abort: Callable[[], None] = lambda: None,
+        of_process: bool = True,
+    ) -> None:
         self.on_stop = on_stop
         self.on_abort = on_abort
+        self._of_process = of_process
         self._first_s = 0.0
+        self._former: dict[int, Any] = {}
 
     @property
     def stopping(self) -> bool:
@@ -38,8 +48,9 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Self:
-        self._former = {number: signal.getsignal(number) for number in _SIGNALS}
-        self.install()
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.getsignal(number) for number in _SIGNALS}
+            self.install()
         return self
 
     def install(self) -> None:
@@ -57,6 +68,8 @@ class Interrupts:
             self._first_s = now_s
             self.on_stop()
         elif now_s - self._first_s > _SAME_S:
+            if not self._of_process:
+                raise KeyboardInterrupt
             sys.stderr.write("stopped at once; the last checkpoint holds\n")
             # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()

@@ -19,20 +19,32 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A metric with a count of its own: the correct ones among those that were asked for, say."""
+
+    total: Tensor | float
+    count: Tensor | float
+
+
+@dataclass(frozen=True)
 class Sums:
     """The loss of one microbatch as a sum. Everything stays on the device; loss_sum carries the gradient."""
 
     loss_sum: Tensor
     count: Tensor | int
-    # Sums too; they are reported divided by count.
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    # Sums too, to be divided by the count of the microbatches that have them, or means with counts of their own.
+    metrics: Mapping[str, Tensor | float | Mean] = field(default_factory=dict)
 
 
 class Task(Protocol):
-    """What a model is trained for. `sample(model, device) -> str | None` may show in text what it has learnt.
+    """What a model is trained for.
 
     The built-in ones take batches of (inputs, targets), or mappings as Hugging Face's models do: `labels` are the
     targets, and all else goes to the model by name. Of a model's outputs they read `logits`, if they have them.
+
+    Optional attributes:
+        metrics: torchmetrics' by name, which `loss` updates where `not model.training`; validation reports them.
+        sample: a method (model, device) -> str | None, which may show in text what the model has learnt.
     """
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums: ...

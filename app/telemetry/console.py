@@ -1,5 +1,7 @@
 """What the driver shows: on a terminal a live bar with lines above it, elsewhere lines alone."""
 
+import threading
+import time
 from typing import IO
 
 from rich.console import Console as RichConsole
@@ -11,15 +13,27 @@ from rich.text import Text
 from app.run.events import Event, Finished, Log
 from app.telemetry.outcome import Summary, result
 
+_QUIET_S = 4.0  # after which a person wants to know what is going on
+
 
 class Console:
     """Shows events as they come. On a terminal a log event only moves the bar, unless `verbose`."""
 
     def __init__(self, verbose: bool = False, file: IO[str] | None = None) -> None:
-        self._verbose = verbose
+        self.verbose = verbose
+        self._stage = threading.Timer(0.0, self.line)
         self._rich = RichConsole(file=file, highlight=False)
         # No refresh thread: events move it. What others print (Ray's worker logs) goes above the bar.
         self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+
+    def stage(self, text: str, since_s: float | None = None) -> None:
+        """Say what is going on if nothing else is said for four seconds, from now or since a Unix time."""
+        self._stage.cancel()
+        passed_s = 0.0 if since_s is None else time.time() - since_s
+        # A thread: this one may be busy with an import, or wait for Ray.
+        self._stage = threading.Timer(max(0.0, _QUIET_S - passed_s), self.line, (text,))
+        self._stage.daemon = True
+        self._stage.start()
 
     def show(self, event: Event) -> None:
         # `finish` tells it, with what the driver alone knows.
@@ -27,17 +41,19 @@ class Console:
             return
         if isinstance(event, Log) and self._rich.is_terminal:
             self._move_bar(event)
-            if not self._verbose:
+            if not self.verbose:
                 return
-        self.line(event.line(self._verbose))
+        self.line(event.line(self.verbose))
 
     def _move_bar(self, event: Log) -> None:
+        self._stage.cancel()
         self._live.start()
         figures = Text(event.line(), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
         bar = ProgressBar(event.total_steps, event.step)
         self._live.update(Group(figures, bar), refresh=True)
 
     def line(self, text: str) -> None:
+        self._stage.cancel()
         # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
         self._rich.print(Text(text), soft_wrap=True)
 
@@ -48,4 +64,5 @@ class Console:
             self.line(text)
 
     def close(self) -> None:
+        self._stage.cancel()
         self._live.stop()

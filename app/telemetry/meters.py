@@ -8,6 +8,7 @@ class Figures(TypedDict):
     """Times and rates since the last log line, named as the fields of the event `log`."""
 
     step_ms: float
+    data_wait: float
     units_per_s: float
     samples_per_s: float
     mfu: float | None
@@ -21,12 +22,17 @@ class Meters:
         self._flops_per_sample = flops_per_sample  # of forward and backward
         self._peak_flops_total = peak_flops_total  # FLOP/s of all workers together
         self._seconds: list[float] = []  # of each step since the last log line
+        self._data_s = 0.0
         self._num_samples = 0
         self._num_units = 0
 
-    def record(self, step_seconds: float, num_samples: int, units: int) -> None:
-        """Add one step; `num_samples` and `units` (tokens, or samples) are the whole global batch's."""
+    def record(self, step_seconds: float, num_samples: int, units: int, data_s: float = 0.0) -> None:
+        """Add one step; `num_samples` and `units` (tokens, or samples) are the whole global batch's.
+
+        Of `step_seconds` the rank has waited `data_s` for batches.
+        """
         self._seconds.append(step_seconds)
+        self._data_s += data_s
         self._num_samples += num_samples
         self._num_units += units
 
@@ -37,15 +43,18 @@ class Meters:
         samples_per_s = self._num_samples / total_s
         units_per_s = self._num_units / total_s
         step_s = median(self._seconds)
+        data_wait = self._data_s / total_s
         # As in PaLM (arXiv:2204.02311, appendix B): recomputation is not counted, since it trains nothing.
         mfu = None
         if self._flops_per_sample and self._peak_flops_total:
             mfu = samples_per_s * self._flops_per_sample / self._peak_flops_total
         self._seconds.clear()
+        self._data_s = 0.0
         self._num_samples = 0
         self._num_units = 0
         return {
             "step_ms": step_s * 1e3,
+            "data_wait": data_wait,
             "units_per_s": units_per_s,
             "samples_per_s": samples_per_s,
             "mfu": mfu,

@@ -24,6 +24,7 @@ def result(summary: Summary) -> list[str]:
     ]
     told = {
         summary["status"]: f"{', '.join(done)} in {duration(summary['wall_s'])}",
+        "because": summary.get("ended_early"),
         "goodput": joined(course),
         "validation": in_words(summary["metrics"]),
         "checkpoint": summary["last_checkpoint"],
@@ -39,5 +40,6 @@ def already_finished(config: Config, path: str, summary: Summary) -> str:
     extension = f"run.steps={2 * summary['step']}"
     if config.run.epochs:
         extension = f"run.epochs={2 * config.run.epochs}"
-    reached = joined([f"{path} has finished: {plural(summary['step'], 'step')}", in_words(summary["metrics"])])
+    done = f"{path} has finished: {plural(summary['step'], 'step')}"
+    reached = joined([done, in_words(summary["metrics"]), summary.get("ended_early") or ""])
     return f"{reached}\nExtend it with {extension}, or choose another run.name"

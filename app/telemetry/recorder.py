@@ -3,6 +3,7 @@
 import math
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ from app.checkpoint.restore import Restored
 from app.checkpoint.state import Tensors, sha256
 from app.components.schedule import warmup_in_force
 from app.components.worker_state import WorkerState
-from app.config import Config
+from app.config import Config, DataParallelConfig
+from app.parallel import strategy_of
 from app.parallel.dtensor import unsharded
 from app.plan import Plan
 from app.run import events
@@ -96,12 +98,18 @@ class Recorder:
             self._publish(events.VariablesKept(variables=kept))
 
     def _tell_of_the_model(self) -> None:
+        if isinstance(self._config.parallel, DataParallelConfig):
+            self._publish(events.DataParallelSlower())
         missing, unexpected = self._worker.loaded
         if missing or unexpected:
             names = (*missing[:_NAMES], *unexpected[:_NAMES])
             self._publish(events.WeightsLeftOut(num_missing=len(missing), num_unexpected=len(unexpected), names=names))
         if frozen := self._worker.frozen:
             self._publish(events.PartsInEvaluation(modules=frozen))
+        if self._config.checkpoint.trainable_only and not self._worker.base:
+            self._publish(events.NothingFrozen())
+        if units := strategy_of(self._config.parallel).units(self._worker.model):
+            self._publish(events.ModelSharded(num_units=len(units), layers=Counter(units[1:])))
 
     def _tell_of_shortened_warmup(self) -> None:
         # Not the command that starts the run: how long one of `run.epochs` is follows from the dataset.
@@ -135,7 +143,7 @@ class Recorder:
                     self._write_as_planned(stats.step)
                     continue
                 lines.append((stats, result.seconds, ended_s))
-                self._meters.record(result.seconds, stats.num_samples, stats.count)
+                self._meters.record(result.seconds, stats.num_samples, stats.count, result.data_s)
                 if self._world.leader and stats.step % self._config.logging.every_steps == 0:
                     self._log(stats, result.lr)
         finally:
@@ -175,6 +183,10 @@ class Recorder:
         if self._world.leader:
             self._trackers.record(event)
         self._publish(event)
+
+    def figures(self, step: int, values: dict[str, float]) -> None:
+        """Have trackers draw figures of the user's own."""
+        self._trackers.scalars(step, values)
 
     def gradient_norms(self, result: StepResult) -> None:
         """Keep the distribution of the parameters' gradient norms. A collective where gradients are sharded."""
@@ -223,6 +235,7 @@ class Recorder:
         newest = Catalog(self._directory.store).newest()
         return {
             "status": outcome.kind,
+            "ended_early": self._worker.hooks.ended_early or None,
             "step": outcome.step,
             "samples": samples,
             "tokens": samples * units if units > 1 else None,

@@ -58,7 +58,10 @@ class Trackers:
 
     def record(self, event: Log | Validation) -> None:
         """Keep an event's figures as `train/…`, `speed/…` and `validation/…`."""
-        self._tell(lambda tracker: tracker.scalars(event.step, event.figures()))
+        self.scalars(event.step, event.figures())
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._tell(lambda tracker: tracker.scalars(step, values))
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         self._tell(lambda tracker: tracker.histogram(step, tag, values))

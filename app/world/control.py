@@ -9,16 +9,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from app.run.ledger import StepStats
-from app.world.runtime import LEAVE, STOP
+from app.world.runtime import FINISH, LEAVE, STOP
 
 _HALF = 1 << 32
 _POST_EVERY_S = 0.05  # how old a step may become before it is posted; one message costs about 0.5 ms of CPU
@@ -30,8 +30,8 @@ class StepResult(NamedTuple):
     """What one rank did in a step.
 
     Attributes:
-        numbers: (3 + metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then the
-            metric sums of this rank. They stay on the device until somebody needs them.
+        numbers: (3 + 2 * metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then sum
+            and count of each metric on this rank. They stay on the device until somebody needs them.
         grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
     """
 
@@ -43,6 +43,7 @@ class StepResult(NamedTuple):
     grad_norms: Tensor | None = None
     lr: float = 0.0  # of the first parameter group
     seconds: float = 0.0  # of the host, which waits for the device at every gate
+    data_s: float = 0.0  # of these, the wait for batches
 
 
 class _HostCopy:
@@ -60,7 +61,7 @@ class _HostCopy:
             self._arrived.record()
 
     def __len__(self) -> int:
-        return _ROW + len(self.result.metric_names)
+        return _ROW + 2 * len(self.result.metric_names)
 
     def row(self) -> list[float]:
         """Return the numbers that are added up over ranks, `len(self)` of them."""
@@ -77,9 +78,6 @@ class _HostCopy:
         loss_sum = row[0]
         count, high, low, num_samples, not_finite = (int(number) for number in row[1:_ROW])
         divisor = count or math.nan  # no mean of nothing, where everything in a step is masked
-        metrics = {}
-        for name, total in zip(self.result.metric_names, row[_ROW:], strict=True):
-            metrics[name] = total / divisor
         return StepStats(
             step=self.result.step,
             loss=loss_sum / divisor,
@@ -88,7 +86,7 @@ class _HostCopy:
             num_samples=num_samples,
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=not not_finite,
-            metrics=metrics,
+            metrics=means(self.result.metric_names, row[_ROW:]),
         )
 
 
@@ -127,7 +125,7 @@ class ControlChannel:
     Args:
         group: a gloo group of the whole world, which nothing else uses meanwhile.
         lag_steps: steps by which a message trails, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
-        names: what a rank may request beside "stop" and "leave"; the same on all ranks, in the same order.
+        names: what a rank may request beside "stop", "leave" and "finish"; the same on all ranks, in the same order.
         rider: what else travels in the messages.
 
     Attributes:
@@ -146,7 +144,7 @@ class ControlChannel:
         self._group = group
         self._is_leader = group.rank() == 0
         self._lag_steps = lag_steps
-        self._names = (STOP, LEAVE, *names)
+        self._names = (STOP, LEAVE, FINISH, *names)
         self._rider = rider or Rider()
         self._pace = _Pace(clock)
         self._step = 0
@@ -157,7 +155,7 @@ class ControlChannel:
 
     @property
     def ending(self) -> bool:
-        return STOP in self.requested or LEAVE in self.requested
+        return not self.requested.isdisjoint((STOP, LEAVE, FINISH))
 
     def acknowledge(self, name: str) -> None:
         """Forget a request that has been carried out, on all ranks at the same step."""
@@ -212,6 +210,22 @@ class ControlChannel:
             at += len(copy)
         self._rider.on_result(self._step, numbers[at:])
         return finished
+
+
+def means(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
+    """Return each metric's mean, given sum and count of one after the other; nan for the mean of nothing."""
+    found = {}
+    for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
+        found[name] = total / count if count else math.nan
+    return found
+
+
+def agree_on_names(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Return the names that any rank has, in one order on all ranks. A blocking collective."""
+    # Ranks add their numbers up by place, so what one rank has and another lacks must have a place too.
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, list(names), group=group)
+    return tuple(dict.fromkeys(chain.from_iterable(by_rank)))
 
 
 def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:

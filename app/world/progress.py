@@ -159,6 +159,10 @@ class Progress:
                 return
             yield fetched
 
+    def spent_s(self, phase: str) -> float:
+        """Return the seconds of all completed phases of this name in this attempt, on the training thread."""
+        return self._spent[phase]
+
     def leave(self) -> None:
         """Leave the attempt. The phase that this breaks off was not completed, so it does not count."""
         self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT, 0)

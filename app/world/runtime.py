@@ -23,6 +23,7 @@ _DEFAULT = Timeouts()
 STOP = "stop"
 LEAVE = "leave"
 CHECKPOINT = "checkpoint"
+FINISH = "finish"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Signals:
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
+    finish: bool = False  # end the run at the next agreed step as if it were its last
     checkpoint: bool = False  # write one, since nobody who holds the state will be in the next world
 
 
@@ -71,7 +73,7 @@ class Outcome:
     @classmethod
     def of(cls, step: int, num_steps: int, requested: Collection[str]) -> Self:
         """Return how an attempt ends after `step` of a run of `num_steps`, with what all ranks know is requested."""
-        if step == num_steps:
+        if step == num_steps or FINISH in requested:
             return cls("finished", step)
         # Whoever wants the run to stop wants no other world for it, even if a worker has to leave as well.
         if LEAVE in requested and STOP not in requested:

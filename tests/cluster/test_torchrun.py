@@ -75,6 +75,27 @@ def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command: Commands) -> Non
     assert "restored from checkpoint" in finished.output
 
 
+FAILS = ["task.target=tests.examples.ragged:FailsAtStep7", "data.target=tests.examples.digits:dataset"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (["optimizer.lrr=1"], "override: optimizer.lrr: unknown key; nearest is lr", 2),
+        (FAILS, "ValueError: a bug in the user's loss", 1),
+    ],
+    ids=["a wrong key", "user code"],
+)
+def test_an_error_of_all_ranks_is_told_by_one(command: Commands, words: list[str], message: str, code: int) -> None:
+    finished = command(launcher=STANDALONE, config="digits.yaml").run(*words, "run.epochs=2", small=False)
+    said, _, of_torchrun = finished.output.partition("ChildFailedError")
+    assert said.count(message) == 1, finished.output
+    assert "app/cli.py" not in said
+    assert of_torchrun.count(f"traceback : {message}") == 1
+    assert f"exitcode  : {code} " in of_torchrun
+    assert "<NO_OTHER_FAILURES>" in of_torchrun
+
+
 def test_half_of_torchruns_environment_is_one_clear_error(tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "main.py", "--config", "ddp.yaml", f"run.storage={tmp_path}", *SMALL],

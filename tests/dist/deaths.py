@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.checkpoint.state import sha256
 from app.components.worker_state import WorkerState
@@ -153,10 +153,10 @@ def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
     held: list[Held] = []
     honest = WorkerState.prepare
 
-    def prepare(self: WorkerState, skip: frozenset[int], parallel: Parallel) -> None:
+    def prepare(self: WorkerState, skip: frozenset[int], parallel: Parallel) -> tuple[nn.Module, dict[str, Any]]:
         if parallel.survivors_hold_all and self.held.step is not None:
             held.append(Held(runtime.attempt, member.number, self.held.step, _state(self)))
-        honest(self, skip, parallel)
+        return honest(self, skip, parallel)
 
     WorkerState.prepare = prepare
     try:

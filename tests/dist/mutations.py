@@ -108,7 +108,7 @@ def load_no_optimizer() -> None:
         def elsewhere(shard: Shard) -> Shard:
             return replace(shard, tensor=shard.tensor.clone()) if shard.name.startswith("optimizer.") else shard
 
-        return lambda files, shards: honest(files, list(map(elsewhere, shards)))
+        return lambda files, shards, **how: honest(files, list(map(elsewhere, shards)), **how)
 
     _replace(app.checkpoint.durable, "load_shards", broken)
 

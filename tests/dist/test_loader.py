@@ -34,3 +34,15 @@ def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
         # Its frames hold the loader, whose process would outlive the test.
         raised.value.__traceback__ = None
         del raised
+
+
+class Unpicklable(Noisy):
+    def __init__(self) -> None:
+        self.transform = lambda pixels: pixels
+
+
+def test_a_dataset_that_processes_cannot_take_is_refused_with_what_to_do() -> None:
+    message = r"cannot take the dataset \(.*lambda.*\); data.num_workers=0 has none"
+    with pytest.warns(UserWarning, match="pickle error"), pytest.raises(DataError, match=message):
+        loader_of(Unpicklable(), num_workers=1).steps(microbatches(0, 40))
+    assert next(loader_of(Unpicklable()).steps(microbatches(0, 40))).num_samples == 8

@@ -40,3 +40,20 @@ def test_sgd_that_is_stopped_and_resumed_is_identical_to_one_that_was_not(tmp_pa
     config = small(tmp_path / "halves", *SGD, "optimizer.nesterov=true")
     drill(config, worlds=[2], stop_after=6)
     check_identical(drill(config, worlds=[2]), undisturbed)
+
+
+MUON = ["optimizer.kind=muon", "optimizer.lr=0.003"]
+
+
+def test_muon_over_a_resize_is_equivalent_and_over_a_stop_identical(tmp_path: Path) -> None:
+    undisturbed = drill(small(tmp_path / "whole", *MUON), worlds=[2])
+    drill(small(tmp_path / "halves", *MUON), worlds=[2], stop_after=6)
+    check_identical(drill(small(tmp_path / "halves", *MUON), worlds=[2]), undisturbed)
+    resized = drill(small(tmp_path / "resized", *MUON), worlds=[3, 1], leave_after=[5])
+    # Its update is computed in bf16, whatever the precision: a last bit here is an eighth bit there.
+    losses = [run.summary["metrics"]["loss"] for run in (resized, undisturbed)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.002)
+    held = {name.rpartition(".")[2] for name in undisturbed.optimizer}
+    assert held == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    by_muon = {name for name in undisturbed.optimizer if name.endswith("momentum_buffer")}
+    assert len(by_muon) == 8  # four matrices in each of two blocks; embeddings and head are AdamW's

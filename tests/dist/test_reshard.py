@@ -39,15 +39,15 @@ def written_or_read(
         worker = WorkerState(config, CPU)
         world = arrange(world, config.parallel)
         parallel = build_parallel(config.parallel, world, worker.precision)
-        worker.prepare(frozenset(), parallel)
-        state = worker.state(parallel.unwrap(parallel.wrap(worker.model)))
+        _, state = worker.prepare(frozenset(), parallel)
         checkpoints = Checkpoints(config, RunDirectory.of(config), world, "data", parallel, worker.writer)
         if writes:
             fill(state)
             checkpoints.save(7, state, {}, Outcome("finished", 7))
         else:
             snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
-            assert restore(state, worker.held, checkpoints, snapshots, parallel, world).step == 7
+            restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
+            assert restored.step == 7
         return {part: sha256(tensors) for part, tensors in state.items()}
     finally:
         world.groups.destroy()

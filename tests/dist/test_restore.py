@@ -26,13 +26,18 @@ NO_STATE = -1
 
 
 class Replica:
-    def __init__(self, held: int) -> None:
+    def __init__(self, held: int, number: int) -> None:
+        self.number = number
         self.held = HeldState()
         if held == NO_STATE:
             self.held.begin_overwriting()
         else:
             self.held.complete(held)
         self.weights = torch.full((4,), float(held))
+
+    def load_initial(self) -> None:
+        """As if each had a file of its own."""
+        self.weights.fill_(0.5 + self.number)
 
     @property
     def step(self) -> int:
@@ -43,7 +48,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
     """(held, weight, source or what was raised) after a restore by members that hold these steps; one may leave."""
     world = form_world(member.store, member.number, len(held), attempt, CPU)
     member.store.set(_formed(attempt, member.number), "")
-    replica = Replica(held[member.number])
+    replica = Replica(held[member.number], member.number)
     try:
         if member.number == leaves:
             member.store.wait([_formed(attempt, number) for number in range(len(held))])
@@ -53,7 +58,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         parallel = ReplicatedParallelism(DdpConfig(), world)
         checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
         snapshots = Snapshots(world, SnapshotStore(), parallel, state)
-        restored = restore(state, replica.held, checkpoints, snapshots, parallel, world)
+        restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
         return replica.step, float(replica.weights[0]), restored.source
     except (RuntimeError, PeerLost):
         return replica.step, float(replica.weights[0]), "lost"
@@ -78,6 +83,10 @@ def test_the_highest_step_wins(gang: Gang, tmp_path: Path) -> None:
 
 def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path: Path) -> None:
     assert gang.run(meet, 2, [0, NO_STATE, 0], None, str(tmp_path)) == [(0, 0.0, "start")] * 3
+
+
+def test_one_rank_reads_what_the_run_starts_from_if_nobody_holds_it_yet(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(meet, 4, [NO_STATE] * 3, None, str(tmp_path)) == [(0, 0.5, "start")] * 3
 
 
 def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path: Path) -> None:

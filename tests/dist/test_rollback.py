@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from app.checkpoint.durable import Checkpoints
 from app.components.worker_state import WorkerState
@@ -134,9 +135,14 @@ def test_when_too_much_is_left_out_the_run_ends_with_a_remedy(tmp_path: Path, bu
     assert said in str(failed.value)
 
 
+class Alone(ReplicatedParallelism):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model  # there is nobody to send gradients to
+
+
 def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_along(tmp_path: Path) -> None:
     worker = WorkerState(small(tmp_path), CPU)
-    parallel = ReplicatedParallelism(DdpConfig(), World(0, 1, 1, cast(Any, None)))
+    parallel = Alone(DdpConfig(), World(0, 1, 1, cast(Any, None)))
     worker.prepare(frozenset({3}), parallel)
     poisoned = worker.model
     worker.advance_to(9)

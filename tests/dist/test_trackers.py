@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.step import Stepper
+import app.step
 from app.tasks import LanguageModeling, Sums
+from app.world import control
 from app.world.groups import PeerLost
 from tests.dist.checks import check_run, check_weights
 from tests.dist.drill import DrillRuntime, drill
@@ -82,20 +85,19 @@ def test_metrics_of_a_task_are_logged_also_where_microbatches_have_different_one
 
 def lose_a_peer_while_agreeing() -> None:
     """In the first step of the first attempt, as all ranks that are left would see it."""
-    agree, failed = Stepper._agreed_metric_names, DrillRuntime.failed
-    attempts: list[int] = []
+    agree, failed = control.agree_on_names, DrillRuntime.failed
+    calls = count()
 
-    def lost(self: Stepper, metrics: Mapping[str, Tensor]) -> tuple[str, ...]:
-        attempts.append(self.world.attempt)
-        if len(attempts) == 1:
+    def lost(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
+        if next(calls) == 0:
             raise PeerLost("while ranks agreed on the names of metrics")
-        return agree(self, metrics)
+        return agree(names, group)
 
     def survive(self: DrillRuntime, step: int, error: BaseException) -> None:
         if not isinstance(error, PeerLost):
             failed(self, step, error)
 
-    Stepper._agreed_metric_names = lost
+    app.step.agree_on_names = lost  # type: ignore[attr-defined]
     DrillRuntime.failed = survive
 
 

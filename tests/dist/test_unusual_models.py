@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from app.checkpoint.catalog import Catalog
-from app.data.batches import Batch
-from app.models import build_model
-from app.run.directory import RunDirectory
+from app.components.hook import HookContext
 from app.tasks import LanguageModeling, Sums
-from tests.dist.checks import EQUAL, check_identical, check_run, check_weights
+from tests.dist.checks import check_identical, check_ledger, check_run, check_weights
 from tests.dist.deaths import Plot, survive, undisturbed
 from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
 from tests.dist.like_nccl import Death
-from tests.dist.reference import GlobalBatch, mean_loss, reference
-from tests.dist.small import VOCABULARY, Tokens, small
+from tests.dist.reference import reference
+from tests.dist.small import VOCABULARY, small
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
 
@@ -57,98 +53,6 @@ class Branched(nn.Module):
             hidden = hidden + torch.tanh(self.sometimes(hidden))
         logits: Tensor = self.head(hidden)
         return logits
-
-
-class NamedTokens(Tokens):
-    """The same tokens, as Hugging Face's datasets hold them."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        inputs, targets = super().__getitem__(index)
-        return {"tokens": inputs, "nested": (f"line {index}", {"targets": targets})}
-
-
-class NamedLanguageModeling(LanguageModeling):
-    def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        assert batch["nested"][0][0].startswith("line ")
-        return super().loss(model, (batch["tokens"], batch["nested"][1]["targets"]))
-
-
-def test_batches_of_any_shape_go_through_a_whole_run(tmp_path: Path) -> None:
-    plain = drill(small(tmp_path / "plain"), worlds=[2, 3], leave_after=[4])
-    here = "tests.dist.test_unusual_models"
-    words = [f"data.target={here}:NamedTokens", f"task.target={here}:NamedLanguageModeling"]
-    named = drill(small(tmp_path / "named", *words), worlds=[2, 3], leave_after=[4])
-    check_identical(named, plain)
-    assert [line["samples_digest"] for line in named.history.lines] == [
-        line["samples_digest"] for line in plain.history.lines
-    ]
-
-
-def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
-    own = "data.validation={target: 'tests.dist.small:Tokens', args: {num_samples: 11}}"
-    config = small(tmp_path, own, "run.epochs=1")
-    run = drill(config, worlds=[2, 3], leave_after=[2])
-    assert sum(line["num_samples"] for line in run.history.lines) == 61  # none is held out
-    check_weights(run, reference(config))
-    model = build_model(config.model).double()
-    model.load_state_dict(run.weights)
-    ids = np.arange(11)
-    expected = mean_loss(model.eval(), GlobalBatch(ids, ids), small(tmp_path, "data.args.num_samples=11"))
-    assert run.summary["metrics"]["loss"] == pytest.approx(expected.item(), abs=EQUAL)
-
-
-class Watched(nn.Module):
-    """Comes in evaluation mode, as from `from_pretrained`, with a part that is to stay so, and tells what it sees."""
-
-    def __init__(self, told: str, frozen: bool) -> None:
-        super().__init__()
-        self._told = told
-        self.backbone = nn.Embedding(VOCABULARY, 12)
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(12, VOCABULARY)
-        self.train(frozen)
-        if frozen:
-            self.backbone.eval()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        seen = {"step": torch.is_grad_enabled(), "dropout": self.dropout.training, "backbone": self.backbone.training}
-        with open(self._told, "a") as file:
-            file.write(json.dumps(seen) + "\n")
-        logits: Tensor = self.head(self.dropout(self.backbone(tokens)))
-        return logits
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path, frozen: bool) -> None:
-    config = small(
-        tmp_path,
-        "model.target=tests.dist.test_unusual_models:Watched",
-        f"model.args={{told: {tmp_path}/told, frozen: {str(frozen).lower()}}}",
-        "validation.every=3 steps",
-    )
-    run = drill(config, worlds=[2, 1, 2], leave_after=[4, 4])
-    seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
-    assert [json.loads(line) for line in sorted(seen)] == [
-        {"step": False, "dropout": False, "backbone": False},
-        {"step": True, "dropout": True, "backbone": not frozen},
-    ]
-    assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
-
-
-def test_metrics_of_a_checkpoint_are_of_its_own_step(tmp_path: Path) -> None:
-    config = small(tmp_path, "validation.every=3 steps", "checkpoint.every=2 steps", "checkpoint.keep_last=20")
-    run = drill(config, worlds=[2])
-    validated = dict(zip(run.told("validation", "step"), run.told("validation", "loss"), strict=True))
-    assert list(validated) == [3, 6, 9, 12, 14]
-    catalog = Catalog(RunDirectory.of(config).store)
-    found = {step: catalog.manifest(step).metrics for step in catalog.steps()}
-    assert found == {step: {"loss": validated[step]} if step in validated else {} for step in range(2, 15, 2)}
-
-
-def test_where_the_best_is_kept_each_validation_has_a_checkpoint(tmp_path: Path) -> None:
-    config = small(tmp_path, "validation.every=3 steps", "checkpoint.keep_best={metric: loss}")
-    run = drill(config, worlds=[2])
-    assert run.told("checkpoint", "step") == [3, 6, 9, 12, 14]
 
 
 @REDUCERS
@@ -200,3 +104,105 @@ def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path)
     words = ["model.target=tests.dist.test_unusual_models:Branched", "optimizer.weight_decay=0"]
     config = small(tmp_path, *words)
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
+
+
+class Codebook(nn.Module):
+    """Keeps a table that every forward in training moves, in place, and one that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.codes: Tensor
+        self.seen: Tensor
+        self.register_buffer("codes", torch.zeros(12))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        if self.training:
+            self.codes.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
+            self.seen = self.seen + 1
+        logits: Tensor = self.head(hidden + self.codes)
+        return logits
+
+
+class Held:
+    """Writes down what each rank holds after each step."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def on_step(self, run: HookContext) -> None:
+        held = {name: buffer.tolist() for name, buffer in run.model.named_buffers()}
+        with open(self._folder / "held", "a") as file:
+            file.write(json.dumps([run.attempt, run.step, run.rank, held]) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path: Path, kind: str) -> None:
+    hook = f"hooks=[{{target: 'tests.dist.test_unusual_models:Held', args: {{folder: {tmp_path}}}}}]"
+    model = "model.target=tests.dist.test_unusual_models:Codebook"
+    run = drill(small(tmp_path, model, hook, f"parallel.kind={kind}"), worlds=[2, 3], leave_after=[4])
+    lines = [json.loads(line) for line in (tmp_path / "held").read_text().splitlines()]
+    held: dict[int, list[dict[str, object]]] = {}
+    for _, step, _, buffers in sorted(lines, key=lambda line: line[:3]):
+        held.setdefault(step, []).append(buffers)
+    assert [len(held[step]) for step in range(1, 15)] == [2] * 5 + [3] * 9
+    for buffers in held.values():
+        assert all(each == buffers[0] for each in buffers)
+    # 7 microbatches: 4 of them the leader's in a world of two, 3 in one of three. Pads are none.
+    assert [held[step][0]["seen"] for step in range(1, 15)] == [*range(4, 21, 4), *range(23, 48, 3)]
+    assert run.weights["seen"] == 47
+
+
+def test_layers_that_mix_the_samples_of_workers_are_refused(tmp_path: Path) -> None:
+    config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Mixing")
+    with pytest.raises(
+        MemberFailed, match="its layer norm is a SyncBatchNorm: it mixes one microbatch of every worker"
+    ):
+        drill(config, worlds=[1])
+
+
+class Mixing(Normalised):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(12)  # type: ignore[assignment]
+
+
+class Asked(LanguageModeling):
+    """Asks the model for what only it has."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        assert model.head.out_features == VOCABULARY
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = model.nothing
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("parallel", ["{reducer: torch}", "{reducer: steadfast}", "{kind: fsdp}"])
+def test_a_task_sees_the_attributes_of_the_plain_model(tmp_path: Path, parallel: str) -> None:
+    words = [
+        "model.target=tests.dist.test_unusual_models:Normalised",
+        "task.target=tests.dist.test_unusual_models:Asked",
+    ]
+    run = drill(small(tmp_path, *words, f"parallel={parallel}", "run.steps=3"), worlds=[2])
+    assert run.summary["status"] == "finished"
+
+
+def test_resnet_18_on_images_of_32_pixels_trains_as_one_process_does(tmp_path: Path) -> None:
+    # Its last feature maps are one pixel, so statistics are of as many numbers as a microbatch has images. Of very few
+    # they would make the last bits of a sum large within some steps, as would a higher rate.
+    words = [
+        "batch.global_size=24",
+        "batch.microbatch_size=8",
+        "data={target: 'tests.examples.vision:Digits', args: {split: train}, validation_fraction: 0}",
+        "model={target: 'tests.examples.vision:resnet18', args: {num_classes: 10}}",
+        "task.target=tests.examples.vision:TopClassification",
+        "optimizer={kind: sgd, lr: 1.0e-3}",
+        "run.steps=4",
+    ]
+    config = small(tmp_path, *words)
+    run, expected = drill(config, worlds=[3, 2], leave_after=[1]), reference(config)
+    check_ledger(run, expected)
+    check_weights(run, expected)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checks import check_ledger, distance, summary_of
-from tests.command import Command, Running
+from tests.command import Command, Running, files_with
 from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
+from tests.wheels import write_wheel
 
 HEAD, WORKERS = "head", ("w1", "w2", "w3")
 CLUSTER = "cluster/onprem.yaml"
@@ -80,22 +83,31 @@ def test_one_host_is_cut_off_for_good_and_another_for_a_while(user: User) -> Non
 def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user: User) -> None:
     lab = user.lab
     words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
-    (user.project / "mine.py").write_text(
-        "from app.tasks import LanguageModeling\n\n\nclass Task(LanguageModeling): ...\n"
-    )
-    given = [*words, "task={target: 'mine:Task'}", "--cluster", CLUSTER]
+    (user.project / "mine.py").write_text("from tests.examples.environment import Seen\n\n\nclass Task(Seen): ...\n")
+    secret = f"secret-{uuid.uuid4()}"
+    user.settings = {"TOKEN": secret, "WANDB_API_KEY": secret}
+    wheel = write_wheel(user.project, "of_the_user")
+    args = "{folder: /mnt/shared/seen, names: [TOKEN, WANDB_API_KEY], package: of_the_user}"
+    given = [
+        *words,
+        f"task={{target: 'mine:Task', args: {args}}}",
+        "cluster.env.TOKEN=null",
+        f"cluster.pip={wheel.name}",
+    ]
+    given += ["--cluster", CLUSTER]
     running = user.trains(*given)
     running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
+    check_what_workers_have_seen(lab, secret)
     running.wait_until(lambda: "step" in running.output_path.read_text(), "what the run says, on the laptop")
     lab.power_off("laptop")
     step = running.history.last_step
 
     lab.add("laptop2", 5, storage=False)
     lab.give_key("laptop2")
-    other = User(lab, "laptop2")
+    other = User(lab, "laptop2", user.settings)
     other.clone()
-    for file in (CLUSTER, "mine.py"):
-        (other.project / file).write_text((user.project / file).read_text())
+    for file in (CLUSTER, "mine.py", wheel.name):
+        (other.project / file).write_bytes((user.project / file).read_bytes())
     attached = other.trains(*given).wait(240)
     assert attached.code == 0, attached.output
     started = [event for event in running.events if event["event"] == "run_started"]
@@ -104,8 +116,20 @@ def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user: Use
     again = other.trains(*given).wait(60)
     assert (again.code, "finished" in again.output) == (0, True), again.output
 
+    assert files_with(secret, running.directory) == []
+    for host in (HEAD, *WORKERS):
+        tmp = lab.home(host).parent / "tmp"
+        assert files_with(secret, *tmp.glob("ray/session_2*/logs"), lab.home(host)) == []
+        assert not list(tmp.glob("steadfast-*"))
 
-@pytest.mark.timeout(300)
+
+def check_what_workers_have_seen(lab: Lab, secret: str) -> None:
+    """All three hosts have what the laptop has given: variables and a package."""
+    seen = {file.name.partition("-")[0]: json.loads(file.read_text()) for file in (lab.storage / "seen").iterdir()}
+    given = {"TOKEN": secret, "WANDB_API_KEY": secret, "of_the_user": "1.0"}
+    assert seen == {host: given for host in WORKERS}
+
+
 def test_nobody_from_outside_gets_in_without_the_token(user: User) -> None:
     lab = user.lab
     address = lab.addresses[HEAD]

@@ -133,8 +133,8 @@ def metrics_of_rank(store: dist.Store, rank: int, counts: list[int]) -> list[dic
     finished = []
     for step in range(1, NUM_STEPS + 1):
         num = counts[rank]
-        # loss sum, count, gradient norm, and the sums of the two metrics
-        numbers = torch.tensor([2.0 * num, num, 1.0, float(step * rank), 10.0 * num], dtype=torch.float64)
+        # loss sum, count, gradient norm, and sum and count of the two metrics, the second with a count of its own
+        numbers = torch.tensor([2.0 * num, num, 1.0, float(step * rank), num, 20.0, 2.0], dtype=torch.float64)
         result = StepResult(step, numbers, num_samples=num, samples_digest=0, metric_names=("accuracy", "length"))
         finished += control.exchange(result, set())
     finished += control.drain()
@@ -156,4 +156,5 @@ def test_metrics_of_a_step_in_which_nothing_counts_are_unknown() -> None:
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(metrics_of_rank, store, rank, [0, 0]) for rank in range(2)]
         for rank in ranks:
-            assert all(math.isnan(value) for metrics in rank.result() for value in metrics.values())
+            assert all(math.isnan(metrics["accuracy"]) for metrics in rank.result())
+            assert all(metrics["length"] == 10.0 for metrics in rank.result())  # which has a count of its own

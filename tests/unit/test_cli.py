@@ -218,3 +218,11 @@ for verb in sys.argv[1:]:
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for verb in ("", *VERBS):
         assert f"{verb}: []\n" in answer.stdout
+
+
+def test_a_variable_that_is_not_there_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["--config", "ddp.yaml", "cluster.env={NOT_SET_ANYWHERE: null}"]) == 2
+    assert capsys.readouterr().err == (
+        "error: cluster.env.NOT_SET_ANYWHERE: is null, and this command's environment has no NOT_SET_ANYWHERE: "
+        "export it, or give a value here\n"
+    )

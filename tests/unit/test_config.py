@@ -13,6 +13,8 @@ from app.config import (
     Config,
     Every,
     GptConfig,
+    HuggingFaceSource,
+    ImageFolderSource,
     MlpConfig,
     Target,
     TextData,
@@ -42,7 +44,10 @@ BAD = [
     ("model: {kind: gtp}", 'x.yaml:1: model.kind: unknown kind, found "gtp"; nearest is gpt'),
     ("model: {kind: gpt, target: 'a:b'}", "x.yaml:1: model.target: unknown key"),
     ("model: {kind: ~}", "x.yaml:1: model.kind: unknown kind, found null; valid: gpt, mlp, target"),
-    ("data: {kind: csv}", 'x.yaml:1: data.kind: unknown kind, found "csv"; valid: target, text, tokens'),
+    (
+        "data: {kind: csv}",
+        'x.yaml:1: data.kind: unknown kind, found "csv"; valid: huggingface, image_folder, target, text, tokens',
+    ),
     ("optimizer: {kind: adan}", 'x.yaml:1: optimizer.kind: unknown kind, found "adan"; nearest is adam'),
     (
         "trackers:\n- kind: tensorbord",
@@ -89,7 +94,9 @@ BAD = [
     ("run: !!python/object:os.system {}", "x.yaml:1: not valid YAML: could not determine a constructor for the tag "
      "'tag:yaml.org,2002:python/object:os.system'"),
     ("scaling:\n  gpus_per_worker: 2", "x.yaml:2: scaling.gpus_per_worker: must be 0, 1 or auto: a worker trains on "
-     "one GPU; for more, raise scaling.num_workers, found 2"),
+     "one GPU, found 2; for more, raise num_workers"),
+    ("run: {seed: 1}\nparallel: {kind: data_parallel}", "x.yaml:2: parallel.kind: data_parallel is one process: "
+     "scaling.num_workers must be 1, found up to 8"),
 ]
 BAD_OVERRIDES = [
     ("optimizer.lr=fast", "override: optimizer.lr: must be a valid number, unable to parse string as a number, "
@@ -229,10 +236,12 @@ def test_diff_sorts_changes_into_refused_told_and_free() -> None:
     assert [tuple(change) for change in diff(old, new)] == [
         ("run.seed", 1, 2, True, False),
         ("scaling.num_workers", [1, 8], [3, 3], False, True),
-        ("data.num_workers", 0, 1, False, True),
+        ("data.num_workers", "auto", 1, False, True),
         ("optimizer.lr", 3e-3, 1.0, False, False),
     ]
     assert diff(old, old) == []
+    (change,) = diff(old, load_config("ddp.yaml", ["checkpoint.trainable_only=true"]))
+    assert change.identity
     kinds = {change.key for change in diff(old, load_config("ddp.yaml", ["model.target=a:b"]))}
     assert {"model.target", "model.kind", "model.num_layers"} <= kinds
 
@@ -261,3 +270,12 @@ def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None
     config = parse_config("data: {source: '*.txt', validation: {source: '*.md', context_length: 64}}", "x.yaml")
     assert config.data.validation == TextSource(source="*.md", context_length=64)
     assert parse_config(dump_config(config), "x.yaml") == config
+
+
+def test_data_of_one_kind_are_validated_on_at_the_size_that_they_are_trained_at() -> None:
+    folders = "data: {kind: image_folder, path: a, image_size: 32, validation: {kind: image_folder, path: b}}"
+    assert parse_config(folders, "x.yaml").data.validation == ImageFolderSource(path="b", image_size=32)
+    texts = "data: {context_length: 64, validation: {source: '*.md'}}"
+    assert parse_config(texts, "x.yaml").data.validation == TextSource(source="*.md", context_length=64)
+    others = "data: {context_length: 64, validation: {kind: huggingface, path: b}}"
+    assert parse_config(others, "x.yaml").data.validation == HuggingFaceSource(path="b")

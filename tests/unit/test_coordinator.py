@@ -308,3 +308,25 @@ def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])
 def test_an_error_that_speaks_of_sockets_is_no_peers_before_there_are_any(attempt: int, kind: str) -> None:
     assert _kind(RuntimeError("the dataset's server closed the socket"), attempt) == kind
+
+
+def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        port = await worlds.subject.heartbeats.listen()
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in "abc"]
+        for name, (_, writer) in zip("abc", connections, strict=True):
+            writer.write(f"{name}\n".encode())
+        await asyncio.sleep(4 * SHORT_S)  # they import and build
+        assert not worlds.subject._dead
+        await worlds.form()
+        until = asyncio.get_running_loop().time() + LONG_S / 2
+        while len(worlds.told()) < 3 and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(SHORT_S)
+        for _, writer in connections:
+            writer.close()
+            await writer.wait_closed()
+        worlds.subject.heartbeats._server.close()
+
+    worlds = play(tmp_path, story)
+    lost = {failure.member: failure.error for failure in worlds.directory.events(Failure)}
+    assert lost == dict.fromkeys("abc", f"not heard of for {SHORT_S:g} s")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import Target, TargetData, TextData, TokensData
+from app.config import LoaderConfig, Target, TargetData, TextData, TokensData
 from app.config.target import load_target
 from app.data.datasets import TextDataset, TokensDataset, build_dataset
-from app.data.loader import Loader
+from app.data.loader import Loader, num_loader_processes
 from app.data.order import SampleOrder, samples_digest
 from app.errors import ConfigError, DataError
 from app.plan import Microbatch
@@ -111,6 +112,7 @@ def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
         ("json.deep:loads", "no module json.deep in "),
         ("json:load_", "json has no load_"),
         ("math:pi", "is a float, which cannot be called"),
+        ("<live model>:Net", "was an object of the program that called app.fit(); only such a program can go on"),
     ],
 )
 def test_target_says_what_failed(target: str, message: str) -> None:
@@ -130,8 +132,51 @@ def test_target_is_found_in_the_working_directory_and_a_failing_import_is_told_a
     assert len(build_dataset(TargetData(target="mine_b:dataset", args={"n": 3}))) == 3
     with pytest.raises(ConfigError, match=r"data\.args: .* does not take .*'m'"):
         build_dataset(TargetData(target="mine_b:dataset", args={"m": 3}))
-    with pytest.raises(ConfigError, match="no module not_installed_b in"):
+    with pytest.raises(ConfigError, match=r'target: "needs_b:x": needs_b\.py:1: .*No module named .not_installed_b'):
         load_target("needs_b:x")
+
+
+BROKEN = {
+    "what it imports is broken": (
+        "import math\nfrom math import nope\n",
+        r"mine\.py:2: ImportError: cannot import name",
+    ),
+    "a lazy import without a name": (
+        'raise ModuleNotFoundError("Could not import module GPT2")\n',
+        r"mine\.py:1: ModuleNotFoundError: Could not import module GPT2",
+    ),
+    "no Python": ("x = = 1\n", r"mine\.py:1: SyntaxError: invalid syntax"),
+    "a bug at its top": ("x = 1\nx.y\n", r"mine\.py:2: AttributeError: 'int' object has no attribute 'y'"),
+    "another app": ("\nimport app.utils\n", r"mine\.py:2: .*No module named .app\.utils.\. Steadfast's own package is"),
+}
+
+
+@pytest.mark.parametrize(("code", "message"), BROKEN.values(), ids=BROKEN)
+def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "utils.py").touch()
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=f'model\\.target: "mine:x": {message}') as caught:
+        load_target("mine:x", "model.target")
+    assert caught.value.__cause__ is not None  # for -v
+    assert "mine" not in sys.modules
+
+
+@pytest.mark.parametrize("target", ["app.net:build", "app.models:build"])
+def test_a_users_package_of_the_name_of_ours_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as without:
+        load_target(target)
+    assert "hides" not in str(without.value)
+    (tmp_path / "app").mkdir()
+    with pytest.raises(ConfigError, match=f"{target}.*Steadfast's own package is called app too, and hides.*rename"):
+        load_target(target)
 
 
 # loader
@@ -341,3 +386,10 @@ class Stream(torch.utils.data.IterableDataset[int]):
 def test_a_stream_is_refused_by_its_name() -> None:
     with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Give a map-style dataset"):
         build_dataset(TargetData(target="tests.unit.test_data:Stream"))
+
+
+def test_processes_read_ahead_for_a_gpu_unless_told_otherwise() -> None:
+    assert num_loader_processes(LoaderConfig(), on_gpu=True) == 2
+    assert num_loader_processes(LoaderConfig(), on_gpu=False) == 0
+    assert num_loader_processes(LoaderConfig(num_workers=0), on_gpu=True) == 0
+    assert num_loader_processes(LoaderConfig(num_workers=3), on_gpu=False) == 3

@@ -21,6 +21,7 @@ from app.orchestration import worker_runtime
 from app.orchestration.worker_runtime import RayRuntime, WorkerSpec
 from app.parallel.precision import build_precision
 from app.run.directory import RunDirectory
+from app.telemetry.console import Console
 from app.world.device import (
     DETERMINISTIC,
     Gpu,
@@ -122,7 +123,7 @@ def test_more_ranks_than_gpus_under_torchrun_are_one_clear_error(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = parse_config("", "x.yaml", [f"run.storage={tmp_path}", f"scaling.gpus_per_worker={wanted}"])
     with pytest.raises(UsageError) as raised:
-        run_under_torchrun(config, 0.0, verbose=False)  # before it looks for the others, who would wait for it
+        run_under_torchrun(config, 0.0, Console())  # before it looks for the others, who would wait for it
     assert f"has started 2 rank(s) on this machine, which has {num_gpus} GPU(s)" in str(raised.value)
     assert "Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0" in str(raised.value)
 

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from app.checkpoint.catalog import Catalog, path_of
-from app.checkpoint.initial import Loaded, load_initial
+from app.checkpoint.initial import Loaded, load_weights
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.shards import StagingBuffer, shards_of
 from app.cli import main
 from app.components.worker_state import WorkerState
 from app.config import Config, parse_config
 from app.errors import UsageError
+from app.run.directory import RunDirectory
 from app.run.owner import Ownership
 from app.storage import LocalStore
 
@@ -50,6 +51,7 @@ def run(tmp_path: Path, model: nn.Module) -> Path:
         catalog.write(step, "rank-0", [data])
         files = {"rank-0": FileDigest(hashlib.sha256(data).hexdigest(), len(data))}
         catalog.commit(Manifest(step, 1, 1, 0.0, "data", files, metrics={"loss": 0.25}))
+    RunDirectory(catalog.store).write_config(parse_config(MLP))
     return tmp_path
 
 
@@ -81,6 +83,7 @@ def test_a_step_may_be_chosen(run: Path) -> None:
         (["--out", "weights.bin"], 2, "must end in .safetensors or .pt"),
         (["--out", "weights.pt", "--step", "6"], 2, "holds no checkpoint of step 6"),
         ([], 2, "export takes one run and --out, for example: export ddp --out model.safetensors"),
+        (["--out", "model", "--format", "hf"], 2, "--format hf: Mlp has no save_pretrained; take safetensors or pt"),
         (["--out", "no/such/folder/weights.pt"], 1, "cannot be written"),
     ],
 )
@@ -130,6 +133,7 @@ def test_a_run_may_start_from_exported_weights(tmp_path: Path, suffix: str) -> N
     weights = first.model.state_dict()
     torch.save(weights, path) if suffix == "pt" else safetensors.torch.save_file(weights, path)
     started = WorkerState(config(path), torch.device("cpu"))
+    started.load_initial()
     for name, tensor in started.model.state_dict().items():
         assert torch.equal(tensor, weights[name])
 
@@ -138,7 +142,7 @@ def test_weights_of_another_model_are_refused(run: Path) -> None:
     torch.save({"other": torch.zeros(1)}, run / "weights.pt")
     for path, said in ((run / "weights.pt", "Missing key"), (run / "none.pt", "No such file")):
         with pytest.raises(Exception, match=said) as raised:
-            WorkerState(config(path), torch.device("cpu"))
+            WorkerState(config(path), torch.device("cpu")).load_initial()
         assert "run.init_from" in str(raised.value)
 
 
@@ -164,7 +168,7 @@ def test_a_folder_of_hugging_faces_may_be_sharded_and_lack_tied_names(tmp_path: 
     weight_map = {name: file for file, part in parts.items() for name in part}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     model = Tied()
-    assert load_initial(model, tmp_path) == Loaded()
+    assert load_weights(model, tmp_path) == Loaded()
     assert model.head.weight is model.embedding.weight
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name])
@@ -177,15 +181,22 @@ def test_what_fits_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
     )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     with pytest.raises(UsageError, match=r"(?s)Missing key.*With run.init_strict=false what fits is loaded"):
-        load_initial(model, tmp_path / "a.pt")
-    found = load_initial(model, tmp_path / "a.pt", strict=False)
+        load_weights(model, tmp_path / "a.pt")
+    found = load_weights(model, tmp_path / "a.pt", strict=False)
     assert found == Loaded(("1.weight", "1.bias"), ("old.weight",))
     assert torch.equal(model.state_dict()["0.weight"], base["0.weight"])
     torch.save({"old.weight": base["1.weight"]}, tmp_path / "b.pt")
     with pytest.raises(UsageError, match=r"none of its names is the model's; it has old.weight"):
-        load_initial(model, tmp_path / "b.pt", strict=False)
+        load_weights(model, tmp_path / "b.pt", strict=False)
     with pytest.raises(UsageError, match=r"neither model.safetensors nor pytorch_model.bin"):
-        load_initial(model, tmp_path)
+        load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("index", ["nonsense", "{}", "[]", '{"weight_map": {"a": "none.safetensors"}}'])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):
+        load_weights(Tied(), tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1, 2], 2)])
@@ -194,4 +205,4 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, suffix: str, data: byt
     path = tmp_path / f"weights.{suffix}"
     path.write_bytes(data)
     with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):
-        WorkerState(config(path), torch.device("cpu"))
+        WorkerState(config(path), torch.device("cpu")).load_initial()

@@ -74,7 +74,7 @@ def ends() -> Iterator[Ends]:
     thread.start()
     heard: queue.Queue[Commands | None] = queue.Queue()
     lost: queue.Queue[tuple[str, str]] = queue.Queue()
-    server = HeartbeatServer(TIMEOUTS.silence_s, lambda *_: None, lambda *said: lost.put(said))
+    server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda *said: lost.put(said))
     cable = Cable(asyncio.run_coroutine_threadsafe(server.listen(), loop).result())
     client = HeartbeatClient(("127.0.0.1", cable.port), "a", TIMEOUTS, dict, heard.put)
     assert heard.get(timeout=SOON_S) == Commands()  # the ends have met
@@ -101,11 +101,27 @@ def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
 
 
 def test_behind_a_partition_the_worker_is_taken_for_dead_and_then_counts_itself_out(ends: Ends) -> None:
+    ends.loop.call_soon_threadsafe(ends.server.expect, ["a"])
     ends.cable.cut.set()
     assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.25 s")
     assert ends.heard.empty()  # first the others go on without it
     assert ends.heard.get(timeout=SOON_S) is None
     assert ends.client.ended
+
+
+def test_before_its_first_world_a_worker_may_be_silent_for_longer_and_in_one_no_more(ends: Ends) -> None:
+    ends.cable.cut.set()
+    with pytest.raises(queue.Empty):
+        ends.lost.get(timeout=4 * TIMEOUTS.silence_s)
+    ends.loop.call_soon_threadsafe(ends.server.expect, ["a"])
+    began = time.monotonic()
+    assert ends.lost.get(timeout=SOON_S) == ("a", "not heard of for 0.25 s")
+    assert time.monotonic() - began < 2 * TIMEOUTS.silence_s
+
+
+def test_a_worker_that_never_comes_to_a_world_is_lost_in_the_end(ends: Ends) -> None:
+    ends.cable.cut.set()
+    assert ends.lost.get(timeout=SOON_S) == ("a", f"not heard of for {TIMEOUTS.lease_s:g} s")
 
 
 def test_a_worker_that_closes_its_end_is_lost_at_once(ends: Ends) -> None:

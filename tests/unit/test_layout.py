@@ -35,6 +35,9 @@ def test_ray_internals_are_in_one_module() -> None:
 
 
 def test_reading_a_config_imports_neither_torch_nor_ray() -> None:
-    code = "import sys, app.cli, app.config; print([name for name in ('torch', 'ray') if name in sys.modules])"
+    code = (
+        "import sys, app.cli; from app import Config, load_config; "
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
     answer = subprocess.run([sys.executable, "-c", code], cwd=APP.parent, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

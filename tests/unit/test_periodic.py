@@ -12,7 +12,7 @@ from app.components.periodic import Periodic
 from app.components.trigger import Interval
 from app.config import Every
 from app.world.control import ControlChannel
-from app.world.runtime import LEAVE, STOP, Signals
+from app.world.runtime import FINISH, LEAVE, STOP, Signals
 
 NUM_STEPS = 10
 
@@ -123,6 +123,7 @@ def test_only_the_leader_s_clock_requests_but_every_trigger_is_asked(leader: boo
         (Signals(stop=True), {STOP}),
         (Signals(leave=True), {LEAVE}),
         (Signals(checkpoint=True), {"checkpoint"}),
+        (Signals(finish=True), {FINISH}),
         (Signals(stop=True, leave=True, checkpoint=True), {STOP, LEAVE, "checkpoint"}),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(
 def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     run_on_head = "app.launch.remote.run_on_head"
-    monkeypatch.setattr(run_on_head, lambda cluster, arguments, verbose: given.append(arguments) or 0)
+    monkeypatch.setattr(run_on_head, lambda cluster, arguments, *_: given.append(arguments) or 0)
     for words in (["--cluster", "c.yaml"], ["--cluster=c.yaml"]):
         assert main(0.0, ["--config", "ddp.yaml", *words, "run.name=c.yaml"]) == 0
         assert main(0.0, ["scale", "ddp", "--workers", "2:4", *words]) == 0

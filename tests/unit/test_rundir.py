@@ -57,3 +57,18 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
         directory.check_shared()
     (tmp_path / "run" / "owner.json").mkdir(parents=True)
     directory.check_shared()
+
+
+@pytest.mark.parametrize(("steps", "goes_on"), [(100, False), (200, True), (70, True)])
+def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_for(
+    directory: RunDirectory, steps: int, goes_on: bool
+) -> None:
+    directory.check_writable()
+    said: list[str] = []
+    assert start_or_resume(parse_config("run: {steps: 100}"), directory, "ray", 0.0, said.append)
+    summary = {"status": "finished", "step": 60, "metrics": {}, "ended_early": "loss has not been better than 2.1"}
+    directory.write_summary(summary)
+    again = parse_config(f"run: {{steps: {steps}}}")
+    assert start_or_resume(again, directory, "ray", 0.0, said.append) == goes_on
+    if not goes_on:
+        assert said[-1].startswith(f"{directory.uri} has finished: 60 steps | loss has not been better than 2.1")

@@ -8,6 +8,8 @@ import pty
 import subprocess
 import sys
 import threading
+import time
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from app.run.events import (
     Finished,
     Hang,
     Log,
+    ModelSharded,
     NodeQuarantined,
     NotSaved,
     PartsInEvaluation,
@@ -63,6 +66,7 @@ LOG = Log(
     lr=3e-4,
     grad_norm=0.8,
     step_ms=412.3,
+    data_wait=0.031,
     units_per_s=39_812.0,
     samples_per_s=311.0,
     mfu=0.4118,
@@ -71,7 +75,10 @@ LOG = Log(
     eta_s=3200.0,
     unit="tok",
 )
-LINE = "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | 39.8k tok/s | mfu 41.2% | 31.2 GiB | 4 workers | eta 53m"
+LINE = (
+    "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | data wait 3% | 39.8k tok/s | mfu 41.2% | 31.2 GiB | "
+    "4 workers | eta 53m"
+)
 STARTED = AttemptStarted(
     attempt=2,
     world_size=2,
@@ -109,6 +116,8 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             PartsInEvaluation(attempt=1, modules=("backbone", "norms.1")),
             "in evaluation mode, as the model came: backbone, norms.1",
         ),
+        (ModelSharded(attempt=1, num_units=5, layers={"Block": 4}), "fsdp: 5 units: 4 x Block, the rest"),
+        (ModelSharded(attempt=1, num_units=1, layers={}), "fsdp: 1 unit: the whole model"),
         (
             PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
             "precision is fp32, not bf16: the Tesla T4 of rank 3 has no bf16",
@@ -119,7 +128,8 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             ON_CPU,
-            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | 311 samples/s | 31.2 GiB | 1 worker | eta 53m",
+            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | data wait 3% | 311 samples/s | 31.2 GiB | 1 worker | "
+            "eta 53m",
         ),
         (
             Validation(time_s=1.0, step=200, metrics={"loss": 2.0, "accuracy": 0.912}),
@@ -312,11 +322,14 @@ def test_close_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_meters_give_median_step_and_mean_rates() -> None:
     meters = Meters(flops_per_sample=5e9, peak_flops_total=1e12)
     for seconds in (5.0, 1.0, 1.0, 3.0):
-        meters.record(seconds, num_samples=10, units=1000)
+        meters.record(seconds, num_samples=10, units=1000, data_s=0.5)
     first = meters.snapshot(remaining_steps=6)
-    assert first == {"step_ms": 2000.0, "units_per_s": 400.0, "samples_per_s": 4.0, "mfu": 0.02, "eta_s": 12.0}
+    rates = {"units_per_s": 400.0, "samples_per_s": 4.0, "mfu": 0.02}
+    assert first == {"step_ms": 2000.0, "data_wait": 0.2, "eta_s": 12.0, **rates}
     meters.record(0.5, num_samples=10, units=1000)
-    assert meters.snapshot(remaining_steps=0)["step_ms"] == 500.0
+    second = meters.snapshot(remaining_steps=0)
+    assert second["step_ms"] == 500.0
+    assert second["data_wait"] == 0.0
 
 
 def test_mfu_is_unknown_without_a_peak() -> None:
@@ -395,6 +408,7 @@ def test_trackers_sort_figures() -> None:
         "train/grad_norm": {1200: 0.8},
         "train/accuracy": {1200: 0.9},
         "speed/step_ms": {1200: 4.08},
+        "speed/data_wait": {1200: 0.031},
         "speed/units_per_s": {1200: 39_812.0},
         "speed/samples_per_s": {1200: 311.0},
         "speed/memory_bytes": {1200: LOG.memory_bytes},
@@ -461,3 +475,23 @@ def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:
     tracked.write_text("2")
     assert len(clean) == 40
     assert environment(tmp_path)["git"] == f"{clean}-dirty"
+
+
+def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.telemetry.console._QUIET_S", 0.1)
+    file = io.StringIO()
+    with closing(Console(file=file)) as console:
+        console.stage("starting")
+        console.line("hello")
+        time.sleep(0.3)
+        assert file.getvalue() == "hello\n"
+        console.stage("waiting")
+        console.stage("training")
+        time.sleep(0.3)
+        assert file.getvalue() == "hello\ntraining\n"
+        console.stage("late", since_s=time.time() - 1.0)
+        time.sleep(0.05)
+        assert file.getvalue().endswith("late\n")
+        console.stage("never")
+    time.sleep(0.2)
+    assert "never" not in file.getvalue()

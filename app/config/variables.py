@@ -1,0 +1,35 @@
+"""The environment variables that workers get: which of the command's own, and with which values."""
+
+from collections.abc import Mapping
+
+from app.config.schema import ClusterConfig
+from app.errors import ConfigError, Problem
+
+
+def given_variables(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the variables whose values stand in the configuration."""
+    return {name: value for name, value in cluster.env.items() if value is not None}
+
+
+def taken_variables(cluster: ClusterConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the command hands on from its own environment: their values may be secrets.
+
+    Raises:
+        ConfigError: one that the configuration names is not there.
+    """
+    taken: dict[str, str] = {}
+    for name, value in environment.items():
+        if name.startswith(cluster.env_prefixes) and name not in cluster.env:
+            taken[name] = value
+    problems: list[Problem] = []
+    for name, given in cluster.env.items():
+        if given is not None:
+            continue
+        if name in environment:
+            taken[name] = environment[name]
+        else:
+            what = f"is null, and this command's environment has no {name}: export it, or give a value here"
+            problems.append(Problem("", f"cluster.env.{name}", what))
+    if problems:
+        raise ConfigError(problems)
+    return taken

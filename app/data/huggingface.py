@@ -1,0 +1,35 @@
+"""Datasets of Hugging Face's package `datasets`: a sample is a mapping of its columns, numbers as tensors."""
+
+from pathlib import Path
+from typing import Any
+
+from app.config import HuggingFaceSource
+from app.data.extras import import_extra
+from app.errors import DataError
+
+
+def open_huggingface(config: HuggingFaceSource, key: str) -> Any:
+    """Return the dataset that the section at `key` names. Raises DataError, or ConfigError without the package."""
+    datasets = import_extra("datasets", "huggingface", key)
+    try:
+        found = _load(datasets, config)
+        return found.with_format("torch", columns=list(config.columns) or None)
+    except (OSError, ValueError, IndexError) as error:  # the last of a dataset that was saved empty
+        raise DataError(f"{config.path!r} cannot be read: {error}") from error
+
+
+def _load(datasets: Any, config: HuggingFaceSource) -> Any:
+    folder = Path(config.path)
+    split = config.split or "train"
+    if (folder / "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(config.path)
+        if split not in splits:
+            raise DataError(f"{config.path!r} has no split {split}; there are: {', '.join(splits)}")
+        return splits[split]
+    if (folder / "state.json").exists():
+        found = datasets.load_from_disk(config.path)
+        # Or one would validate, say, on what one trains on.
+        if config.split and config.split != str(found.split):
+            raise DataError(f"{config.path!r} holds the split {found.split} alone, not {config.split}")
+        return found
+    return datasets.load_dataset(config.path, config.name, split=split)

@@ -1,0 +1,31 @@
+"""`parallel.kind: data_parallel`, as far as it goes without a GPU: there the model is the plain one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import DataParallelConfig
+from app.errors import UsageError
+from app.parallel import build_parallel
+from tests.dist.checks import check_run
+from tests.dist.drill import drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+
+def test_one_worker_trains_as_one_process_does_and_is_told_of_ddp(tmp_path: Path) -> None:
+    config = small(tmp_path, "parallel.kind=data_parallel", "scaling.num_workers=1")
+    run = drill(config, worlds=[1])
+    check_run(run, reference(config))
+    assert len([event for event in run.events if event["event"] == "data_parallel_slower"]) == 1
+
+
+def test_a_second_worker_is_refused() -> None:
+    world: Any = SimpleNamespace(size=2)
+    with pytest.raises(UsageError, match="data_parallel is one process, and there are 2: use ddp"):
+        build_parallel(DataParallelConfig(), world, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]

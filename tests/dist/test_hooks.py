@@ -1,0 +1,227 @@
+"""Hooks: called on all ranks alike, with a state that outlives failures; the average of the weights; early stopping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.weights import read_whole
+from app.cli import main
+from app.components.hook import HookContext
+from app.config import Config
+from app.models import build_model
+from app.run.directory import RunDirectory
+from app.run.owner import Ownership
+from tests.dist.checks import EQUAL, check_equal, check_identical, check_run, check_weights
+from tests.dist.drill import Drilled, drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import held_out, mean_loss, reference
+from tests.dist.small import small
+
+EMA = "hooks=[{kind: ema, decay: 0.8}]"
+DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"
+STOPPING = "{kind: early_stopping, patience: 2}"
+
+
+class Diary:
+    """Writes down what it is told, a file for each process, and counts steps in state of each sort."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._num_steps, self._loss, self._halved = 0, 0.0, {"steps": torch.zeros(1, dtype=torch.float64)}
+
+    def on_start(self, run: HookContext) -> None:
+        self._write(run, "start")
+
+    def on_step(self, run: HookContext) -> None:
+        self._num_steps += 1
+        self._loss += 1.0 / run.step
+        self._halved = {"steps": self._halved["steps"] + 0.5}  # a new tensor, as code of users makes them
+        run.log({"num_steps": self._num_steps})
+        self._write(run, "step")
+
+    def on_validation(self, run: HookContext, metrics: Mapping[str, float]) -> None:
+        self._write(run, "validation")
+
+    def on_checkpoint(self, run: HookContext) -> None:
+        self._write(run, "checkpoint")
+
+    def on_end(self, run: HookContext) -> None:
+        self._write(run, "end")
+
+    def state_dict(self) -> dict[str, object]:
+        return {"num_steps": self._num_steps, "loss": self._loss, "halved": self._halved}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert isinstance(state["num_steps"], int)
+        assert isinstance(state["loss"], float)
+        self._num_steps, self._loss = state["num_steps"], state["loss"]
+        self._halved = state["halved"]  # type: ignore[assignment]
+
+    def _write(self, run: HookContext, what: str) -> None:
+        halved = self._halved["steps"].item()
+        line = [what, run.attempt, run.rank, run.world_size, run.step, self._num_steps, halved, self._loss]
+        with open(self._folder / "diary", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def diary(folder: Path, *what: str) -> list[list[float]]:
+    """Return what ranks have written, sorted by attempt, rank and step."""
+    lines = [json.loads(line) for line in (folder / "diary").read_text().splitlines()]
+    return sorted(line[1:] for line in lines if line[0] in what)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_all_ranks_call_hooks_after_the_same_steps_and_their_state_goes_on_in_every_world(
+    tmp_path: Path, kind: str
+) -> None:
+    hook = DIARY.replace("FOLDER", str(tmp_path))
+    own = "{target: 'tests.examples.json_lines:JsonLines'}"
+    words = ["validation.every=5 steps", "checkpoint.every=4 steps", f"trackers=[{own}]", f"hooks=[{hook}]"]
+    config = small(tmp_path, *words, f"parallel.kind={kind}")
+    first = drill(config, worlds=[2], stop_after=5)  # agreed on one step later
+    run = drill(config, worlds=[3, 2], leave_after=[3])
+    check_run_of(run, config)
+    assert [line["step"] for line in first.history.lines] == list(range(1, 7))
+    places = [(1, 2, range(1, 7)), (2, 3, range(7, 11)), (3, 2, range(11, 15))]
+    expected = []
+    for attempt, size, steps in places:
+        for rank in range(size):
+            for step in steps:
+                harmonic = sum(1.0 / each for each in range(1, step + 1))
+                expected.append([attempt, rank, size, step, step, step / 2, pytest.approx(harmonic)])
+    assert diary(tmp_path, "step") == expected
+    starts = [line[:5] for line in diary(tmp_path, "start")]
+    assert starts == [
+        [attempt, rank, size, steps[0] - 1, steps[0] - 1] for attempt, size, steps in places for rank in range(size)
+    ]
+    assert [line[3] for line in diary(tmp_path, "validation") if line[1] == 0] == [5, 10, 14]
+    assert [line[3] for line in diary(tmp_path, "end") if line[1] == 0] == [6, 14]
+    drawn = [json.loads(line) for line in (tmp_path / "small" / "figures.jsonl").read_text().splitlines()]
+    assert [line["hooks/num_steps"] for line in drawn if "hooks/num_steps" in line] == list(range(1, 15))
+
+
+def check_run_of(run: Drilled, config: Config) -> None:
+    """Hooks change nothing in what the run computes."""
+    check_weights(run, reference(config))
+
+
+def test_a_step_that_is_left_out_is_no_step_for_hooks(tmp_path: Path) -> None:
+    words = ["checkpoint.every=2 steps", f"hooks=[{DIARY.replace('FOLDER', str(tmp_path))}]"]
+    run = drill(small(tmp_path, *words, "faults.inject=[{kind: nan_at, step: 6, rank: 1}]"), worlds=[2, 2])
+    assert run.told("rollback", "steps") == [[6]]
+    last = diary(tmp_path, "end")
+    assert [line[3:6] for line in last] == [[14, 13, 6.5]] * 2
+
+
+class Wordy:
+    def state_dict(self) -> dict[str, object]:
+        return {"note": "so far so good"}
+
+
+def test_a_state_that_checkpoints_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    config = small(tmp_path, "hooks=[{target: 'tests.dist.test_hooks:Wordy'}]")
+    with pytest.raises(MemberFailed, match="the hook Wordy wants note, a str, in checkpoints; they hold tensors"):
+        drill(config, worlds=[1])
+
+
+class Weights:
+    """Keeps the weights after each step in a file."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def on_step(self, run: HookContext) -> None:
+        save_file(run.model.state_dict(), self._folder / f"{run.step}.safetensors")
+
+
+def averages(config: Config, step: int = 14) -> dict[str, Tensor]:
+    """Return the averages that a checkpoint holds, under the model's own names."""
+    state = read_whole(Catalog(RunDirectory.of(config).store), step, "hooks.Ema.averages")
+    return {name: state[name] for name in sorted(state)}
+
+
+def test_the_average_is_that_of_the_weights_after_each_step_and_is_what_is_validated(tmp_path: Path) -> None:
+    hook = f"hooks=[{{target: 'tests.dist.test_hooks:Weights', args: {{folder: {tmp_path}}}}}]"
+    drill(small(tmp_path / "steps", hook), worlds=[1])
+    config = small(tmp_path, EMA)
+    run = drill(config, worlds=[3, 1, 2], leave_after=[4, 4])
+    check_weights(run, reference(config))
+
+    torch.manual_seed(config.run.seed)
+    expected = {name: weight.detach().double() for name, weight in build_model(config.model).named_parameters()}
+    for step in range(1, 15):
+        weights = load_file(tmp_path / f"{step}.safetensors")
+        expected = {name: 0.8 * average + 0.2 * weights[name] for name, average in expected.items()}
+    check_equal(averages(config), dict(sorted(expected.items())))
+
+    model = build_model(config.model).double().eval()
+    model.load_state_dict(averages(config), strict=False)
+    loss = mean_loss(model, held_out(config), config).item()
+    assert run.summary["metrics"]["loss"] == pytest.approx(loss, abs=EQUAL)
+    assert loss != pytest.approx(reference(config).validation_loss, abs=1e-4)
+
+    Ownership.claim(RunDirectory.of(config).store).release()  # a folder with an owner is a run
+    for words, weights in (([], averages(config)), (["--raw"], run.weights)):
+        out = tmp_path / "exported.safetensors"
+        assert main(0.0, ["export", str(tmp_path / "small"), "--out", str(out), *words]) == 0
+        exported = load_file(out)
+        assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+        assert exported.keys() == run.weights.keys()
+
+
+def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trace(tmp_path: Path) -> None:
+    words = [EMA, "validation.every=2 steps"]
+    whole = drill(small(tmp_path / "ddp", *words), worlds=[2])
+    config = small(tmp_path, *words, "parallel.kind=fsdp")
+    run = drill(config, worlds=[2, 3], leave_after=[5])
+    check_weights(run, reference(config))
+    check_equal(averages(config), averages(small(tmp_path / "ddp")))
+    assert run.told("validation", "loss") == pytest.approx(whole.told("validation", "loss"), abs=EQUAL)
+
+
+def test_a_stop_and_a_resume_leave_the_average_identical(tmp_path: Path) -> None:
+    whole = drill(small(tmp_path / "whole", EMA), worlds=[2])
+    drill(small(tmp_path, EMA), worlds=[2], stop_after=6)
+    run = drill(small(tmp_path, EMA), worlds=[2])
+    check_identical(run, whole)
+    assert run.summary["hooks_sha256"] == whole.summary["hooks_sha256"]
+
+
+def test_a_hook_may_be_added_to_a_run_and_taken_out_again(tmp_path: Path) -> None:
+    drill(small(tmp_path), worlds=[2], stop_after=5)
+    at_6 = read_whole(Catalog(RunDirectory.of(small(tmp_path)).store), 6)
+    drill(small(tmp_path, EMA), worlds=[2], stop_after=1)
+    found = averages(small(tmp_path), 8)
+    assert all(float((found[name] - at_6[name]).abs().max()) < 0.02 for name in found)  # it begins with these weights
+    run = drill(small(tmp_path), worlds=[2])
+    check_run(run, reference(small(tmp_path)))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_run_that_gets_no_better_finishes_early(tmp_path: Path, num_workers: int) -> None:
+    hooks = f"hooks=[{STOPPING}]"
+    # A rate at which the loss on held-out samples soon gets worse.
+    config = small(tmp_path, hooks, "validation.every=1 steps", "optimizer.lr=0.3", "run.steps=60")
+    run = drill(config, worlds=[num_workers])
+    losses = run.told("validation", "loss")
+    best_step = 1 + int(np.argmin(losses))
+    assert run.summary["status"] == "finished"
+    # The wish comes after two more, travels with the message of the next step, and is read at the one after it.
+    assert run.summary["step"] == len(losses) == best_step + 4
+    assert run.summary["ended_early"].startswith("loss has not been better than")
+    assert run.told("attempt_ended", "cause") == ["finished"]
+
+
+def test_a_metric_that_nobody_measures_cannot_stop_a_run(tmp_path: Path) -> None:
+    hooks = "hooks=[{kind: early_stopping, metric: f1}]"
+    with pytest.raises(MemberFailed, match="early stopping watches f1, and validation measures loss"):
+        drill(small(tmp_path, hooks, "validation.every=2 steps"), worlds=[1])

@@ -1,0 +1,97 @@
+"""`app.fit`, by which a program of the user's own trains: alone, under torchrun, and in a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+import torch
+from torch import nn
+
+import app
+from app.errors import ConfigError, RunConflict, UsageError
+from tests.command import ROOT
+from tests.examples.script import Counts, train
+
+SCRIPT = "tests/examples/script.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*words: str) -> list[dict[str, Any]]:
+    """Run the user's program. Return what each rank prints at its end."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line.partition(": ")[2]) for line in sorted(done.stdout.splitlines()) if line[:5] == "rank "]
+
+
+def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_path: Path) -> None:
+    (whole,) = run(SCRIPT, str(tmp_path), "whole", "12")
+    first, second = run(*TORCHRUN, SCRIPT, str(tmp_path), "half", "6")
+    assert first == second
+    assert (first["status"], first["step"]) == ("finished", 6)
+
+    with pytest.raises(RunConflict, match=r"model\.args\.parameters"):
+        train(str(tmp_path), "half", 12, hidden=9)
+    results: list[app.Result] = []
+    counts = Counts()
+    resume = partial(train, str(tmp_path), "half", 12, hooks=[counts])
+    thread = threading.Thread(target=lambda: results.append(resume()))  # no signals come here
+    thread.start()
+    thread.join()
+    (resumed,) = results
+    assert counts.steps.item() == 12
+    assert (resumed.summary["step"], resumed.summary["attempts"], resumed.summary["lost_steps"]) == (12, 2, 0)
+    expected = {name: torch.tensor(values, dtype=torch.float64) for name, values in whole["weights"].items()}
+    torch.testing.assert_close(trained(resumed), expected, rtol=0.0, atol=1e-10)
+
+    again = resume()  # it has finished
+    torch.testing.assert_close(trained(again), trained(resumed), rtol=0.0, atol=0.0)
+    assert again.summary == resumed.summary
+
+
+def trained(result: app.Result) -> dict[str, torch.Tensor]:
+    assert isinstance(result.model, nn.Sequential)
+    return dict(result.model.state_dict())
+
+
+def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
+    words = [f"run.storage={tmp_path}"]
+    with pytest.raises(UsageError, match="collate goes with a dataset"):
+        app.fit("ddp.yaml", words, collate=list)
+    with pytest.raises(UsageError, match="overrides go with a file"):
+        app.fit(app.load_config("ddp.yaml"), words)
+    with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
+        app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
+    assert not list(tmp_path.iterdir())
+
+
+CELLS = [
+    "from tests.examples.script import train",
+    "result = train(STORAGE, 'cell', 6)",
+    "result = train(STORAGE, 'cell', 9)\nprint(result.summary['status'], result.summary['step'], type(result.model))",
+]
+
+
+# The kernel has an event loop of its own, in the thread in which cells run.
+def test_a_cell_of_a_notebook_trains_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(cell) for cell in (f"STORAGE = {str(tmp_path)!r}", *CELLS)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+    ).execute()
+    *_, first, second = notebook.cells
+    assert "checkpoint at step 6" in str(first.outputs)
+    assert "restored from checkpoint" in str(second.outputs)
+    assert "finished 9 <class 'torch.nn.modules.container.Sequential'>" in str(second.outputs)

@@ -1,0 +1,87 @@
+"""Validation: on which data, in which modes of the model, and whose metrics a checkpoint carries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.checkpoint.catalog import Catalog
+from app.models import build_model
+from app.run.directory import RunDirectory
+from tests.dist.checks import EQUAL, check_weights
+from tests.dist.drill import drill
+from tests.dist.reference import GlobalBatch, mean_loss, reference
+from tests.dist.small import VOCABULARY, small
+
+
+def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
+    own = "data.validation={target: 'tests.dist.small:Tokens', args: {num_samples: 11}}"
+    config = small(tmp_path, own, "run.epochs=1")
+    run = drill(config, worlds=[2, 3], leave_after=[2])
+    assert sum(line["num_samples"] for line in run.history.lines) == 61  # none is held out
+    check_weights(run, reference(config))
+    model = build_model(config.model).double()
+    model.load_state_dict(run.weights)
+    ids = np.arange(11)
+    expected = mean_loss(model.eval(), GlobalBatch(ids, ids), small(tmp_path, "data.args.num_samples=11"))
+    assert run.summary["metrics"]["loss"] == pytest.approx(expected.item(), abs=EQUAL)
+
+
+class Watched(nn.Module):
+    """Comes in evaluation mode, as from `from_pretrained`, with a part that is to stay so, and tells what it sees."""
+
+    def __init__(self, told: str, frozen: bool) -> None:
+        super().__init__()
+        self._told = told
+        self.backbone = nn.Embedding(VOCABULARY, 12)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.train(frozen)
+        if frozen:
+            self.backbone.eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = {"step": torch.is_grad_enabled(), "dropout": self.dropout.training, "backbone": self.backbone.training}
+        with open(self._told, "a") as file:
+            file.write(json.dumps(seen) + "\n")
+        logits: Tensor = self.head(self.dropout(self.backbone(tokens)))
+        return logits
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path, frozen: bool) -> None:
+    config = small(
+        tmp_path,
+        "model.target=tests.dist.test_validation:Watched",
+        f"model.args={{told: {tmp_path}/told, frozen: {str(frozen).lower()}}}",
+        "validation.every=3 steps",
+    )
+    drill(config, worlds=[2], stop_after=3)
+    run = drill(config, worlds=[2, 1, 2], leave_after=[3, 3])
+    seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
+    assert [json.loads(line) for line in sorted(seen)] == [
+        {"step": False, "dropout": False, "backbone": False},
+        {"step": True, "dropout": True, "backbone": not frozen},
+    ]
+    assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
+
+
+def test_metrics_of_a_checkpoint_are_of_its_own_step(tmp_path: Path) -> None:
+    config = small(tmp_path, "validation.every=3 steps", "checkpoint.every=2 steps", "checkpoint.keep_last=20")
+    run = drill(config, worlds=[2])
+    validated = dict(zip(run.told("validation", "step"), run.told("validation", "loss"), strict=True))
+    assert list(validated) == [3, 6, 9, 12, 14]
+    catalog = Catalog(RunDirectory.of(config).store)
+    found = {step: catalog.manifest(step).metrics for step in catalog.steps()}
+    assert found == {step: {"loss": validated[step]} if step in validated else {} for step in range(2, 15, 2)}
+
+
+def test_where_the_best_is_kept_each_validation_has_a_checkpoint(tmp_path: Path) -> None:
+    config = small(tmp_path, "validation.every=3 steps", "checkpoint.keep_best={metric: loss}")
+    run = drill(config, worlds=[2])
+    assert run.told("checkpoint", "step") == [3, 6, 9, 12, 14]

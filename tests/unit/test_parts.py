@@ -1,0 +1,106 @@
+"""Parts of a model: which are gathered one at a time under FSDP, and which keep their own format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from app.parallel.fsdp import blocks_of
+from app.parallel.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Sequential):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(nn.Linear(width, width), nn.ReLU())
+
+
+class Own(nn.Module):
+    """Has what is repeated in `parts`, and beside it more repetition that is smaller."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Naming(Own):
+    def blocks(self) -> list[nn.Module]:
+        return [self.small[0]]
+
+
+class OfHuggingFace(Own):
+    _no_split_modules = ("Block",)
+
+
+def blocks() -> list[Block]:
+    return [Block(), Block(), Block()]
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (Naming(large=nn.ModuleList(blocks())), ["small.0"]),
+        (OfHuggingFace(a=Block(), b=nn.Linear(9, 9), c=Block()), ["a", "c"]),
+        (OfHuggingFace(b=nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])), ["b.0", "b.1"]),
+        (Own(blocks=nn.Sequential(*blocks())), ["blocks.0", "blocks.1", "blocks.2"]),
+        (Own(layers=nn.ModuleList(blocks()), head=nn.Linear(99, 99)), ["layers.0", "layers.1", "layers.2"]),
+        # A list of lists has no forward to be gathered for; what is in it has.
+        (
+            Own(deep=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList([Block()])])),
+            [f"deep.0.{n}" for n in range(3)],
+        ),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), []),
+        (nn.Sequential(nn.Linear(4, 4)), []),
+    ],
+)
+def test_what_is_repeated_is_gathered_one_at_a_time(model: nn.Module, found: list[str]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[block] for block in blocks_of(model)] == found
+
+
+def test_parts_that_share_a_parameter_are_gathered_with_the_rest() -> None:
+    same = Block()
+    other = Block()
+    tied = Own(layers=nn.ModuleList([same, other, same]))
+    assert blocks_of(tied) == [other]
+    other[0].weight = tied.small[0].weight
+    assert blocks_of(tied) == []
+
+
+def with_frozen_base() -> nn.Module:
+    base = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16).requires_grad_(False)
+    return nn.ModuleDict({"base": base, "head": nn.Linear(4, 2, dtype=torch.bfloat16)})
+
+
+def dtypes(model: nn.Module) -> dict[str, set[torch.dtype]]:
+    found: dict[str, set[torch.dtype]] = {}
+    for name, tensor in model.state_dict().items():
+        found.setdefault(name.partition(".")[0], set()).add(tensor.dtype)
+    return found
+
+
+def test_a_frozen_part_keeps_its_own_format() -> None:
+    expected = {"base": {torch.bfloat16, torch.int64}, "head": {torch.float32}}
+    assert dtypes(Precision(CPU).convert(with_frozen_base())) == expected
+
+
+def test_all_parts_are_float64_where_results_are_to_be_equal() -> None:
+    expected = {"base": {torch.float64, torch.int64}, "head": {torch.float64}}
+    assert dtypes(Precision(CPU, torch.float64).convert(with_frozen_base())) == expected
+
+
+def test_a_part_that_trains_takes_its_buffers_along_and_stays_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to(torch.bfloat16)
+    model[2].weight = model[0].weight
+    assert dtypes(Precision(CPU).convert(model)) == {
+        "0": {torch.float32},
+        "1": {torch.float32, torch.int64},
+        "2": {torch.float32},
+    }
+    assert model[2].weight is model[0].weight

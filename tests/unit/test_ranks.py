@@ -1,0 +1,74 @@
+"""What a rank of torchrun's says of an error, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from app.errors import TrainingError, UsageError
+from app.launch.ranks import end_rank, traceback_of
+from app.world.groups import PeerLost
+
+LOST = TrainingError("another rank is gone")
+LOST.__cause__ = PeerLost("gloo: connection closed by peer")
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "wait_s", "code"),
+    [
+        (UsageError("no"), "0", 0.0, 2),
+        (UsageError("no"), "1", 3.0, 2),
+        (ValueError("no"), "1", 3.0, 1),
+        (PeerLost("no"), "0", 6.0, 1),
+        (LOST, "0", 6.0, 1),
+    ],
+)
+def test_a_rank_waits_for_one_that_may_know_better(
+    error: Exception,
+    rank: str,
+    wait_s: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waited: list[float] = []
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(Ended, match=str(code)):
+        end_rank(error, "what has failed")
+    assert sum(waited) == wait_s
+    assert capsys.readouterr().err == "what has failed\n"
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert left["message"] == (str(error) if code == 2 or error is LOST else f"{type(error).__name__}: no")
+
+
+def test_a_traceback_begins_where_the_users_code_does() -> None:
+    from app.config.target import build_target
+
+    with pytest.raises(ValueError, match="bad") as caught:
+        build_target("tests.unit.test_ranks:fails", {}, "task")
+    error = caught.value
+    assert error.__traceback__ is not None
+    text = traceback_of(error.with_traceback(error.__traceback__.tb_next))  # without this test, which has called
+    assert text.count("File ") == 1
+    assert "in fails" in text
+    assert text.endswith('raise ValueError("bad")\nValueError: bad')
+
+
+def fails() -> None:
+    raise ValueError("bad")
