@@ -10,7 +10,7 @@ from itertools import groupby
 from app.commands import VERBS
 from app.commands.options import is_override, unknown_verb
 from app.errors import SteadfastError
-from app.launch.ranks import end_rank, of_torchrun, traceback_of
+from app.launch.ranks import end_rank, expect_end, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
 
 TRY = """Three commands to try:
@@ -44,6 +44,8 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
         return 0
     # Not taken from the parsed options: there are none if the error is in the command line.
     verbose = "-v" in arguments or "--verbose" in arguments
+    if of_torchrun():
+        expect_end()
     try:
         return _run(arguments, started_s)
     except SteadfastError as error:

@@ -12,5 +12,5 @@ def import_extra(module: str, extra: str, key: str) -> Any:
         return importlib.import_module(module)
     # Of another release than torch's, torchvision raises a RuntimeError.
     except (ImportError, RuntimeError) as error:
-        what = f"needs {module.partition('.')[0]}: pip install 'steadfast[{extra}]' ({error})"
+        what = f"needs {module.partition('.')[0]}: pip install -c constraints.txt -e '.[{extra}]' ({error})"
         raise ConfigError([Problem("", f"{key}.kind", what)]) from error

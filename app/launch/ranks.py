@@ -22,6 +22,14 @@ def of_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def expect_end() -> None:
+    """Let SIGTERM end this rank without an error: torchrun sends it once another rank has failed.
+
+    It would list this rank as a failure too, and the user would look for a second reason.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
 def end_rank(error: Exception, text: str) -> NoReturn:
     """End this rank of torchrun's after an error, of which it says `text` unless another rank does."""
     _let_others_speak(error)
@@ -51,8 +59,7 @@ def _let_others_speak(error: Exception) -> None:
     elif os.environ.get("RANK", "0") != "0":
         wait_s = _OF_FIRST_S
     if wait_s:
-        # By this, torchrun ends those that have not failed themselves; it would list them as failures too.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        expect_end()
         time.sleep(wait_s)
 
 

@@ -93,4 +93,5 @@ def test_without_torchvision_one_error_names_what_to_install(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     with pytest.raises(ConfigError) as raised:
         build_dataset(ImageFolderData(path=write_images(tmp_path)), "data.validation")
-    assert str(raised.value).startswith("data.validation.kind: needs torchvision: pip install 'steadfast[vision]' (")
+    remedy = "pip install -c constraints.txt -e '.[vision]'"
+    assert str(raised.value).startswith(f"data.validation.kind: needs torchvision: {remedy} (")
