@@ -37,7 +37,7 @@ def train(
     stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
     checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
-    snapshots = Snapshots(world, worker.snapshot_store, parallel, state)
+    snapshots = Snapshots(world, worker.memory(directory), parallel, state)
     timer.mark("built")
 
     # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.

@@ -54,6 +54,7 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             follow_compilations(world.progress)
             outcome = train(config, runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
+                worker.leave_run()
                 return outcome
         except Exception as error:
             try:

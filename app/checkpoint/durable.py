@@ -19,7 +19,7 @@ from app.parallel import Parallel
 from app.run import events
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
-from app.world.control import any_rank
+from app.world.control import any_rank, gather_numbers
 from app.world.runtime import Outcome, World
 
 _POLL_S = 0.05
@@ -52,6 +52,21 @@ class Checkpoints:
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
         writer.begin_attempt(world.attempt, world.skip, commits_alone=self._replicated and world.leader)
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, read back or not; 0 if there is none. A collective."""
+        control = self._world.groups.control
+        known = max(gather_numbers(self._writer.committed, control).tolist())
+        if known:
+            return int(known)
+        # Nobody who is here has written one. Where storage does not say, there is nothing better than what memory has.
+        newest = [0]
+        if self._world.leader:
+            with contextlib.suppress(OSError):
+                candidate = self._candidate({})
+                newest = [candidate.step if candidate else 0]
+        dist.broadcast_object_list(newest, src=0, group=control)
+        return newest[0]
 
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
         """Return the manifest of the newest checkpoint that is whole, and why newer ones are damaged, by step.
@@ -142,11 +157,6 @@ class Checkpoints:
         """Make room for the first copy while training goes on: to touch new memory takes longer than to fill it."""
         if self._writes:
             self._writer.reserve(shards_to_write(state, replicas=self._replicated or self._world.leader))
-
-    @property
-    def committed(self) -> int:
-        """Return the newest step that this rank knows to be on storage, 0 if none."""
-        return self._writer.committed
 
     def news(self) -> list[events.Event]:
         """Return what has come of earlier calls of `save`. See `Writer.news`."""

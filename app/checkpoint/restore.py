@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from app.checkpoint.durable import Checkpoints
-from app.checkpoint.snapshots import Snapshots, gather_numbers
+from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import HeldState, State, flatten
 from app.parallel import Parallel
+from app.world.control import gather_numbers
 from app.world.groups import Groups
 from app.world.runtime import World
 
@@ -47,7 +48,7 @@ def restore(
     groups = world.groups
     one_rank_is_enough = parallel.survivors_hold_all
     mine = held.step if one_rank_is_enough else None
-    living: list[int] = gather_numbers(_NONE if mine is None else mine, groups).tolist()
+    living: list[int] = gather_numbers(_NONE if mine is None else mine, groups.control).tolist()
     newest = max(living)
     # A living worker that has done any step has done all that were ever committed, because no step ends without all
     # ranks. So storage is not asked where there is one.
@@ -57,11 +58,12 @@ def restore(
             _overwrite(state, held, newest, source, groups)
         held.complete(newest)
         return Restored(newest, f"rank {source}")
-    if not one_rank_is_enough:
-        copied = snapshots.restore(state, checkpoints.committed)
-        if copied is not None:
-            held.complete(copied)
-            return Restored(copied, "snapshot")
+    copied = snapshots.find()
+    if copied is not None and copied.step >= checkpoints.newest():
+        held.begin_overwriting()
+        snapshots.load(copied, state)
+        held.complete(copied.step)
+        return Restored(copied.step, "snapshot")
     found, damaged = checkpoints.find()
     if found is None:
         _begin(state, held, load_initial, living if one_rank_is_enough else None, groups)

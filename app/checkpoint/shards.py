@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -83,67 +83,75 @@ class StagingBuffer:
 
     def reserve(self, shards: Iterable[Shard]) -> None:
         """Make room for the shards if there is none yet. From any thread; `fill` waits for it."""
-        ordered, _, num_bytes = _lay_out(shards)
+        layout = Layout.of(shards)
         with self._lock:
             # Memory that is large enough may hold a copy that is still on its way to storage.
-            if len(self._memory) < num_bytes:
-                self._memory = _allocate(num_bytes, ordered)
+            if len(self._memory) < layout.num_bytes:
+                self._allocate(layout)
                 self._memory.zero_()  # the system finds memory only when it is touched
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the shards. When this returns, they may change."""
-        ordered, header, num_bytes = _lay_out(shards)
+        layout = Layout.of(shards)
         with self._lock:
-            self.num_bytes = num_bytes
-            if len(self._memory) < num_bytes:
-                self._memory = _allocate(num_bytes, ordered)
-            start = len(header)
-            self._memory[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            for shard in ordered:
-                stop = start + shard.tensor.nbytes
-                target = self._memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
-                target.copy_(shard.tensor, non_blocking=True)
-                start = stop
-            if _on_device(ordered):
-                torch.cuda.synchronize()
-
-    def file(self) -> Tensor:
-        """Return the bytes of the file, by reference."""
-        return self._memory[: self.num_bytes]
+            self.num_bytes = layout.num_bytes
+            if len(self._memory) < layout.num_bytes:
+                self._allocate(layout)
+            layout.fill(self._memory)
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the file, a few megabytes at a time."""
-        data = memoryview(self.file().numpy().data)
+        data = memoryview(self._memory[: self.num_bytes].numpy().data)
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
 
-
-def _on_device(shards: Iterable[Shard]) -> bool:
-    return any(shard.tensor.is_cuda for shard in shards)
-
-
-def _allocate(num_bytes: int, shards: Iterable[Shard]) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=_on_device(shards))
+    def _allocate(self, layout: Layout) -> None:
+        self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.on_device)
 
 
-def _lay_out(shards: Iterable[Shard]) -> tuple[list[Shard], bytes, int]:
-    """Return the shards as they follow each other in a file, its header, and its length in bytes."""
-    # Those of the widest numbers come first, so that each begins at a multiple of its width, as views of it must.
-    ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), shard.name))
-    header: dict[str, object] = {}
-    boxes: dict[str, object] = {}
-    start = 0
-    for shard in ordered:
-        stop = start + shard.tensor.nbytes
-        dtype = _NAMES[shard.tensor.dtype]
-        header[shard.name] = {"dtype": dtype, "shape": list(shard.tensor.shape), "data_offsets": [start, stop]}
-        boxes[shard.name] = (shard.shape, shard.offset)
-        start = stop
-    # The format allows only strings in here.
-    header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return ordered, len(text).to_bytes(8, "little") + text, 8 + len(text) + start
+@dataclass(frozen=True)
+class Layout:
+    """How shards follow each other in their file."""
+
+    shards: list[Shard]
+    header: bytes
+    num_bytes: int  # of the whole file
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> Self:
+        """Return the layout of shards, which stay as they are."""
+        # Those of the widest numbers come first, so that each begins at a multiple of its width, as views of it must.
+        ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), shard.name))
+        header: dict[str, object] = {}
+        boxes: dict[str, object] = {}
+        start = 0
+        for shard in ordered:
+            stop = start + shard.tensor.nbytes
+            dtype = _NAMES[shard.tensor.dtype]
+            header[shard.name] = {"dtype": dtype, "shape": list(shard.tensor.shape), "data_offsets": [start, stop]}
+            boxes[shard.name] = (shard.shape, shard.offset)
+            start = stop
+        # The format allows only strings in here.
+        header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return cls(ordered, len(text).to_bytes(8, "little") + text, 8 + len(text) + start)
+
+    @property
+    def on_device(self) -> bool:
+        return any(shard.tensor.is_cuda for shard in self.shards)
+
+    def fill(self, memory: Tensor) -> None:
+        """Write the file to the beginning of `memory`, (n,) uint8. When this returns, the shards may change."""
+        start = len(self.header)
+        memory[:start] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for shard in self.shards:
+            stop = start + shard.tensor.nbytes
+            target = memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
+            target.copy_(shard.tensor, non_blocking=True)
+            start = stop
+        if self.on_device:
+            torch.cuda.synchronize()
 
 
 def reader_of(file: Tensor) -> Read:

@@ -1,100 +1,118 @@
-"""Copies of sharded state in the memory of other nodes: what a lost node took along, another one has."""
+"""Copies of the newest state in the memory of each node, outside of the processes that train.
 
-# Every so often each rank copies its shards and sends the copy to a rank of another node, while training goes on. So a
-# lost node costs the steps since then, not those since the last checkpoint.
+A copy costs next to nothing, so one is made every few seconds: what ends all workers of a node costs the steps since
+then, not those since the last checkpoint. Of replicated state each node has a copy. Of sharded state each rank copies
+its own shards, and sends the copy to another node too: what a lost node took along, that one has.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.checkpoint.shards import StagingBuffer, load_shards, reader_of, shards_of, shards_to_write
+from app.checkpoint.memory_server import free_bytes
+from app.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
+from app.checkpoint.shards import Layout, load_shards, reader_of, shards_of, shards_to_write
 from app.checkpoint.state import State
 from app.parallel import Parallel
 from app.run import events
 from app.storage import Read
 from app.units import size
-from app.world.control import any_rank
-from app.world.groups import Groups
+from app.world.control import any_rank, gather_numbers
 from app.world.runtime import World
 
 _TIME_SHARE = 0.01  # of training, that copies may cost
 _MEMORY_SHARE = 0.5  # of what is free, that all workers of a machine may take for them together
 
-
-class SnapshotId(NamedTuple):
-    """Tells which copies belong together. The newest sorts last."""
-
-    step: int
-    attempt: int
-    num_ranks: int
+_Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
 
 
-class _Generation:
-    """The memory for one generation of copies, used again and again."""
+class _Place(NamedTuple):
+    """What a rank tells the others of where it is."""
 
-    def __init__(self) -> None:
-        self.id: SnapshotId | None = None  # None while copies are made or received
-        self.skip: frozenset[int] = frozenset()
-        self.files: dict[int, Tensor] = {}  # by rank: this one's own, and those that it holds for others
-        self.own = StagingBuffer()
-        self.received = torch.empty(0, dtype=torch.uint8)
+    node: str
+    lasting: bool  # its copies outlive it
+    file_bytes: int
+    free_bytes: int
+    held_bytes: int  # by former copies on its node
 
 
-class SnapshotStore:
-    """The copies that a process holds. They outlive attempts."""
+@dataclass(frozen=True)
+class Found:
+    """A snapshot that is whole, and which rank gives each of its files."""
 
-    def __init__(self) -> None:
-        # While one generation is being written over, or is lost half-way, the other one is complete.
-        self._generations = (_Generation(), _Generation())
+    id: SnapshotId
+    sources: dict[int, tuple[int, int]]  # rank of the former world -> (rank that has its file now, length)
+    everywhere: bool  # every rank has all of the files at hand
 
-    def oldest(self) -> _Generation:
-        return min(self._generations, key=lambda each: each.id or (-1, 0, 0))
+    @property
+    def step(self) -> int:
+        return self.id.step
 
-    def files(self, skip: frozenset[int]) -> dict[tuple[SnapshotId, int], Tensor]:
-        """Return the files that are here, by snapshot and rank."""
-        files = {}
-        for generation in self._generations:
-            # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and
-            # a state is of no use to a world that leaves out other steps than its own did.
-            if generation.id is not None and generation.skip == skip:
-                for rank, file in generation.files.items():
-                    files[generation.id, rank] = file
-        return files
+
+@dataclass
+class _Copy:
+    """What one rank does for a snapshot that is not whole yet."""
+
+    snapshot: SnapshotId
+    own: Buffer
+    own_files: Files
+    received: Buffer | None = None
+    received_files: Files = ()
+    work: dist.Work | None = None  # while it is on its way to another node
 
 
 class Snapshots:
     """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective."""
 
-    def __init__(self, world: World, store: SnapshotStore, parallel: Parallel, state: State) -> None:
+    def __init__(self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State) -> None:
         self.refused: events.NoSnapshots | None = None  # why no copies are made, if it is for want of memory
         self._world = world
-        self._store = store  # the process's own
-        self._group: dist.ProcessGroup | None = None  # None where no copies are made
-        self._transfer: tuple[dist.Work, _Generation, SnapshotId] | None = None
+        self._memory = memory  # the process's own; None where no copies are wanted
+        self._replicated = parallel.survivors_hold_all
+        self._skip = hashlib.sha256(str(sorted(world.skip)).encode()).hexdigest()[:16]
+        self._on = False
+        self._writes = False
+        self._group: dist.ProcessGroup | None = None  # None where nothing is sent to other nodes
+        self._copy: _Copy | None = None  # that is not whole yet
+        self._made: SnapshotId | None = None  # whose part of this rank is whole
+        self._lost = False  # this rank's part of the copy cannot be had
+        self._whole: SnapshotId | None = None  # the newest that all ranks have made
         self._next_s = -1.0
         self._requested = False
-        # Of replicated state every survivor has all. And a single rank has nowhere to copy to.
-        if parallel.survivors_hold_all or world.size == 1:
+        if memory is not None:
+            self._begin(memory, state)
+
+    def _begin(self, memory: NodeMemory, state: State) -> None:
+        memory.give_back()  # what the end of the last attempt has broken off
+        world = self._world
+        num_bytes = self._layout(state).num_bytes
+        mine = _Place(world.node, memory.lasting, num_bytes, free_bytes(), memory.held_bytes())
+        places = [mine] * world.size
+        dist.all_gather_object(places, mine, group=world.groups.control)
+        nodes = [place.node for place in places]
+        lasting = all(place.lasting for place in places)
+        # A process's own memory is lost with it, so its copy has to go to another one, be it on the same node.
+        sends = not self._replicated and world.size > 1 and (len(set(nodes)) > 1 or not lasting)
+        if not sends and not lasting:
             return
-        nodes: list[str] = [""] * world.size
-        dist.all_gather_object(nodes, world.node, group=world.groups.control)
-        self._backups = torch.tensor([backup_rank(rank, nodes) for rank in range(world.size)])
-        # Of each generation a worker holds two files, its own and another's.
-        num_bytes = sum(shard.tensor.nbytes for shard in shards_of(state))
-        needed_bytes = 4 * num_bytes * nodes.count(world.node)
-        free_bytes = psutil.virtual_memory().available
-        if any_rank(needed_bytes > _MEMORY_SHARE * free_bytes, world.groups.control):
-            needed = f"copies of its shards need {size(needed_bytes)} of a node's memory"
-            self.refused = events.NoSnapshots(error=f"{needed}, of which {size(free_bytes)} are free")
-            return
-        self._group = world.groups.side_group()
+        writers = [rank for rank, node in enumerate(nodes) if not self._replicated or nodes.index(node) == rank]
+        # Two generations, and of each a rank may hold another's file too.
+        self.refused = _refusal([places[rank] for rank in writers], 4 if sends else 2)
+        self._on = self.refused is None
+        self._writes = self._on and world.rank in writers
+        if self._on and sends:
+            self._backups = torch.tensor([backup_rank(rank, nodes) for rank in range(world.size)])
+            self._group = world.groups.side_group()
+        if self._writes:
+            memory.reserve(num_bytes, 1 if memory.held_bytes() else 2)
 
     def due(self, step: int) -> bool:
         # How often a copy is worth its time is measured, so only the leader can say.
@@ -102,7 +120,7 @@ class Snapshots:
 
     def wanted(self) -> bool:
         self._receive()
-        if self._requested or self._transfer is not None or self._group is None or time.monotonic() < self._next_s:
+        if self._requested or self._copy is not None or not self._on or time.monotonic() < self._next_s:
             return False
         self._requested = True
         return True
@@ -110,83 +128,164 @@ class Snapshots:
     def done(self) -> None:
         self._requested = False
 
-    def take(self, step: int, state: State) -> events.Snapshot | None:
-        """Copy this rank's shards and send the copy off, unless the last one is still under way. A collective."""
-        world = self._world
-        world.progress.enter("snapshot")
+    def take(self, step: int, state: State) -> events.Snapshot | events.NoSnapshots | None:
+        """Copy what this rank writes, and send it off where another node is to have it too.
+
+        Nothing happens while the last copy is under way. A collective where state is sharded.
+        """
+        if not self._writes or self._memory is None:
+            return None
+        self._world.progress.enter("snapshot")
         began_s = time.monotonic()
         self._receive()
-        if any_rank(self._transfer is not None, world.groups.control):
+        if not self._may_begin():
             return None
-        generation = self._store.oldest()
-        generation.id = None
-        generation.skip = world.skip
-        generation.own.fill(shards_to_write(state, replicas=world.leader))
-        file = generation.own.file()
-
-        lengths = gather_numbers(len(file), world.groups)
-        incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
-        outgoing = [0] * world.size
-        outgoing[self._backups[world.rank]] = len(file)
-        if len(generation.received) < sum(incoming):
-            generation.received = torch.empty(sum(incoming), dtype=torch.uint8)
-        received = generation.received[: sum(incoming)]
-        generation.files = {world.rank: file}
-        # One after the other, the file of each rank that has this one as its backup.
-        for rank, part in enumerate(received.split(incoming)):
-            if len(part):
-                generation.files[rank] = part
-
-        work = dist.all_to_all_single(received, file, incoming, outgoing, group=self._group, async_op=True)
-        world.groups.under_way.append(work)
-        self._transfer = (work, generation, SnapshotId(step, world.attempt, world.size))
+        snapshot = SnapshotId(step, self._world.attempt, 1 if self._replicated else self._world.size)
+        layout = self._layout(state)
+        self._lost = False
+        try:
+            self._memory.keep([each for each in (self._whole, snapshot) if each])
+            own = self._memory.take(layout.num_bytes)
+            told: events.Snapshot | events.NoSnapshots | None = None
+        except OSError as error:
+            own = self._unkept(layout.num_bytes)
+            told = events.NoSnapshots(error=str(error))
+        layout.fill(own.bytes)
+        rank = 0 if self._replicated else self._world.rank
+        self._copy = _Copy(snapshot, own, ((rank, 0, layout.num_bytes),))
+        if self._group is not None:
+            self._send(self._copy, layout.num_bytes, self._group)
+        self._receive()
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + stall_s / _TIME_SHARE
-        return events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=len(file))
+        return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=layout.num_bytes)
+
+    def _layout(self, state: State) -> Layout:
+        return Layout.of(shards_to_write(state, replicas=self._replicated or self._world.leader))
+
+    def _may_begin(self) -> bool:
+        """Return whether no rank has a copy under way, and take note of what all have made."""
+        if self._replicated:
+            if self._whole is None:
+                self._whole = max((label.snapshot for label in self._stored().values()), default=None)
+            return True
+        control = self._world.groups.control
+        if any_rank(self._copy is not None, control):
+            return False
+        if not any_rank(self._made is None, control):
+            self._whole = self._made
+        self._made = None
+        return True
+
+    def _unkept(self, num_bytes: int) -> Buffer:
+        """Return memory that nobody keeps: the other ranks need this one to take part."""
+        self._lost = True
+        return Buffer(None, torch.empty(num_bytes, dtype=torch.uint8))
+
+    def _send(self, copy: _Copy, num_bytes: int, group: dist.ProcessGroup) -> None:
+        world = self._world
+        assert self._memory is not None
+        lengths = gather_numbers(num_bytes, world.groups.control)
+        incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
+        outgoing = [0] * world.size
+        outgoing[self._backups[world.rank]] = num_bytes
+        try:
+            copy.received = self._memory.take(sum(incoming))
+        except OSError:
+            copy.received = self._unkept(sum(incoming))
+        # One after the other, the file of each rank that has this one as its backup.
+        start = 0
+        for rank, length in enumerate(incoming):
+            if length:
+                copy.received_files += ((rank, start, length),)
+            start += length
+        received = copy.received.bytes[:start]
+        copy.work = dist.all_to_all_single(
+            received, copy.own.bytes[:num_bytes], incoming, outgoing, group=group, async_op=True
+        )
+        world.groups.under_way.append(copy.work)
 
     def _receive(self) -> None:
-        """Take note of a transfer that has ended."""
-        if self._transfer is None:
+        """Take note of a copy that has been made."""
+        copy = self._copy
+        if copy is None or self._memory is None or (copy.work is not None and not copy.work.is_completed()):
             return
-        work, generation, snapshot = self._transfer
-        if work.is_completed():
+        self._copy = None
+        if copy.work is not None:
             # Raises if it has failed: then the copy is never taken for complete.
-            work.wait()
-            self._world.groups.under_way.remove(work)
-            generation.id = snapshot
-            self._transfer = None
+            copy.work.wait()
+            self._world.groups.under_way.remove(copy.work)
+        try:
+            self._memory.commit(copy.own, Label(copy.snapshot, self._skip, copy.own_files))
+            if copy.received is not None:
+                self._memory.commit(copy.received, Label(copy.snapshot, self._skip, copy.received_files))
+        except OSError:
+            self._lost = True
+        if not self._lost:
+            self._made = copy.snapshot
+            if self._replicated:
+                self._whole = copy.snapshot
 
-    def restore(self, state: State, committed: int) -> int | None:
-        """Fill every rank's shards from the newest snapshot that the living hold all of, and return its step.
+    def _stored(self) -> dict[int, Label]:
+        # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a
+        # state is of no use to a world that leaves out other steps than its own did.
+        stored = self._memory.stored() if self._memory else {}
+        return {number: label for number, label in stored.items() if label.skip == self._skip}
 
-        Returns None without such a snapshot, or if a rank knows a newer checkpoint to be `committed`.
-        """
-        files = self._store.files(self._world.skip)
-        lengths = {key: len(file) for key, file in files.items()}
-        answers: list[tuple[int, dict[tuple[SnapshotId, int], int]]] = [(0, {})] * self._world.size
-        dist.all_gather_object(answers, (committed, lengths), group=self._world.groups.control)
-
-        newest_committed = 0
-        sources: dict[SnapshotId, dict[int, tuple[int, int]]] = {}  # by rank of the lost world: who has its file
-        for holder, (its_committed, its_lengths) in enumerate(answers):
-            newest_committed = max(newest_committed, its_committed)
-            for (snapshot, rank), length in its_lengths.items():
-                sources.setdefault(snapshot, {}).setdefault(rank, (holder, length))
-        complete = [snapshot for snapshot, ranks in sources.items() if len(ranks) == snapshot.num_ranks]
-        newest = max(complete, default=None)
-        if newest is None or newest.step < newest_committed:
+    def find(self) -> Found | None:
+        """Return the newest snapshot that the living hold all of, None if there is none. A collective."""
+        if self._memory is None:
             return None
+        mine: dict[_Key, int] = {}
+        for label in self._stored().values():
+            for rank, _, num_bytes in label.files:
+                mine[label.snapshot, rank] = num_bytes
+        answers = [mine] * self._world.size
+        dist.all_gather_object(answers, mine, group=self._world.groups.control)
 
-        def received() -> Iterator[Read]:
-            # One file after the other, so that a process needs room for one only.
-            for rank, (holder, length) in sorted(sources[newest].items()):
-                mine = holder == self._world.rank
-                file = files[newest, rank] if mine else torch.empty(length, dtype=torch.uint8)
+        sources: dict[SnapshotId, dict[int, tuple[int, int]]] = {}  # by rank of the lost world
+        for holder, answer in enumerate(answers):
+            for (snapshot, rank), num_bytes in answer.items():
+                sources.setdefault(snapshot, {}).setdefault(rank, (holder, num_bytes))
+        newest = max((each for each, ranks in sources.items() if len(ranks) == each.num_ranks), default=None)
+        if newest is None:
+            return None
+        self._whole = newest
+        everywhere = all((newest, rank) in answer for answer in answers for rank in sources[newest])
+        return Found(newest, sources[newest], everywhere)
+
+    def load(self, found: Found, state: State) -> None:
+        """Fill every rank's shards from a snapshot. A collective."""
+        load_shards(self._files(found), shards_of(state))
+
+    def _files(self, found: Found) -> Iterator[Read]:
+        # One file after the other, so that a process needs room for one only.
+        for rank, (holder, num_bytes) in sorted(found.sources.items()):
+            mine = found.everywhere or holder == self._world.rank
+            file = self._open(found.id, rank) if mine else torch.empty(num_bytes, dtype=torch.uint8)
+            if not found.everywhere:
                 self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
-                yield reader_of(file)
+            yield reader_of(file)
 
-        load_shards(received(), shards_of(state))
-        return newest.step
+    def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
+        assert self._memory is not None
+        for number, label in self._stored().items():
+            for rank, start, num_bytes in label.files:
+                if (label.snapshot, rank) == (snapshot, of_rank):
+                    return self._memory.open(number)[start : start + num_bytes]
+        raise OSError(f"the snapshot of step {snapshot.step} is gone")
+
+
+def _refusal(writers: Sequence[_Place], num_files: int) -> events.NoSnapshots | None:
+    """Return why some node lacks memory for `num_files` files of each of its writers; None if none does."""
+    for node in {place.node for place in writers}:
+        here = [place for place in writers if place.node == node]
+        needed_bytes = num_files * sum(place.file_bytes for place in here)
+        there_bytes = min(place.free_bytes for place in here) + max(place.held_bytes for place in here)
+        if needed_bytes > _MEMORY_SHARE * there_bytes:
+            needed = f"copies of the state need {size(needed_bytes)} of a node's memory"
+            return events.NoSnapshots(error=f"{needed}, of which {size(there_bytes)} are free")
+    return None
 
 
 def backup_rank(rank: int, nodes: Sequence[str]) -> int:
@@ -199,10 +298,3 @@ def backup_rank(rank: int, nodes: Sequence[str]) -> int:
             holders = [each for each, node in enumerate(nodes) if node == other]
             return holders[place % len(holders)]
     return (rank + 1) % len(nodes)
-
-
-def gather_numbers(number: int, groups: Groups) -> Tensor:
-    """Return the number that each rank gives. A collective."""
-    numbers = torch.empty(dist.get_world_size(), 1, dtype=torch.int64)
-    dist.all_gather(list(numbers), torch.tensor([number]), group=groups.control)
-    return numbers.squeeze(1)

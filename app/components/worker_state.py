@@ -1,5 +1,6 @@
 """What a worker process keeps from one attempt to the next."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from app.checkpoint.initial import build_initial, load_initial
-from app.checkpoint.snapshots import SnapshotStore
+from app.checkpoint.node_memory import NodeMemory, open_memory
 from app.checkpoint.state import HeldState, ModelState, NamedOptimizer, State, app_state, base_sha256
 from app.checkpoint.writer import Writer
 from app.components.buffers import refuse_synchronized
@@ -25,6 +26,8 @@ from app.errors import UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.precision import build_precision
 from app.plan import Plan
+from app.run.directory import RunDirectory
+from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.device import Gpu, gather_gpus
 from app.world.runtime import World
@@ -52,10 +55,8 @@ class WorkerState:
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
-        # These outlive attempts too: a checkpoint that is on its way is finished in the next one, and a copy of another
-        # node's shard is needed just when the attempt that made it has failed.
-        self.writer = Writer()
-        self.snapshot_store = SnapshotStore()
+        self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
+        self._memory: NodeMemory | None = None
         self._triggers: dict[str, Interval] = {}
         self._closing: list[Callable[[], object]] = []
         self._model: nn.Module
@@ -130,6 +131,23 @@ class WorkerState:
         self.skip = skip
         model = parallel.wrap(self._model)
         return model, self.state(parallel.unwrap(model))
+
+    def memory(self, directory: RunDirectory) -> NodeMemory | None:
+        """Return where snapshots of the run in `directory` lie; None where none are wanted."""
+        if not self._config.checkpoint.node_memory:
+            return None
+        if self._memory is None:
+            owner = None
+            with contextlib.suppress(OSError):  # without storage's answer there is none that outlives this process
+                owner = read_owner(directory.store)
+            pinned = self.precision.device.type == "cuda"
+            self._memory = open_memory(owner, directory.uri, self._config.recovery.wait_s, pinned)
+        return self._memory
+
+    def leave_run(self) -> None:
+        """Give up what is kept for a worker to come: the run is over."""
+        if self._memory is not None:
+            self._memory.end()
 
     @property
     def step(self) -> int:

@@ -432,6 +432,9 @@ class CheckpointConfig(Section):
     # By the clock, so that what a failure costs does not depend on how long a step takes.
     every: Interval = Every(5, "minutes")
     """how often to write a checkpoint; the last step always does"""
+    node_memory: bool = True
+    """keep the newest state in each node's memory too, outside of the workers, so that the death of all of them costs
+    seconds; a copy every so often that all of them take one per cent of the time; needs twice the state's size"""
     trainable_only: bool = False
     """leave out frozen parameters; a resume must find the same ones in the model's own target, or in run.init_from"""
     keep_last: PositiveInt = 3

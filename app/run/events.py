@@ -297,9 +297,9 @@ class CheckpointQuarantined(Event):
 
 
 class Snapshot(Event):
-    """The first copy of an attempt to other nodes' memory; later ones are not told."""
+    """The first copy of an attempt in the nodes' memory; later ones are not told."""
 
-    wording = "snapshots in the memory of other nodes from step {step} on: {bytes:size} a worker, {stall_s:ms} each"
+    wording = "snapshots in node memory from step {step} on: {bytes:size} a worker, {stall_s:ms} each"
 
     step: int
     stall_s: float  # how long training waited
@@ -307,9 +307,9 @@ class Snapshot(Event):
 
 
 class NoSnapshots(Event):
-    """Sharded state is not copied to other nodes in this attempt."""
+    """The state is not copied to the nodes' memory."""
 
-    wording = "no snapshots in memory, a lost node costs the steps since the last checkpoint: {error}"
+    wording = "no snapshots in node memory, the death of all workers costs the steps since the last checkpoint: {error}"
 
     error: str
 

@@ -55,7 +55,7 @@ class Recorder:
         self._ran: dict[int, tuple[StepResult, float]] = {}  # with Unix time; done here, and not yet by all ranks
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
-        self._told_of_snapshots = False
+        self._told_of_snapshots: set[str] = set()
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
@@ -198,10 +198,10 @@ class Recorder:
             norms = norms * (result.numbers[2] / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
-    def snapshot(self, event: events.Snapshot | None) -> None:
-        """Tell of copies in memory once an attempt: they come often, and cost next to nothing."""
-        if event is not None and not self._told_of_snapshots:
-            self._told_of_snapshots = True
+    def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
+        """Tell of copies in memory, and of one that cannot be had, once an attempt: they come often."""
+        if event is not None and event.name not in self._told_of_snapshots:
+            self._told_of_snapshots.add(event.name)
             self._publish(event)
 
     def checkpoints(self, news: list[events.Event]) -> None:

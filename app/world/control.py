@@ -233,3 +233,10 @@ def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:
     answers = torch.tensor([condition], dtype=torch.int64)
     dist.all_reduce(answers, dist.ReduceOp.MAX, group=group)
     return bool(answers)
+
+
+def gather_numbers(number: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the numbers that the ranks give, (ranks,) int64. A blocking collective."""
+    numbers = torch.empty(dist.get_world_size(), 1, dtype=torch.int64)
+    dist.all_gather(list(numbers), torch.tensor([number]), group=group)
+    return numbers.squeeze(1)

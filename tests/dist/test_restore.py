@@ -10,7 +10,7 @@ import torch
 
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import restore
-from app.checkpoint.snapshots import Snapshots, SnapshotStore
+from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import HeldState
 from app.checkpoint.writer import Writer
 from app.config import Config, DdpConfig
@@ -57,7 +57,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         state = {"model": {"w": replica.weights}}
         parallel = ReplicatedParallelism(DdpConfig(), world)
         checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
-        snapshots = Snapshots(world, SnapshotStore(), parallel, state)
+        snapshots = Snapshots(world, None, parallel, state)
         restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
         return replica.step, float(replica.weights[0]), restored.source
     except (RuntimeError, PeerLost):

@@ -1,0 +1,264 @@
+"""Hold the newest state of a run in a machine's memory, outside of the processes that train.
+
+One process a machine, started by the first worker that needs it (`app/checkpoint/node_memory.py`). It owns buffers of
+anonymous shared memory (memfd_create(2)), which workers map, fill and read; it never reads one itself. So whatever
+kills the workers leaves the state behind, and when this process ends, nothing of it is left: no file has a name. It is
+run by its path and imports nothing but the standard library, which keeps it small, and it never touches a GPU.
+"""
+
+# A message is one packet of JSON, at most; a request's answer may carry a file descriptor.
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+PACKET_BYTES = 2**17
+_TICK_S = 0.5
+_CONNECTIONS = 4096
+_MOST_TOO_LARGE = 1.25
+_MOST_OF_FREE = 0.8
+_CGROUPS = (  # of version 2, then of version 1: where a container sees its own; files of its limit and its use
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_IDS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+Message = dict[str, Any]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    descriptor: int
+    num_bytes: int
+    writer: int | None = None  # descriptor of the connection that fills it, None once it is committed or free
+    label: Message | None = None  # what its writer says that it holds; None while it is being filled, or free
+
+    @property
+    def free(self) -> bool:
+        return self.writer is None and self.label is None
+
+
+class MemoryServer:
+    """Serve the buffers of one run on one machine.
+
+    Args:
+        listener: what workers connect to.
+        watched_pid: the command's process if it is on this machine: when it ends, so does this one. 0 for none.
+        linger_s: how long to wait for another worker when the last one has gone.
+    """
+
+    def __init__(self, listener: socket.socket, watched_pid: int, linger_s: float) -> None:
+        self._listener = listener
+        self._watched = (watched_pid, _started(watched_pid))
+        self._linger_s = linger_s
+        self._alone_since_s: float | None = time.monotonic()
+        self._over = False  # the run has ended
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, socket.socket] = {}
+        self._buffers: dict[int, _Buffer] = {}
+        self._num_made = 0
+
+    def serve(self) -> None:
+        """Answer until the run has ended, the command has gone, or no worker has come for too long."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while not self._is_done():
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._serve(self._connections[key.fd])
+
+    def _is_done(self) -> bool:
+        pid, started = self._watched
+        if pid and _started(pid) != started:
+            return True
+        if self._alone_since_s is None:
+            return False
+        return self._over or time.monotonic() - self._alone_since_s > self._linger_s
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        # The name of the socket is no secret on this machine.
+        if _user(connection) != os.getuid() or len(self._connections) >= _CONNECTIONS:
+            connection.close()
+            return
+        self._connections[connection.fileno()] = connection
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._alone_since_s = None
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            packet = connection.recv(PACKET_BYTES)
+            if packet:
+                answer, descriptor = self._answer(json.loads(packet), connection.fileno())
+                sent = [descriptor] if descriptor is not None else []
+                socket.send_fds(connection, [json.dumps(answer).encode()], sent)
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # it is gone, or no worker of ours
+        self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._connections[connection.fileno()]
+        self._give_back(connection.fileno())  # half of a state is worth nothing
+        connection.close()
+        if not self._connections:
+            self._alone_since_s = time.monotonic()
+
+    def _answer(self, request: Message, writer: int) -> tuple[Message, int | None]:
+        match request["verb"]:
+            case "take":
+                return self._take(int(request["bytes"]), writer)
+            case "commit":
+                buffer = self._buffers[request["buffer"]]
+                buffer.label = dict(request["label"])
+                buffer.writer = None
+            case "give back":
+                self._give_back(writer)
+            case "reserve":
+                self._reserve(int(request["bytes"]), int(request["count"]))
+            case "open":
+                return {}, self._buffers[request["buffer"]].descriptor
+            case "keep":
+                self._release_others(request["snapshots"])
+            case "end":
+                self._over = True
+        return {"buffers": self._listed()}, None
+
+    def _take(self, num_bytes: int, writer: int) -> tuple[Message, int | None]:
+        try:
+            if not self._free_buffers(num_bytes):
+                # Those that are free are of another size than the state is cut into now.
+                for number in self._free_buffers(0):
+                    os.close(self._buffers.pop(number).descriptor)
+                self._make(num_bytes)
+        except OSError as error:
+            return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, None
+        number = self._free_buffers(num_bytes)[0]
+        buffer = self._buffers[number]
+        buffer.writer = writer
+        return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, buffer.descriptor
+
+    def _free_buffers(self, num_bytes: int) -> list[int]:
+        fitting = []
+        for number, buffer in self._buffers.items():
+            # One that is far too large would hold memory that nobody uses.
+            if buffer.free and (not num_bytes or num_bytes <= buffer.num_bytes <= _MOST_TOO_LARGE * num_bytes):
+                fitting.append(number)
+        return fitting
+
+    def _make(self, num_bytes: int) -> None:
+        self._num_made += 1
+        self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
+
+    def _reserve(self, num_bytes: int, count: int) -> None:
+        """Make room for `count` buffers, beside those that hold something."""
+        with contextlib.suppress(OSError):  # whoever takes one will be told
+            for _ in range(count - len(self._free_buffers(num_bytes))):
+                self._make(num_bytes)
+
+    def _give_back(self, writer: int) -> None:
+        for buffer in self._buffers.values():
+            if buffer.writer == writer:
+                buffer.writer = None
+
+    def _release_others(self, kept: list[list[int]]) -> None:
+        for buffer in self._buffers.values():
+            if buffer.label is not None and buffer.label["snapshot"] not in kept:
+                buffer.label = None
+
+    def _listed(self) -> dict[int, Message]:
+        return {number: {"bytes": each.num_bytes, "label": each.label} for number, each in self._buffers.items()}
+
+
+def free_bytes() -> int:
+    """Return how much memory is free: of this machine, or of the container that this process is in."""
+    limits = []
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(1024 * int(line.split()[1]))
+    for folder, limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            most, now, statistics = (_read(f"{folder}/{name}") for name in (limit, used, "memory.stat"))
+            limits.append(max(0, int(most) - int(now) + _file_cache_bytes(statistics)))
+    return min(limits)
+
+
+def _file_cache_bytes(statistics: str) -> int:
+    """Return what a container's `memory.stat` counts as used, and what goes as soon as somebody needs it."""
+    fields = dict(line.split() for line in statistics.splitlines())
+    return int(fields["active_file"]) + int(fields["inactive_file"])
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _allocate(num_bytes: int) -> int:
+    # Linux grants any amount, and ends processes when there is no more.
+    if num_bytes > _MOST_OF_FREE * free_bytes():
+        raise OSError(errno.ENOMEM, "not enough memory is free")
+    descriptor = os.memfd_create("steadfast")
+    try:
+        # Here and now: a page that is missing when a worker writes to it would kill the worker.
+        os.posix_fallocate(descriptor, 0, max(1, num_bytes))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _user(connection: socket.socket) -> int:
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
+    return int(_IDS.unpack(packed)[1])
+
+
+def _started(pid: int) -> str:
+    """Return when a process has started, which tells it from a later one of its number; "" if there is none."""
+    try:
+        state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def listen(name: str) -> socket.socket | None:
+    """Return the listening socket of this name; None if another server has it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{name}")  # abstract: its name ends with it
+    except OSError:
+        listener.close()
+        return None
+    listener.listen(128)
+    return listener
+
+
+def main(name: str, watched_pid: str, linger_s: str) -> None:
+    """Serve in a process of its own, which no other one waits for; return in the first one at once."""
+    listener = listen(name)
+    if listener is None:
+        return
+    # Twice, and in a session of its own: neither the end of the worker that has started it, nor what ends the worker's
+    # children or its process group, ends this one.
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        return
+    os.chdir("/")
+    with contextlib.suppress(KeyboardInterrupt):
+        MemoryServer(listener, int(watched_pid), float(linger_s)).serve()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

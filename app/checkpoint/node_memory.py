@@ -1,0 +1,305 @@
+"""The memory that snapshots lie in: a machine's, which outlives its workers, or a process's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from app.checkpoint import memory_server
+from app.run.owner import Owner
+
+_START_S = 20.0  # for a process to start
+_ANSWER_S = 2.0  # for what needs no new memory
+_SLOWEST_BYTES_PER_S = 2e8  # at which the system hands out memory
+
+
+class SnapshotId(NamedTuple):
+    """Tells which copies belong together. The newest sorts last."""
+
+    step: int
+    attempt: int
+    num_ranks: int  # that hold one state among them: 1 where each copy is of all of it
+
+
+Files = tuple[tuple[int, int, int], ...]  # rank, first byte, length in bytes
+
+
+class Label(NamedTuple):
+    """What a buffer holds: files of some ranks, one after the other."""
+
+    snapshot: SnapshotId
+    skip: str  # digest of the steps that the state leaves out
+    files: Files
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory to fill; `number` is None where nobody keeps it."""
+
+    number: int | None
+    bytes: Tensor  # uint8, at least as long as was asked for
+
+
+class NodeMemory(Protocol):
+    """Where the copies of a run lie. A copy is there from `commit` on, until others are kept in its place."""
+
+    lasting: bool  # copies outlive this process
+
+    def take(self, num_bytes: int) -> Buffer:
+        """Return a buffer to fill. Raises OSError if there is none."""
+        ...
+
+    def reserve(self, num_bytes: int, count: int) -> None:
+        """Make room for so many buffers while something else is done. From any thread; nothing happens if it fails."""
+        ...
+
+    def commit(self, buffer: Buffer, label: Label) -> None:
+        """Take note that a buffer has been filled. Raises OSError if the memory is gone."""
+        ...
+
+    def give_back(self) -> None:
+        """Give up what this process has taken and not committed."""
+        ...
+
+    def keep(self, snapshots: Collection[SnapshotId]) -> None:
+        """Give up what belongs to any other snapshot than these. Raises OSError if the memory is gone."""
+        ...
+
+    def stored(self) -> dict[int, Label]:
+        """Return what is there, by number; nothing if the memory is gone."""
+        ...
+
+    def open(self, number: int) -> Tensor:
+        """Return a stored copy, which its giver may not change. Raises OSError if it is gone."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Return how much memory is taken, free buffers included."""
+        ...
+
+    def end(self) -> None:
+        """Take note that the run is over, and nobody needs the copies any more."""
+        ...
+
+
+class ProcessMemory:
+    """Copies in the memory of the process that makes them."""
+
+    lasting = False
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._taken: set[int] = set()
+        self._labels: dict[int, Label] = {}
+
+    def take(self, num_bytes: int) -> Buffer:
+        for number, tensor in enumerate(self._tensors):
+            if number not in self._labels and number not in self._taken and len(tensor) >= num_bytes:
+                self._taken.add(number)
+                return Buffer(number, tensor)
+        self._tensors.append(torch.empty(num_bytes, dtype=torch.uint8))
+        self._taken.add(len(self._tensors) - 1)
+        return Buffer(len(self._tensors) - 1, self._tensors[-1])
+
+    def reserve(self, num_bytes: int, count: int) -> None:
+        pass  # the first copy may take longer than the others
+
+    def commit(self, buffer: Buffer, label: Label) -> None:
+        if buffer.number is not None:
+            self._taken.discard(buffer.number)
+            self._labels[buffer.number] = label
+
+    def give_back(self) -> None:
+        self._taken.clear()
+
+    def keep(self, snapshots: Collection[SnapshotId]) -> None:
+        self._labels = {number: label for number, label in self._labels.items() if label.snapshot in snapshots}
+
+    def stored(self) -> dict[int, Label]:
+        return dict(self._labels)
+
+    def open(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+    def held_bytes(self) -> int:
+        return sum(len(tensor) for tensor in self._tensors)
+
+    def end(self) -> None:
+        self._labels.clear()
+
+
+class SharedMemory:
+    """Copies in the memory of the machine, held by a process that starts with the first of them.
+
+    Args:
+        name: of the run, on this machine.
+        watched_pid: the command's process, with which the copies end; 0 if it is on another machine.
+        linger_s: how long the copies stay when no worker is left here.
+        pinned: for copies from a GPU.
+    """
+
+    lasting = True
+
+    def __init__(self, name: str, watched_pid: int, linger_s: float, pinned: bool = False) -> None:
+        self._name = name
+        self._arguments = (str(watched_pid), str(linger_s))
+        self._pinned = pinned
+        self._connection: socket.socket | None = None
+        self._mapped: dict[int, Tensor] = {}
+
+    def take(self, num_bytes: int) -> Buffer:
+        answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
+        for gone in self._mapped.keys() - set(answer["there"]):
+            del self._mapped[gone]
+        number = int(answer["buffer"])
+        return Buffer(number, self._map(number, descriptor, answer["bytes"]))
+
+    def reserve(self, num_bytes: int, count: int) -> None:
+        # Over a connection of its own: the other one is the training thread's.
+        asking = SharedMemory(self._name, 0, 0.0)
+        asking._arguments = self._arguments
+
+        def ask() -> None:
+            with contextlib.suppress(OSError):
+                asking._ask({"verb": "reserve", "bytes": num_bytes, "count": count}, num_bytes * count)
+            asking.close()
+
+        threading.Thread(target=ask, daemon=True, name="reserve").start()
+
+    def commit(self, buffer: Buffer, label: Label) -> None:
+        if buffer.number is not None:
+            self._ask({"verb": "commit", "buffer": buffer.number, "label": label._asdict()})
+
+    def give_back(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ask({"verb": "give back"})
+
+    def keep(self, snapshots: Collection[SnapshotId]) -> None:
+        self._ask({"verb": "keep", "snapshots": list(snapshots)})
+
+    def stored(self) -> dict[int, Label]:
+        labels = {}
+        for number, found in self._listed().items():
+            if label := found["label"]:
+                files = tuple((rank, start, length) for rank, start, length in label["files"])
+                labels[int(number)] = Label(SnapshotId(*label["snapshot"]), label["skip"], files)
+        return labels
+
+    def open(self, number: int) -> Tensor:
+        found = self._listed().get(str(number))
+        if found is None or found["label"] is None:
+            raise OSError("the copy is gone")
+        _, descriptor = self._ask({"verb": "open", "buffer": number})
+        return self._map(number, descriptor, found["bytes"])
+
+    def held_bytes(self) -> int:
+        return sum(found["bytes"] for found in self._listed().values())
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._ask({"verb": "end"})
+        self.close()
+
+    def _listed(self) -> dict[str, Any]:
+        try:
+            answer, _ = self._ask({"verb": "list"})
+        except OSError:
+            return {}
+        listed: dict[str, Any] = answer["buffers"]
+        return listed
+
+    def _map(self, number: int, descriptor: int | None, num_bytes: int) -> Tensor:
+        if descriptor is None:
+            raise OSError("an answer without memory")
+        try:
+            if number not in self._mapped:
+                # Populated at once: a page is found faster here than when training waits for its copy.
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
+                if self._pinned:
+                    _pin(memory)
+                self._mapped[number] = memory
+            return self._mapped[number]
+        finally:
+            os.close(descriptor)
+
+    def _ask(self, request: dict[str, Any], new_bytes: int = 0) -> tuple[dict[str, Any], int | None]:
+        """Return the answer, and the descriptor that comes with it. Raises OSError."""
+        limit_s = _ANSWER_S + new_bytes / _SLOWEST_BYTES_PER_S
+        try:
+            packet, descriptors = self._exchange(request, limit_s)
+        except ConnectionError:
+            # It has ended; there may be another one, or this starts it.
+            packet, descriptors = self._exchange(request, limit_s)
+        answer: dict[str, Any] = json.loads(packet)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer, descriptors[0] if descriptors else None
+
+    def _exchange(self, request: dict[str, Any], limit_s: float) -> tuple[bytes, list[int]]:
+        if self._connection is None:
+            self._connection = self._connect()
+        try:
+            self._connection.settimeout(limit_s)
+            self._connection.send(json.dumps(request).encode())
+            packet, descriptors, _, _ = socket.recv_fds(self._connection, memory_server.PACKET_BYTES, 1)
+            if not packet:
+                raise ConnectionResetError("the process that holds the node's memory has ended")
+        except OSError:
+            self.close()  # or a late answer would be taken for the next one
+            raise
+        return packet, descriptors
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            try:
+                connection.connect(f"\0{self._name}")
+            except ConnectionRefusedError:
+                # Not by `-m`: all of this package, with torch, would come with it.
+                command = [sys.executable, "-I", "-S", memory_server.__file__, self._name, *self._arguments]
+                subprocess.run(command, check=False, timeout=_START_S, stdin=subprocess.DEVNULL)
+                connection.connect(f"\0{self._name}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            connection.close()
+            raise OSError(f"no process to hold the node's memory: {error}") from error
+        return connection
+
+    def close(self) -> None:
+        """Leave the copies to others."""
+        self._mapped.clear()  # another server counts its buffers anew
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def open_memory(owner: Owner | None, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
+    """Return the memory for the snapshots of a run at `uri`, which the command of `owner` runs."""
+    # torchrun starts ranks again, the first of which owns the run each time; so does Ray for its command.
+    watched = 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watched = os.getppid()
+    elif owner and owner.host == socket.gethostname():
+        watched = owner.pid
+    if owner is None or watched == os.getpid() or not hasattr(os, "memfd_create"):
+        return ProcessMemory()
+    name = hashlib.sha256(f"{uri} {owner.token}".encode()).hexdigest()
+    return SharedMemory(f"steadfast-{name[:32]}", watched, linger_s, pinned)
+
+
+def _pin(memory: Tensor) -> None:
+    # Where it fails, copies from the device are slower, and no less right.
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

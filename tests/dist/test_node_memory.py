@@ -1,0 +1,219 @@
+"""Copies in a machine's memory, held by a process of their own: workers die, and the copies stay."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from app.checkpoint.node_memory import Buffer, Label, SharedMemory, SnapshotId
+
+OLD, NEW = SnapshotId(10, 1, 1), SnapshotId(20, 1, 1)
+NUM_BYTES = 100_000
+LINGER_S = 30.0
+OPENED: list[SharedMemory] = []
+# How many bytes a process gets for an answer.
+STRANGER = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(chr(0) + sys.argv[1])
+try:
+    connection.send(b'{"verb": "list"}')
+    print(len(connection.recv(1000)))
+except OSError:
+    print(0)
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"steadfast-test-{uuid.uuid4().hex}"
+    yield name
+    while OPENED:
+        OPENED.pop().close()
+    for process in servers(name):
+        process.kill()
+
+
+def servers(name: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if name in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def memory_of(name: str, watched_pid: int = 0, linger_s: float = LINGER_S) -> SharedMemory:
+    OPENED.append(SharedMemory(name, watched_pid, linger_s))
+    return OPENED[-1]
+
+
+def label(snapshot: SnapshotId) -> Label:
+    return Label(snapshot, "", ((0, 0, NUM_BYTES),))
+
+
+def fill(memory: SharedMemory, snapshot: SnapshotId) -> Buffer:
+    buffer = memory.take(NUM_BYTES)
+    buffer.bytes.fill_(snapshot.step)
+    memory.commit(buffer, label(snapshot))
+    return buffer
+
+
+def fill_and_begin_another(name: str, ready: Any) -> None:
+    """Fill a buffer and half of another one, and wait to be killed."""
+    memory = memory_of(name)
+    fill(memory, OLD)
+    memory.take(NUM_BYTES).bytes[: NUM_BYTES // 2].fill_(1)
+    ready.set()
+    time.sleep(600)
+
+
+def test_what_a_killed_worker_has_finished_is_there_and_what_it_has_begun_is_free_again(name: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    worker = context.Process(target=fill_and_begin_another, args=(name, ready), daemon=True)
+    worker.start()
+    assert ready.wait(60)
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    worker.join()
+    memory = memory_of(name)
+    assert list(memory.stored().values()) == [label(OLD)]
+    (number,) = memory.stored()
+    assert bool((memory.open(number)[:NUM_BYTES] == OLD.step).all())
+    held = memory.held_bytes()
+    memory.take(NUM_BYTES)  # where the killed one was writing
+    assert memory.held_bytes() == held == 2 * NUM_BYTES
+
+
+def test_two_buffers_are_enough_for_ever(name: str) -> None:
+    memory = memory_of(name)
+    memory.reserve(NUM_BYTES, 2)
+    wait_until(lambda: memory.held_bytes() == 2 * NUM_BYTES)
+    last = SnapshotId(0, 1, 1)
+    for step in range(1, 20):
+        snapshot = SnapshotId(step, 1, 1)
+        memory.keep([last, snapshot])
+        fill(memory, snapshot)
+        last = snapshot
+        assert {label.snapshot.step for label in memory.stored().values()} == {step, max(1, step - 1)}
+    assert memory.held_bytes() == 2 * NUM_BYTES
+    # A world of another size cuts the state into other parts: memory for the former ones is given up.
+    memory.keep([])
+    memory.take(10 * NUM_BYTES)
+    assert memory.held_bytes() == 10 * NUM_BYTES
+
+
+def test_it_ends_when_nobody_has_come_for_so_long(name: str) -> None:
+    memory = memory_of(name, linger_s=1.0)
+    fill(memory, OLD)
+    time.sleep(2.5)
+    assert len(memory.stored()) == 1  # as long as a worker is there, it stays
+    memory.close()
+    wait_until(lambda: not servers(name))
+
+
+def test_it_ends_with_the_command(name: str) -> None:
+    command = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    fill(memory_of(name, watched_pid=command.pid), OLD)
+    assert servers(name)
+    command.kill()  # and not waited for: a process that has ended is still in the table
+    wait_until(lambda: not servers(name))
+    command.wait()
+
+
+def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str) -> None:
+    first, second = memory_of(name), memory_of(name)
+    fill(first, OLD)
+    assert len(second.stored()) == 1
+    first.end()
+    time.sleep(1.5)
+    assert len(second.stored()) == 1
+    second.end()
+    wait_until(lambda: not servers(name))
+
+
+def test_it_outlives_whoever_has_started_it_and_there_is_one_only(name: str) -> None:
+    memories = [memory_of(name) for _ in range(5)]
+    for memory in memories:
+        fill(memory, OLD)
+    (server,) = servers(name)
+    assert server.ppid() != os.getpid()
+    assert os.getsid(server.pid) != os.getsid(0)
+    assert len(memories[0].stored()) == 5
+    assert server.memory_info().rss < 30e6
+
+
+def test_one_that_was_killed_is_replaced(name: str) -> None:
+    memory = memory_of(name)
+    fill(memory, OLD)
+    (server,) = servers(name)
+    server.kill()
+    wait_until(lambda: not servers(name))
+    assert memory.stored() == {}
+    fill(memory, NEW)
+    assert [label.snapshot for label in memory.stored().values()] == [NEW]
+
+
+def test_one_that_is_stopped_makes_training_wait_for_seconds_only_and_comes_back(name: str) -> None:
+    memory = memory_of(name)
+    fill(memory, OLD)
+    (server,) = servers(name)
+    server.suspend()
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            memory.take(NUM_BYTES)
+        assert time.monotonic() - began_s < 5
+        assert memory.stored() == {}
+    finally:
+        server.resume()
+    fill(memory, NEW)
+    assert len(memory.stored()) == 2
+
+
+def test_memory_that_the_machine_does_not_have_is_one_error(name: str) -> None:
+    memory = memory_of(name)
+    with pytest.raises(OSError, match=r"1125899906842624 bytes of shared memory: "):
+        memory.take(2**50)
+    fill(memory, OLD)
+    assert len(memory.stored()) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
+def test_another_user_of_the_machine_is_not_answered(name: str) -> None:
+    fill(memory_of(name), OLD)
+    stranger = subprocess.run(
+        ["/usr/bin/env", "python3", "-c", STRANGER, name], user=65534, capture_output=True, text=True, cwd="/"
+    )
+    assert stranger.stdout.strip() == "0", stranger
+
+
+def test_garbage_ends_one_connection_and_nothing_else(name: str) -> None:
+    import socket
+
+    memory = memory_of(name)
+    fill(memory, OLD)
+    for packet in (b"\0" * 70_000, b"{}", b"5", b'{"verb": "commit"}', b'{"verb": "open", "buffer": 99}', b"\xff"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(f"\0{name}")
+            connection.send(packet)
+            assert connection.recv(1000) == b""
+    assert len(memory.stored()) == 1
