@@ -49,7 +49,7 @@ def train(
     # Step until the run or the attempt ends. All ranks are told of every request at the same step.
     guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
     recorder = Recorder(config, directory, runtime, world, plan, worker)
-    recorder.begin(restored, timer, snapshots.refused)
+    recorder.begin(restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
     def save(step: int, ending: Outcome | None = None) -> None:
@@ -62,7 +62,7 @@ def train(
     periodic = Periodic(world.leader, worker.num_steps)
     periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
-    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s), save)
+    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, snapshots.num_nodes), save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))

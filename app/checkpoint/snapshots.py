@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,28 @@ _TIME_SHARE = 0.01  # of training, that copies may cost
 _MEMORY_SHARE = 0.5  # of what is free, that all workers of a machine may take for them together
 
 _Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
+
+
+class AtRisk(NamedTuple):
+    """How many finished steps would be done again, if something were lost now."""
+
+    worker: int
+    workers_of_node: int  # all processes of it; the machine stays
+    node: int
+    everything: int  # but storage
+
+    @classmethod
+    def of(cls, step: int, newest: int, committed: int, replicated: bool, num_ranks: int, num_nodes: int) -> Self:
+        """Return what a loss after `step` costs, with the `newest` state in node memory and one `committed`."""
+        risk = cls(step - newest, step - newest, step - committed, step - committed)
+        if num_nodes > 1:
+            risk = risk._replace(node=step - newest)
+        # Of a replicated state each rank has all.
+        if replicated and num_ranks > 1:
+            risk = risk._replace(worker=0)
+        if replicated and num_nodes > 1:
+            risk = risk._replace(workers_of_node=0, node=0)
+        return risk
 
 
 class _Place(NamedTuple):
@@ -87,6 +109,7 @@ class Snapshots:
         self._whole: SnapshotId | None = None  # the newest that all ranks have made
         self._next_s = -1.0
         self._requested = False
+        self.num_nodes = 1
         if memory is not None:
             self._begin(memory, state)
 
@@ -98,9 +121,10 @@ class Snapshots:
         places = [mine] * world.size
         dist.all_gather_object(places, mine, group=world.groups.control)
         nodes = [place.node for place in places]
+        self.num_nodes = len(set(nodes))
         lasting = all(place.lasting for place in places)
         # A process's own memory is lost with it, so its copy has to go to another one, be it on the same node.
-        sends = not self._replicated and world.size > 1 and (len(set(nodes)) > 1 or not lasting)
+        sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
         if not sends and not lasting:
             return
         writers = [rank for rank, node in enumerate(nodes) if not self._replicated or nodes.index(node) == rank]
@@ -225,6 +249,12 @@ class Snapshots:
             self._made = copy.snapshot
             if self._replicated:
                 self._whole = copy.snapshot
+
+    def at_risk(self, step: int, committed: int) -> AtRisk:
+        """Return what a loss after `step` would cost, if the newest checkpoint is that of step `committed`."""
+        made = self._made or self._whole
+        newest = max(committed, made.step if made else 0)
+        return AtRisk.of(step, newest, committed, self._replicated, self._world.size, self.num_nodes)
 
     def _stored(self) -> dict[int, Label]:
         # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a

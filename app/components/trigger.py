@@ -39,6 +39,7 @@ class Interval:
         self._clock = clock
         self._since_s = clock()
         self._requested = False
+        self._hurried = False
 
     def begin(self, age_s: float = 0.0) -> None:
         """Begin another attempt. The act was last carried out at least `age_s` ago, as far as others know."""
@@ -46,6 +47,10 @@ class Interval:
         self._since_s = min(self._since_s, self._clock() - age_s)
         # What was requested in the last attempt may not have reached the others.
         self._requested = False
+
+    def hurry(self) -> None:
+        """Let the act be due at once, whatever the period."""
+        self._hurried = True
 
     def due(self, step: int) -> bool:
         if self._every is None or self._every.unit in _SECONDS:
@@ -58,6 +63,9 @@ class Interval:
 
     def wanted(self) -> bool:
         """Return True once the time has come, and then False until `done`."""
+        if self._hurried and not self._requested:
+            self._requested = True
+            return True
         if self._requested or self._every is None or self._every.unit not in _SECONDS:
             return False
         period_s = self._every.count * _SECONDS[self._every.unit]
@@ -67,3 +75,4 @@ class Interval:
     def done(self) -> None:
         self._since_s = self._clock()
         self._requested = False
+        self._hurried = False

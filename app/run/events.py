@@ -198,6 +198,7 @@ class Log(Event):
     eta_s: float  # until the end of the run
     mfu: float | None = None  # model FLOPs utilisation, 0 to 1: of the peaks of all GPUs in the format in use, if known
     metrics: Mapping[str, float] = {}  # of the task, mean over the global batch
+    at_risk: Mapping[str, int] = {}  # steps that a loss would cost now, as in the event of this name
 
     def figures(self) -> dict[str, float]:
         """Return what trackers draw, by tag."""
@@ -304,6 +305,21 @@ class Snapshot(Event):
     step: int
     stall_s: float  # how long training waited
     bytes: int  # of one worker
+
+
+class AtRisk(Event):
+    """What a loss would cost now, in finished steps that would be done again: told once an attempt."""
+
+    wording = (
+        "a loss now would cost, in steps: a worker {worker}, all workers of a node {workers_of_node}, a node {node}, "
+        "everything {everything}"
+    )
+
+    step: int
+    worker: int
+    workers_of_node: int  # all processes of it; the machine stays
+    node: int
+    everything: int  # but storage
 
 
 class NoSnapshots(Event):

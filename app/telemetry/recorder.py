@@ -12,6 +12,7 @@ from torch import nn
 
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
+from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import Tensors, sha256
 from app.components.schedule import warmup_in_force
 from app.components.worker_state import WorkerState
@@ -55,7 +56,9 @@ class Recorder:
         self._ran: dict[int, tuple[StepResult, float]] = {}  # with Unix time; done here, and not yet by all ranks
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
-        self._told_of_snapshots: set[str] = set()
+        self._told_once: set[str] = set()
+        self._snapshots: Snapshots | None = None
+        self._committed = worker.writer.committed  # newest step on storage, as far as is known here
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
@@ -65,14 +68,17 @@ class Recorder:
             self._figures = open_stream(directory.store, METRICS)
             worker.close_later(self._figures.close)
 
-    def begin(self, restored: Restored, timer: StartupTimer, refused: events.NoSnapshots | None) -> None:
-        """Tell, before the first step, where the attempt goes on from, and whether copies in memory were `refused`."""
+    def begin(self, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
+        """Tell, before the first step, where the attempt goes on from, and whether copies in memory were refused."""
         self._started = restored, timer
+        self._snapshots = snapshots
+        if restored.source == "checkpoint":
+            self._committed = restored.step
         if not self._world.leader:
             return
         timer.measure_detection(self._directory)
-        if refused is not None:
-            self._publish(refused)
+        if snapshots.refused is not None:
+            self._publish(snapshots.refused)
         self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config.trackers, self._directory.store, restored.step + 1)
@@ -155,6 +161,7 @@ class Recorder:
     def _log(self, stats: StepStats, lr: float) -> None:
         """Keep the figures of a step, and show them unless the last ones have only just been shown."""
         total_steps = self._worker.num_steps
+        at_risk = self._at_risk(stats.step)
         log = events.Log(
             attempt=self._world.attempt,
             step=stats.step,
@@ -166,6 +173,7 @@ class Recorder:
             memory_bytes=_memory_bytes(self._worker.precision.device),
             world_size=self._world.size,
             metrics=stats.metrics,
+            at_risk=at_risk,
             **self._meters.snapshot(total_steps - stats.step),
         )
         self._figures.write([log.stamped().to_line()])
@@ -173,6 +181,14 @@ class Recorder:
         if time.monotonic() - self._shown_s >= _SHOW_EVERY_S:
             self._shown_s = time.monotonic()
             self._publish(log)
+
+    def _at_risk(self, step: int) -> dict[str, int]:
+        if self._snapshots is None:
+            return {}
+        at_risk = self._snapshots.at_risk(step, self._committed)._asdict()
+        if events.Snapshot.name in self._told_once:
+            self._tell_once(events.AtRisk(step=step, **at_risk))
+        return at_risk
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record what a validation after `step` has measured; nothing if no samples are held out."""
@@ -200,14 +216,20 @@ class Recorder:
 
     def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
         """Tell of copies in memory, and of one that cannot be had, once an attempt: they come often."""
-        if event is not None and event.name not in self._told_of_snapshots:
-            self._told_of_snapshots.add(event.name)
+        if event is not None:
+            self._tell_once(event)
+
+    def _tell_once(self, event: events.Event) -> None:
+        if event.name not in self._told_once:
+            self._told_once.add(event.name)
             self._publish(event)
 
     def checkpoints(self, news: list[events.Event]) -> None:
         """Tell what has come of checkpoints."""
         # Be this rank the leader or not: its disk may be the only full one.
         for event in news:
+            if isinstance(event, events.Checkpoint):
+                self._committed = event.step
             self._runtime.publish(event.of_attempt(self._world.attempt))
 
     def end(self, outcome: Outcome, whole: nn.Module | None, state: dict[str, Tensors]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,8 +21,10 @@ from app.parallel import Parallel
 from app.parallel.dtensor import unsharded
 from app.parallel.fsdp import FullyShardedDataParallelism
 from app.world.runtime import World, form_world
+from tests.dist.drill import drill
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
+from tests.dist.small import small
 
 NOTHING = frozenset[int]()
 MEMORY = ProcessMemory()  # of each process
@@ -122,3 +127,16 @@ def leave_out(member: Member, first: int, skip: frozenset[int]) -> int | None:
 
 def test_a_state_that_a_bad_step_went_into_is_not_restored(gang: Gang) -> None:
     assert gang.run(leave_out, 90, frozenset({25})) == [None] * 3
+
+
+def be_on_a_node_of_its_own() -> None:
+    name = f"node-{os.getpid()}"
+    socket.gethostname = lambda: name
+
+
+def test_what_is_left_on_one_node_is_written_to_storage_at_once(tmp_path: Path) -> None:
+    config = small(tmp_path, "run.steps=24", "checkpoint.every=1000 steps")
+    drilled = drill(config, worlds=[2, 1], leave_after=[6], patch=be_on_a_node_of_its_own)
+    first, last = drilled.told("checkpoint", "step")
+    assert 6 < first <= 12
+    assert last == 24

@@ -145,7 +145,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             Snapshot(step=40, stall_s=0.0123, bytes=12_900_000),
-            "snapshots in the memory of other nodes from step 40 on: 12.3 MiB a worker, 12 ms each",
+            "snapshots in node memory from step 40 on: 12.3 MiB a worker, 12 ms each",
         ),
         (
             CheckpointFailed(step=40, error="No space left on device", needed_bytes=12_900_000),
