@@ -41,7 +41,7 @@ class Label(NamedTuple):
     """What a buffer holds: files of some ranks, one after the other."""
 
     snapshot: SnapshotId
-    skip: str  # digest of the steps that the state leaves out
+    skip: str  # digest of the steps up to its own that the state leaves out
     files: Files
 
 

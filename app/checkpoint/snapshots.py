@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.checkpoint.catalog import skipped_up_to
 from app.checkpoint.memory_server import free_bytes
 from app.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
 from app.checkpoint.shards import Layout, load_shards, reader_of, shards_of, shards_to_write
@@ -99,7 +100,6 @@ class Snapshots:
         self._world = world
         self._memory = memory  # the process's own; None where no copies are wanted
         self._replicated = parallel.survivors_hold_all
-        self._skip = hashlib.sha256(str(sorted(world.skip)).encode()).hexdigest()[:16]
         self._on = False
         self._writes = False
         self._group: dist.ProcessGroup | None = None  # None where nothing is sent to other nodes
@@ -240,9 +240,9 @@ class Snapshots:
             copy.work.wait()
             self._world.groups.under_way.remove(copy.work)
         try:
-            self._memory.commit(copy.own, Label(copy.snapshot, self._skip, copy.own_files))
+            self._memory.commit(copy.own, self._label(copy.snapshot, copy.own_files))
             if copy.received is not None:
-                self._memory.commit(copy.received, Label(copy.snapshot, self._skip, copy.received_files))
+                self._memory.commit(copy.received, self._label(copy.snapshot, copy.received_files))
         except OSError:
             self._lost = True
         if not self._lost:
@@ -256,11 +256,15 @@ class Snapshots:
         newest = max(committed, made.step if made else 0)
         return AtRisk.of(step, newest, committed, self._replicated, self._world.size, self.num_nodes)
 
+    def _label(self, snapshot: SnapshotId, files: Files) -> Label:
+        skipped = skipped_up_to(snapshot.step, self._world.skip)
+        return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
+
     def _stored(self) -> dict[int, Label]:
         # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a
         # state is of no use to a world that leaves out other steps than its own did.
         stored = self._memory.stored() if self._memory else {}
-        return {number: label for number, label in stored.items() if label.skip == self._skip}
+        return {number: label for number, label in stored.items() if label == self._label(label.snapshot, label.files)}
 
     def find(self) -> Found | None:
         """Return the newest snapshot that the living hold all of, None if there is none. A collective."""

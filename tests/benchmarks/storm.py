@@ -9,7 +9,8 @@ each microbatch take 20 ms longer, as on an accelerator, so that the two cores a
 
 python -m tests.benchmarks.storm --kills 500 --workers 5 --alone --pace 20
 
-At least one worker that holds the state is always left alone.
+At least one worker that holds the state is always left alone; `--spare-nobody` kills whatever comes, newcomers, the
+last holder of the state and the coordinator too, with an hour between two checkpoints.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tests.checks import check_ledger, summary_of, weights_of
 from tests.command import Command, Running, descendants
 
 _PAUSE_S = (0.2, 2.5)  # between two kills
+_LONG_PAUSE_S = (1.0, 8.0)  # where nobody is spared: newcomers are to have a chance
 _WORDS = [
     "run.steps=10000000",
     "schedule.kind=constant",
@@ -48,15 +50,20 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": workers, "include_dashboard": False})
     try:
         running = Command(folder, f"storm-{number}").start(
-            *_WORDS, *pace(options), f"scaling.num_workers=[1,{workers}]", f"cluster.address={cluster.address}"
+            *_WORDS,
+            *pace(options),
+            *rarely(options),
+            f"scaling.num_workers=[1,{workers}]",
+            f"cluster.address={cluster.address}",
         )
         running.wait_for_event("attempt_started", world_size=workers)
         done, killed_s = 0, time.time()
         while done < options.kills:
-            time.sleep(chance.uniform(*_PAUSE_S))
+            time.sleep(chance.uniform(*(_LONG_PAUSE_S if options.spare_nobody else _PAUSE_S)))
             assert running.process.poll() is None, f"after {done} kills:\n{running.output_path.read_text()}"
-            if kill_one(running, chance, killed_s):
+            if kill_any(chance) if options.spare_nobody else kill_one(running, chance, killed_s):
                 done, killed_s = done + 1, time.time()
+        running.wait_for_step(running.history.last_step + 1)  # or there may be nobody to write the state down
         running.interrupt()
         stopped = running.wait()
     finally:
@@ -72,6 +79,21 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
 def pace(options: argparse.Namespace) -> list[str]:
     ranks = list(range(options.workers))
     return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {options.pace}}}]"] if options.pace else []
+
+
+def rarely(options: argparse.Namespace) -> list[str]:
+    return ["checkpoint.every=60 minutes"] if options.spare_nobody else []
+
+
+def kill_any(chance: random.Random) -> bool:
+    """Any process of the run but those of Ray itself. False while there is none."""
+    victims = []
+    for pid, title in descendants(os.getpid()):
+        if "SlotWorker" in title:
+            victims.append(pid)
+    if victims:
+        os.kill(chance.choice(victims), signal.SIGKILL)
+    return bool(victims)
 
 
 def kill_one(running: Running, chance: random.Random, killed_s: float) -> bool:
@@ -103,7 +125,7 @@ def row(
         str(kills),
         str(summary["attempts"]),
         str(summary["step"]),
-        str(summary["lost_steps"]),
+        f"{summary['lost_steps']} ({summary['lost_steps'] / kills:.1f} a kill)",
         str(unconfirmed),
         f"{median(gaps):.3f}",
         f"{max(gaps):.3f}",
@@ -119,6 +141,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run beside it")
+    parser.add_argument("--spare-nobody", action="store_true", help="not the last holder of the state either")
     parser.add_argument("--pace", type=int, default=0, help="milliseconds that a microbatch takes longer")
     options = parser.parse_args()
     head = ["storm", "kills", "worlds", "steps", "done twice", "unconfirmed", "stall median s", "max s"]

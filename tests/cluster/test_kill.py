@@ -34,5 +34,6 @@ def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(on_he
     assert summary["attempts"] == 3
     assert summary["lost_steps"] == history.num_lost <= 2 * INTERVAL
     restores = [event for event in running.events if event["event"] == "restore"]
-    assert [event["source"] for event in restores] == ["checkpoint", "checkpoint"]
+    assert len(restores) == 2
+    assert {event["source"] for event in restores} <= {"checkpoint", "snapshot"}
     assert all(event["lost_steps"] <= INTERVAL for event in restores)
