@@ -1,0 +1,63 @@
+"""What a loss would cost in steps, and what copies in memory may take of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.checkpoint.snapshots import AtRisk, _Place, _refusal
+from app.components.trigger import Interval
+from app.config import Every
+
+
+@pytest.mark.parametrize(
+    ("replicated", "num_ranks", "num_nodes", "expected"),
+    [
+        (True, 1, 1, AtRisk(3, 3, 60, 60)),
+        (True, 2, 1, AtRisk(0, 3, 60, 60)),
+        (True, 2, 2, AtRisk(0, 0, 0, 60)),
+        (False, 1, 1, AtRisk(3, 3, 60, 60)),
+        (False, 2, 1, AtRisk(3, 3, 60, 60)),
+        (False, 4, 2, AtRisk(3, 3, 3, 60)),
+    ],
+)
+def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(
+    replicated: bool, num_ranks: int, num_nodes: int, expected: AtRisk
+) -> None:
+    found = AtRisk.of(100, newest=97, committed=40, replicated=replicated, num_ranks=num_ranks, num_nodes=num_nodes)
+    assert found == expected
+
+
+@pytest.mark.parametrize("every", [Every(5, "minutes"), Every(1000, "steps")])
+def test_an_act_that_is_due_at_once_is_requested_once(every: Every) -> None:
+    trigger = Interval(every, 100.0, clock=lambda: 0.0)
+    assert not trigger.wanted()
+    trigger.hurry()
+    assert trigger.wanted()
+    assert not trigger.wanted()
+    trigger.done()
+    assert not trigger.wanted()
+
+
+def place(node: str, file_gib: float, free_gib: float, held_gib: float = 0.0) -> _Place:
+    return _Place(node, True, *(int(gib * 2**30) for gib in (file_gib, free_gib, held_gib)))
+
+
+@pytest.mark.parametrize(
+    ("writers", "num_files", "refused"),
+    [
+        ([place("a", 1, 5)], 2, False),
+        ([place("a", 1, 3)], 2, True),
+        ([place("a", 1, 1, held_gib=4)], 2, False),  # what former copies hold is used again
+        ([place("a", 1, 9), place("b", 1, 3)], 2, True),  # one node without room is enough
+        ([place("a", 1, 7), place("a", 1, 7)], 2, True),  # two of a node need twice as much
+        ([place("a", 1, 9), place("a", 1, 9)], 2, False),
+        ([place("a", 1, 5)], 4, True),
+    ],
+)
+def test_copies_take_half_of_the_free_memory_of_any_node_and_no_more(
+    writers: list[_Place], num_files: int, refused: bool
+) -> None:
+    found = _refusal(writers, num_files)
+    assert (found is not None) is refused
+    if found:
+        assert "GiB of a node's memory, of which" in found.error
