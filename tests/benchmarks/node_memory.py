@@ -1,0 +1,81 @@
+"""What copies of the state in the node's memory cost: the app with them beside the app without.
+
+python -m tests.benchmarks.node_memory --pairs 20
+
+Three of them take turns of some steps each (turns.py): with copies, without, and without again, whose ratio to the
+second one is the A/A control. While a side waits for its turn its clock goes on, so its first step in each turn makes a
+copy that it would not have made yet: the cost printed is an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from app.run.directory import RunDirectory
+from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.throughput import CASES, Case, take_turns
+from tests.events import event_lines
+
+LIMIT = 1.01
+SIDES = {"with": True, "without": False, "control": False}
+
+
+def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
+    """One row of the table."""
+    num_blocks = num_pairs + 1
+    commands = {}
+    for side, node_memory in SIDES.items():
+        config = write_config(
+            folder / f"{side}.yaml",
+            run={"storage": str(folder / "runs"), "name": side, "steps": num_blocks * steps_per_block + 1},
+            batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
+            model={"kind": "gpt", **case.model},
+            data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+            schedule={"kind": "cosine", "warmup_steps": 1},
+            checkpoint={"every": "1000000 steps", "node_memory": node_memory},
+            task={
+                "target": "tests.benchmarks.turns:TurnTakingTask",
+                "args": {
+                    "folder": str(folder),
+                    "num_forwards": case.num_forwards(),
+                    "steps_per_block": steps_per_block,
+                    "num_blocks": num_blocks,
+                    "side": side,
+                },
+            },
+        )
+        commands[side] = app_under_torchrun(config)
+    seconds = take_turns(commands, num_blocks, folder)
+    ratio = paired_ratio(seconds["with"], seconds["without"])
+    run = RunDirectory.at(str(folder / "runs" / "with"))
+    (copied,) = [event for event in event_lines(run) if event["event"] == "snapshot"]
+    return [
+        case.name,
+        f"{copied['bytes'] / 2**20:.0f} MiB",
+        f"{1e3 * copied['stall_s']:.0f}",
+        *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
+        str(ratio),
+        str(paired_ratio(seconds["without"], seconds["control"])),
+        verdict(ratio, LIMIT),
+    ]
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24, help="of a turn")
+    options = parser.parse_args()
+    rows = [["model", "a copy", "first blocked ms", "with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    with tempfile.TemporaryDirectory(prefix="node-memory-") as folder:
+        rows.append(compare(CASES["10m"], options.pairs, options.steps, Path(folder)))
+    print(table(rows))
+    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()
