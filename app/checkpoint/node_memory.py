@@ -296,8 +296,12 @@ def open_memory(owner: Owner | None, uri: str, linger_s: float, pinned: bool) ->
         watched = owner.pid
     if owner is None or watched == os.getpid() or not hasattr(os, "memfd_create"):
         return ProcessMemory()
-    name = hashlib.sha256(f"{uri} {owner.token}".encode()).hexdigest()
-    return SharedMemory(f"steadfast-{name[:32]}", watched, linger_s, pinned)
+    return SharedMemory(memory_name(uri, owner.token), watched, linger_s, pinned)
+
+
+def memory_name(uri: str, token: str) -> str:
+    """Return under what name a machine keeps snapshots of the run at `uri`, for the command that `token` names."""
+    return f"steadfast-{hashlib.sha256(f'{uri} {token}'.encode()).hexdigest()[:32]}"
 
 
 def _pin(memory: Tensor) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+from app.checkpoint.node_memory import memory_name
+from app.run.owner import read_owner
+from app.storage import LocalStore
 from tests.checks import check_ledger
 from tests.cluster.test_slots import OVERRIDES, STEPS
 from tests.command import Commands
@@ -14,12 +20,30 @@ from tests.command import Commands
 pytestmark = pytest.mark.ray
 
 
+def holders(directory: Path) -> list[int]:
+    """The processes that hold snapshots of a run."""
+    owner = read_owner(LocalStore(directory))
+    assert owner
+    name = memory_name(str(directory), owner.token)
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or ())]
+
+
+def wait_until_gone(directory: Path) -> None:
+    until = time.monotonic() + 15
+    while holders(directory):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_head: Commands, kind: str) -> None:
     running = on_head().start(*OVERRIDES, f"parallel.kind={kind}", "checkpoint.every=60 minutes")
-    copied = running.wait_for_event("snapshot")
+    copied = running.wait_for_event(
+        "snapshot", timeout_s=150
+    )  # on a busy machine a start takes as long as all that follows
     running.wait_for_step(120)
+    assert len(holders(running.directory)) == 1
     for pid in running.worker_pids("SlotWorker"):
         os.kill(pid, signal.SIGKILL)
     restored = running.wait_for_event("restore", source="snapshot")
@@ -31,3 +55,13 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_hea
     interval = 100 * copied["stall_s"] / sorted(steps_s)[len(steps_s) // 2]
     print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")
     assert history.num_lost == restored["lost_steps"] <= 2 * interval + 10
+    wait_until_gone(running.directory)
+
+
+@pytest.mark.timeout(240)
+def test_the_nodes_memory_goes_with_the_command(on_head: Commands) -> None:
+    running = on_head().start("run.steps=1000000")
+    running.wait_for_event("snapshot", timeout_s=150)
+    assert len(holders(running.directory)) == 1
+    running.process.kill()
+    wait_until_gone(running.directory)
