@@ -434,6 +434,9 @@ class Rollback(Event):
 
     steps: tuple[int, ...]
     cause: str
+    microbatches: tuple[int, ...] | None = None  # of the bad step, by index, whose own loss is not finite
+    samples: tuple[int, ...] | None = None  # ids of their samples
+    not_finite: tuple[int, ...] | None = None  # those of them that hold a NaN or an infinity when they are read again
 
 
 class Spike(Event):

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.plan import Plan
+from app.plan import Microbatch, Plan
 from app.run.directory import STEPS
 from app.storage import Store
-from app.storage.jsonl import last_lines, open_stream, read_lines
+from app.storage.jsonl import first_lines, last_lines, open_stream, read_lines
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,14 @@ class StepStats:
 
     step: int
     loss: float  # mean over the global batch
-    count: int  # what the loss was divided by: tokens or samples
+    count: float  # what the loss was divided by: tokens or samples; an int, unless the task's own is not finite
     grad_norm: float  # of the whole mean gradient, before clipping
     num_samples: int
     samples_digest: int  # of all samples, unsigned 64 bit
     finite: bool
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, mean over the global batch
+    # Known to this rank alone: its microbatches whose loss is not finite, in a step that is not.
+    suspects: tuple[Microbatch, ...] = ()
 
 
 class Ledger:
@@ -97,15 +99,27 @@ class History:
         return max((line["step"] for line in self.lines), default=0)
 
 
-def recent_losses(store: Store, step: int) -> list[float]:
-    """Return losses of the last steps up to `step`, oldest first; few, or none, where much had to be done again."""
-    losses = {line["step"]: line["loss"] for line in last_lines(store, STEPS)}
-    recent = []
-    for each, loss in sorted(losses.items()):
+@dataclass(frozen=True)
+class PastLosses:
+    """Losses of a run, oldest first: of the first steps of all, and of those that led to where an attempt begins."""
+
+    first: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)  # few, or none, where much had to be done again
+
+
+def past_losses(store: Store, step: int) -> PastLosses:
+    """Return the losses of the ledger's first and last lines, up to `step`."""
+    return PastLosses(_losses(first_lines(store, STEPS), step), _losses(last_lines(store, STEPS), step))
+
+
+def _losses(lines: Iterable[dict[str, Any]], last_step: int) -> list[float]:
+    losses = {line["step"]: line["loss"] for line in lines}
+    found = []
+    for step, loss in sorted(losses.items()):
         # A step that was left out, or whose message was lost, has no loss.
-        if each <= step and loss is not None and math.isfinite(loss):
-            recent.append(loss)
-    return recent
+        if step <= last_step and loss is not None and math.isfinite(loss):
+            found.append(loss)
+    return found
 
 
 def read_ledger(store: Store) -> History:

@@ -103,6 +103,13 @@ def read_lines(store: Store, name: str) -> Iterator[Line]:
             yield from _decode(store.read(part))
 
 
+def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:
+    """Return the whole lines among the first `num_bytes` bytes of a stream, or of its first segment."""
+    with contextlib.suppress(FileNotFoundError):
+        return _decode(store.read(_parts(store, name)[0], 0, num_bytes))
+    return []
+
+
 def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
     """Return the whole lines among the last `num_bytes` bytes of a stream."""
     data = b""

@@ -143,7 +143,7 @@ class Recorder:
                     self._write_as_planned(stats.step)
                     continue
                 lines.append((stats, result.seconds, ended_s))
-                self._meters.record(result.seconds, stats.num_samples, stats.count, result.data_s)
+                self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
                 if self._world.leader and stats.step % self._config.logging.every_steps == 0:
                     self._log(stats, result.lr)
         finally:

@@ -7,18 +7,29 @@ from pathlib import Path
 
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import Checkpoint, Rollback
-from app.run.ledger import recent_losses
+from app.run.ledger import PastLosses, past_losses
 from app.storage import LocalStore
 from app.storage.jsonl import last_lines, open_stream
 
 
-def test_recent_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
+def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    assert recent_losses(store, 9) == []
+    assert past_losses(store, 9) == PastLosses()
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
     with closing(open_stream(store, STEPS)) as stream:
         stream.write({"step": step, "loss": loss} for step, loss in losses)
-    assert recent_losses(store, 5) == [1.0, 2.5, 5.0]
+    assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
+
+
+def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with closing(open_stream(store, STEPS)) as stream:
+        stream.write({"step": step, "loss": float(step)} for step in range(1, 20_001))
+    past = past_losses(store, 19_990)
+    assert past.first[:32] == [float(step) for step in range(1, 33)]
+    assert past.recent[-1] == 19_990.0
+    assert len(past.first) < 2000
+    assert len(past.recent) < 6000
 
 
 def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
