@@ -18,7 +18,7 @@ from app.config import DataConfig, LoaderConfig
 from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack, tensors_of
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
-from app.errors import DataError
+from app.errors import DataError, as_exception
 from app.plan import Microbatch
 
 # Positions ordered at once: numpy's overhead for eight is that for hundreds.
@@ -141,6 +141,9 @@ class _Microbatches:
         except DataError as error:
             # Raised in a loader process, its message would be buried in that process's traceback.
             return error
+        except SystemExit as error:
+            # Which would end a loader process without a word.
+            raise as_exception(error) from None
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
         return Fetched(microbatch, batch, len(ids), int(keys.sum()))

@@ -46,7 +46,8 @@ def _run(
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     importing.start()
-    address = connect(config, console.verbose)
+    with interrupts.spared():
+        address = connect(config, console.verbose)
     importing.join()
 
     interrupts.on_abort = ray.shutdown
