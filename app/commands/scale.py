@@ -31,7 +31,7 @@ def run(options: Namespace) -> int:
     smallest, largest = _parse_bounds(options.workers)
     directory = find_run(options.runs[0])
     owner = read_owner(directory.store)
-    if owner is None or not owner.alive:
+    if owner is None or owner.gone:
         raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
 
     requested_s = time.time()

@@ -8,6 +8,7 @@ from app.config import Config, diff
 from app.errors import RunConflict
 from app.run.directory import RunDirectory
 from app.run.events import RunStarted
+from app.run.owner import Ownership
 from app.telemetry.environment import environment
 from app.telemetry.outcome import already_finished
 
@@ -81,7 +82,11 @@ def has_checkpoint(directory: RunDirectory) -> bool:
     return bool(catalog.quarantined()) or catalog.newest() is not None
 
 
-def discard_if_unused(directory: RunDirectory) -> None:
-    """Delete a folder that this command made, if it failed before its first step."""
-    if not has_checkpoint(directory) and not directory.last_step_line():
+def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
+    """Release the run. If its folder is `new`, made by this command, and has seen no step, delete the folder."""
+    # While it is claimed, and only what is this command's now: by the time that a command fails its folder may have
+    # been deleted, and another command may have begun in one of the same name.
+    if new and ownership.holds() and not has_checkpoint(directory) and not directory.last_step_line():
         directory.store.delete("")
+    else:
+        ownership.release()

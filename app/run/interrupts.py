@@ -21,7 +21,8 @@ _SAME_S = 0.5
 class Interrupts:
     """A context in which the first of the signals calls `on_stop`; the second calls `on_abort` and ends the process.
 
-    A SIGHUP that is ignored stays so, which is what `nohup` asks for. `on_abort` has three seconds. Only in the main thread: signals come to no other.
+    A SIGHUP that is ignored stays so, which is what `nohup` asks for. `on_abort` has three seconds. Only in the main
+    thread: signals come to no other.
 
     Args:
         of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
