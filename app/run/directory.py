@@ -1,6 +1,7 @@
 """The run directory: what lies where."""
 
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from app.run.events import Event, Rollback, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
-from app.storage.jsonl import last_lines, open_stream, read_lines
+from app.storage.jsonl import is_number, last_lines, open_stream, read_lines
 
 STEPS = "steps.jsonl"  # the sample ledger
 METRICS = "metrics.jsonl"  # the figures of log steps
@@ -109,14 +110,12 @@ class RunDirectory:
         writer.write(event)
         writer.close()
 
-    def all_events(self) -> list[Event]:
-        """Return the kept events that this release knows, in the order in which they were written."""
-        found = []
+    def all_events(self) -> Iterator[Event]:
+        """Yield the kept events that this release knows, in the order in which they were written."""
         for line in read_lines(self.store, EVENTS):
             event = parse_event(line)
             if event is not None:
-                found.append(event)
-        return found
+                yield event
 
     def events(self, kind: type[Kind]) -> list[Kind]:
         """Return the kept events of one kind."""
@@ -124,8 +123,10 @@ class RunDirectory:
 
     def last_step_line(self) -> dict[str, Any]:
         """Return the last line of the ledger, {} if there is none; what comes before is not read."""
-        lines = last_lines(self.store, STEPS, _LAST_LINE_BYTES)
-        return lines[-1] if lines else {}
+        for line in reversed(last_lines(self.store, STEPS, _LAST_LINE_BYTES)):
+            if is_number(line.get("step")) and is_number(line.get("time_s")):
+                return line
+        return {}
 
     def skipped_steps(self) -> frozenset[int]:
         """Return the steps that the rollbacks so far leave out."""

@@ -471,7 +471,7 @@ _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes"
 
 def parse_event(line: Mapping[str, Any]) -> Event | None:
     """Return the event of a line of `events.jsonl`; None for a line that this release cannot read."""
-    kind = _KINDS.get(line.get("event", ""))
+    kind = _KINDS.get(str(line.get("event")))
     if kind is None:
         return None
     fields = dict(line)
