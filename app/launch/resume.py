@@ -5,7 +5,7 @@ from typing import Any
 
 from app.checkpoint.catalog import Catalog
 from app.config import Config, diff
-from app.errors import RunConflict
+from app.errors import RunConflict, StorageError
 from app.run.directory import RunDirectory
 from app.run.events import RunStarted
 from app.run.owner import Ownership
@@ -20,7 +20,21 @@ def start_or_resume(
 
     Raises:
         RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
+        StorageError: one of the directory's files is not what it should be, or cannot be written.
     """
+    try:
+        return _start_or_resume(config, directory, launcher, started_s, say)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise StorageError(
+            f"{directory.uri} cannot be used: {place}{error.strerror or error}. Remove what is in the way there, or "
+            "choose another run.name"
+        ) from error
+
+
+def _start_or_resume(
+    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
+) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
     _check_resume_mode(config, directory, resumable)

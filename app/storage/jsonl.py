@@ -2,15 +2,11 @@
 
 import contextlib
 import json
-import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from app.storage import LocalStore, Store
 
@@ -18,7 +14,6 @@ Line = dict[str, Any]
 _SEGMENT_BYTES = 2**18
 _UPLOAD_INTERVAL_S = 2.0  # so much of a stream is lost with a machine
 _BLOCK_BYTES = 2**22  # read at once, of a stream of any length
-_WORTH_AN_IMPORT_BYTES = 2**20
 
 
 class FileStream:
@@ -105,7 +100,7 @@ def open_stream(store: Store, name: str) -> Stream:
 def read_lines(store: Store, name: str) -> Iterator[Line]:
     """Yield every whole line of a stream. Lines that a kill or a full disk cut short are left out."""
     for block in read_blocks(store, name):
-        yield from _decode(block)
+        yield from decode(block)
 
 
 def read_blocks(store: Store, name: str) -> Iterator[bytes]:
@@ -121,44 +116,14 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
                     yield whole + end
 
 
-def numbers(block: bytes, names: Sequence[str]) -> NDArray[np.float64]:
-    """Return the numbers of these names in each line that has all of them, (lines, names); ints are exact to 2^53."""
-    table: NDArray[np.float64] | None = None
-    if len(block) >= _WORTH_AN_IMPORT_BYTES:
-        table = _numbers_at_once(block, names)
-    if table is None:
-        rows: list[list[float]] = []
-        for line in _decode(block):
-            row = [line.get(name, math.nan) for name in names]
-            if all(is_number(value) for value in row):
-                rows.append(row)
-        table = np.array(rows, np.float64).reshape(-1, len(names))
-    return table[np.isfinite(table).all(axis=1)]
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _numbers_at_once(block: bytes, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Return them ten times as fast, NaN where a line has none; None if one of the lines is not what it should be."""
-    import pyarrow
-    from pyarrow import json as arrow
-
-    schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
-    options = arrow.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    try:
-        # One thread, as a worker has one core.
-        table = arrow.read_json(pyarrow.BufferReader(block), arrow.ReadOptions(use_threads=False), options)
-    except (pyarrow.ArrowException, OSError):
-        return None
-    return np.column_stack([table.column(name).to_numpy() for name in names])
 
 
 def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:
     """Return the whole lines among the first `num_bytes` bytes of a stream, or of its first segment."""
     with contextlib.suppress(FileNotFoundError):
-        return _decode(store.read(_parts(store, name)[0], 0, num_bytes))
+        return decode(store.read(_parts(store, name)[0], 0, num_bytes))
     return []
 
 
@@ -172,7 +137,7 @@ def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
             # The first line may have begun before these bytes.
             _, _, data = data.partition(b"\n")
             break
-    return _decode(data)
+    return decode(data)
 
 
 def _parts(store: Store, name: str) -> list[str]:
@@ -186,7 +151,8 @@ def _encode(lines: Iterable[Line]) -> bytes:
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 
-def _decode(data: bytes) -> list[Line]:
+def decode(data: bytes) -> list[Line]:
+    """Return the whole lines in a part of a stream that are objects."""
     found = []
     # What follows the last line end is a line that is still being written, or was cut short.
     for line in data.split(b"\n")[:-1]:

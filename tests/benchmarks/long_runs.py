@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,11 @@ from pathlib import Path
 import psutil
 
 from app.plan import Plan
-from app.run.directory import RunDirectory
-from app.run.events import Checkpoint, RunStarted
+from app.run.directory import STEPS, RunDirectory
+from app.run.events import RunStarted
 from app.run.ledger import Ledger, StepStats
 from app.storage import LocalStore
+from app.storage.jsonl import last_lines
 from app.telemetry.goodput import goodput, read_totals
 from tests.command import ROOT, SMALL, descendants
 
@@ -61,37 +61,46 @@ def ledger(num_lines: int) -> None:
 
 
 def write(folder: Path, num_lines: int) -> None:
-    """Write a ledger of two attempts by what writes it in a run, the second of which does a tenth again."""
+    """Write the ledger of two attempts, the second of which does a fifth of the steps again."""
     directory = RunDirectory(LocalStore(folder))
-    plan = Plan.even(48, 8, 4)
     began_s = time.time()
     directory.record(RunStarted(time_s=began_s, launcher="ray"))
-    directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
     half = num_lines // 2
     first_again = half - num_lines // 10
     for attempt, first in ((1, 1), (2, first_again)):
-        writer = Ledger(directory.store, attempt, plan, writes=True)
-        for start in range(first, first + half, _LINES_AT_ONCE):
-            lines = []
-            for step in range(start, min(start + _LINES_AT_ONCE, first + half)):
-                stats = StepStats(
-                    step, 2.4131834506988525 / step, 48, 1.0, 48, (step * 0x9E3779B97F4A7C15) % 2**64, True
-                )
-                lines.append((stats, 0.01, began_s + 0.0101 * (step + (attempt - 1) * (half - first_again))))
-            writer.commit(lines)
-        writer.close()
+        # One line by what writes it in a run. By itself it would take longer than all that is measured.
+        Ledger(directory.store, attempt, Plan.even(48, 8, 4), writes=True).commit([(_stats(first), 0.0101, began_s)])
+        line = json.dumps(last_lines(directory.store, STEPS)[-1], separators=(",", ":"))
+        pattern = line.replace(f'"step":{first}', '"step":%d').replace(f'"time_s":{round(began_s, 4)}', '"time_s":%.4f')
+        with (folder / STEPS).open("a") as file:
+            for start in range(first + 1, first + half, _LINES_AT_ONCE):
+                steps = range(start, min(start + _LINES_AT_ONCE, first + half))
+                ended_s = began_s + attempt
+                file.writelines(pattern % (step, ended_s + 0.0101 * step) + "\n" for step in steps)
+
+
+def _stats(step: int) -> StepStats:
+    return StepStats(step, 2.4131834506988525, 48, 1.0, 48, 0x9E3779B97F4A7C15, finite=True)
 
 
 def read(folder: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Read a ledger as the end of a run does, and say what that took of time and memory."""
+    process = psutil.Process()
+    before = process.memory_info().rss
     marks = [time.monotonic()]
-    totals = read_totals(RunDirectory(LocalStore(folder)), lambda: marks.append(time.monotonic()))
-    found = {"samples": totals.samples, "num_lost": totals.num_lost, **goodput(totals)}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = before
+
+    def mark() -> None:
+        nonlocal peak
+        marks.append(time.monotonic())
+        peak = max(peak, process.memory_info().rss)
+
+    totals = read_totals(RunDirectory(LocalStore(folder)), mark)
     longest_s = max(new - old for old, new in pairwise(marks))
-    print(f"read in {time.monotonic() - marks[0]:.1f} s, longest without progress {longest_s:.2f} s")
-    print(f"RSS {before:.0f} MiB before, {peak:.0f} MiB at its peak: {peak - before:.0f} MiB more")
-    print(json.dumps(found))
+    load = os.getloadavg()[0]
+    print(f"read in {marks[-1] - marks[0]:.1f} s, {time.process_time():.1f} s of CPU time, at a load of {load:.1f}")
+    print(f"longest without progress {longest_s:.2f} s; {(peak - before) / _MIB:.0f} MiB more than before at the most")
+    print(json.dumps({"samples": totals.samples, "num_lost": totals.num_lost, **goodput(totals)}))
 
 
 def steps(num_steps: int) -> None:

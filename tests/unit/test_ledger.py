@@ -66,7 +66,7 @@ def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("app.run.ledger._CHUNK", 16)
     draw = random.Random(1)
     for number in range(20):
-        monkeypatch.setattr("app.storage.jsonl._WORTH_AN_IMPORT_BYTES", 0 if number % 2 else 10**9)
+        monkeypatch.setattr("app.run.ledger._WORTH_AN_IMPORT_BYTES", 0 if number % 2 else 10**9)
         folder = tmp_path / str(number)
         folder.mkdir()
         lines, starts_s = a_course(draw)
