@@ -1,5 +1,6 @@
 """The command line: `python main.py [verb] --config FILE [key=value ...]`."""
 
+import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -9,7 +10,7 @@ from itertools import groupby
 
 from app.commands import VERBS
 from app.commands.options import is_override, unknown_verb
-from app.errors import SteadfastError
+from app.errors import SteadfastError, UsageError
 from app.launch.ranks import end_rank, expect_end, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
 
@@ -65,6 +66,10 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], started_s: float) -> int:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError("the working directory has been deleted; change to one that is there") from error
     name, rest = split_verb(arguments)
     if name is None:
         if "-h" in rest or "--help" in rest:

@@ -68,3 +68,26 @@ class ResourcesMissing(UsageError):
 
 class StorageError(SteadfastError):
     pass
+
+
+class UserExit(Exception):
+    """The user's code would have ended the process, or raised what cannot be told as it is."""
+
+
+# What ends a process where it is not caught, and passes whoever catches exceptions.
+EXITS = (SystemExit, KeyboardInterrupt)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return what came out of the user's code as an exception like any other, with its traceback.
+
+    Of those that are none, `EXITS`, a worker would end without a word.
+    """
+    try:
+        told = str(error)
+        if isinstance(error, Exception):
+            return error
+    except Exception as unprintable:
+        told = f"its own text cannot be had: {type(unprintable).__name__} in __str__"
+    name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
+    return UserExit(f"{name} in code of your own{f' ({told})' if told else ''}").with_traceback(error.__traceback__)

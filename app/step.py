@@ -17,7 +17,7 @@ from app.data import Fetched
 from app.data.batches import Batch
 from app.parallel import Parallel
 from app.parallel.precision import Precision
-from app.plan import Plan
+from app.plan import Microbatch, Plan
 from app.tasks import Sums, Task
 from app.world.control import StepResult, agree_on_names
 from app.world.runtime import World
@@ -56,6 +56,7 @@ class Stepper:
         nominal = self.plan.global_size * self.units_per_sample
         totals = Totals(self.precision.device)
         num_samples = digest = 0  # of this rank
+        losses: list[tuple[Microbatch, Tensor]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
@@ -65,6 +66,8 @@ class Stepper:
                 self.world.progress.mark("forward", left)
                 sums = self._run_microbatch(fetched, nominal, last=left == 0)
                 totals.add(sums, fetched.microbatch.weight)
+                if fetched.microbatch.weight:
+                    losses.append((fetched.microbatch, sums.loss_sum.detach()))
                 num_samples += fetched.num_samples
                 digest = (digest + fetched.digest) % 2**64
             self.world.progress.mark("gradients")
@@ -75,10 +78,10 @@ class Stepper:
             self._buffers.send(self.world.groups)
             self._statistics.send(self.world.groups.communicator)
             self.world.groups.communicator.wait()
-            # ... * nominal / count = the mean over everything that counts, wherever it was computed
-            grad_norm, grad_norms = rescale_gradients(
-                self.model, self.precision, nominal / global_count, self.max_grad_norm
-            )
+            # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing
+            # there is none, and what is divided then goes nowhere.
+            correction = nominal / (global_count + (global_count == 0))
+            grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
             lr = set_learning_rates(self.optimizer, self.schedule, step)
             # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose
             # peer is lost in one would hold the weights of this step and go on from the one before, doing this one
@@ -86,7 +89,11 @@ class Stepper:
             self.world.groups.gate()
         self.world.progress.mark("update")
         self._statistics.finish()
-        self.precision.update(self.optimizer)
+        # A step in which everything is masked has no gradient to follow, and decay or momentum alone would still move
+        # the weights. To look costs nothing: the device has just been waited for. A count of NaN is no count either,
+        # and ends the run once its message is read.
+        if global_count > 0:
+            self.precision.update(self.optimizer)
         self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]
         numbers += totals.metrics(self._metric_names)
@@ -100,6 +107,7 @@ class Stepper:
             lr,
             seconds=perf_counter() - began_s,
             data_s=self.world.progress.spent_s("loader") - waited_s,
+            losses=tuple(losses),
         )
 
     def _run_microbatch(self, fetched: Fetched, nominal: int, last: bool) -> Sums:

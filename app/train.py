@@ -17,7 +17,7 @@ from app.faults.inject import Faults
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
 from app.run.directory import RunDirectory
-from app.run.ledger import recent_losses
+from app.run.ledger import past_losses
 from app.step import Stepper
 from app.telemetry.recorder import Recorder
 from app.telemetry.startup import StartupTimer
@@ -119,5 +119,5 @@ def _build_guard(
     config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState, step: int
 ) -> Guard:
     units_per_sample = None if worker.counts_vary else worker.units_per_sample
-    losses = recent_losses(directory.store, step)
-    return Guard(config.recovery, runtime, world, plan, units_per_sample, losses)
+    losses = past_losses(directory.store, step)
+    return Guard(config, runtime, world, plan, worker.loader, units_per_sample, losses)

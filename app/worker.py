@@ -8,7 +8,7 @@ from app.checkpoint.durable import Checkpoints
 from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import SteadfastError
+from app.errors import EXITS, SteadfastError, as_exception
 from app.faults.numerics import BadStep
 from app.parallel import Parallel, arrange, build_parallel
 from app.run import events
@@ -35,8 +35,8 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
         set_numerics(config.precision.tf32, config.run.deterministic)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)
-    except Exception as error:
-        runtime.failed(0, error)
+    except (Exception, *EXITS) as raised:
+        runtime.failed(0, as_exception(raised))
         return None
 
 
@@ -56,7 +56,10 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             if outcome.kind != "resized":
                 worker.leave_run()
                 return outcome
-        except Exception as error:
+        except (Exception, *EXITS) as raised:
+            if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
+                raise  # a second Ctrl-C, where the process is not ours
+            error = as_exception(raised)
             try:
                 runtime.failed(worker.step, error)
             except Exception:

@@ -51,6 +51,7 @@ class Checkpoints:
         # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
+        self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.skip, commits_alone=self._replicated and world.leader)
 
     def newest(self) -> int:
@@ -67,6 +68,14 @@ class Checkpoints:
                 newest = [candidate.step if candidate else 0]
         dist.broadcast_object_list(newest, src=0, group=control)
         return newest[0]
+
+    def _owning_command(self) -> str:
+        """Return the token of the command that began this attempt; "" if that cannot be known."""
+        with contextlib.suppress(OSError):
+            owner = read_owner(self._directory.store)
+            if owner and owner.attempt == self._world.attempt:
+                return owner.token
+        return ""
 
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
         """Return the manifest of the newest checkpoint that is whole, and why newer ones are damaged, by step.
@@ -202,6 +211,9 @@ class Checkpoints:
         if owner and owner.attempt > attempt:
             who = f"attempt {owner.attempt} on {owner.host}"
             raise Superseded(f"{who} has taken over; step {pending.step} is not committed")
+        # Where a run has been deleted and begun anew, attempts count from 1 again.
+        if self._command and (owner is None or owner.token != self._command):
+            raise Superseded(f"the run is another command's by now, or deleted; step {pending.step} is not committed")
         self._catalog.commit(manifest)
         return manifest
 

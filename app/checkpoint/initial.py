@@ -20,7 +20,20 @@ from app.run.directory import base
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 # A file is the user's and may hold anything. Each of these is how a reader, or the model, refuses it.
-_REFUSALS = (OSError, RuntimeError, SafetensorError, ValueError, KeyError, UnpicklingError, EOFError, TypeError)
+_REFUSALS = (
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    ValueError,
+    LookupError,
+    UnpicklingError,
+    EOFError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+)
 
 
 class Loaded(NamedTuple):
@@ -87,6 +100,12 @@ def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return safetensors.torch.load_file(file)
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(weights, dict):
+        raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")
+    for name, tensor in weights.items():
+        is_tensor = isinstance(tensor, Tensor) or str(name).endswith("_extra_state")  # a module's own, of any kind
+        if not (isinstance(name, str) and is_tensor):
+            raise ValueError(f"it is no state_dict: {name!r} names a {type(tensor).__name__}, not a tensor")
     return weights
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,8 +63,8 @@ def parse_manifest(data: bytes) -> Manifest:
         version = content["version"]
         if version == VERSION and is_signed:
             files = {name: FileDigest(**digest) for name, digest in content.pop("files").items()}
-            return Manifest(files=files, **content)
-    except (ValueError, KeyError, AttributeError, TypeError):
+            return _checked(Manifest(files=files, **content))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError("manifest.json is damaged") from None
     if version != VERSION and (is_signed or signature is None):  # version 1 was not signed
         raise StorageError(
@@ -71,6 +72,23 @@ def parse_manifest(data: bytes) -> Manifest:
             "that wrote it, or choose another run.name"
         )
     raise ValueError("manifest.json is damaged: its digest is another")
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Return a manifest that is what it seems. Raises ValueError: whoever can write it can sign it as well."""
+    for name, digest in manifest.files.items():
+        # A file of this folder and no other.
+        if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not _is_count(digest.bytes):
+            raise ValueError(name)
+    numbers = (manifest.step, manifest.attempt, manifest.world_size, *manifest.skipped)
+    are_numbers = all(map(_is_count, numbers)) and isinstance(manifest.time_s, int | float)
+    if not (are_numbers and isinstance(manifest.metrics, dict)):
+        raise ValueError("not the contents of a manifest")
+    return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _digest(content: dict[str, Any]) -> str:

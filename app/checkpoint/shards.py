@@ -33,6 +33,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 2**24
 _NO_NAME = "\0"  # begins no name
 _HEADER_BYTES = 2**16  # most headers, in one request
+_MOST_HEADER_BYTES = 10**8  # as safetensors itself has it
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,31 @@ def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
     """Yield what a file holds, as shards without memory, and the byte at which each begins; in the file's order."""
     head = read(0, _HEADER_BYTES)
     data_start = 8 + int.from_bytes(head[:8], "little")
-    if len(head) < data_start:
+    if len(head) < data_start <= _MOST_HEADER_BYTES:
         head = read(0, data_start)
-    header = json.loads(head[8:data_start])
-    boxes = json.loads(header.pop("__metadata__")["boxes"])
-    for name, entry in header.items():
-        if name.startswith(prefix):
-            shape, offset = boxes[name]
-            tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
-            yield Shard(name, tensor, tuple(shape), tuple(offset)), data_start + entry["data_offsets"][0]
+    # What was written reads back, as its digest says. Only somebody else can have written anything else.
+    try:
+        header = json.loads(head[8:data_start])
+        boxes = json.loads(header.pop("__metadata__")["boxes"])
+        found = [_shard_of(name, entry, boxes[name]) for name, entry in header.items() if name.startswith(prefix)]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}"[:200]
+        raise StorageError(f"the checkpoint has a file that no run has written: {why}") from error
+    for shard, start in found:
+        yield shard, data_start + start
+
+
+def _shard_of(name: str, entry: dict[str, Any], box: Any) -> tuple[Shard, int]:
+    """Return an entry of a header as a shard without memory, and where its data begin among those of the file."""
+    shape, offset = box
+    start, stop = entry["data_offsets"]
+    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+    lies_within = len(offset) == len(shape) == tensor.dim()
+    for first, own, whole in zip(offset, tensor.shape, shape, strict=False):
+        lies_within = lies_within and 0 <= first <= first + own <= whole
+    if not (0 <= start <= stop and tensor.nbytes == stop - start and lies_within):
+        raise ValueError(f"{name} does not fit its place")
+    return Shard(name, tensor, tuple(shape), tuple(offset)), start
 
 
 class _Overlap(NamedTuple):
@@ -259,6 +276,9 @@ def whole_tensors(files: Sequence[Read], part: str) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for read in files:
         for stored, _ in _read_header(read, prefix):
-            whole[stored.name] = torch.empty(stored.shape, dtype=stored.tensor.dtype)
+            try:
+                whole[stored.name] = torch.empty(stored.shape, dtype=stored.tensor.dtype)
+            except RuntimeError as error:
+                raise StorageError(f"{stored.name} of shape {list(stored.shape)} does not fit into memory") from error
     load_shards(files, shards_of(whole), prefix)
     return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}

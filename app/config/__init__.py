@@ -2,6 +2,7 @@
 
 from app.config.base import Every as Every
 from app.config.base import Target as Target
+from app.config.document import decoded as decoded
 from app.config.identity import Change as Change
 from app.config.identity import diff as diff
 from app.config.load import dump_config as dump_config

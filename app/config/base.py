@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     Tag,
+    model_validator,
 )
 from pydantic.types import PositiveFloat, PositiveInt
 
@@ -33,6 +34,28 @@ class Section(BaseModel):
         # The arguments of a target may be infinite, and must be written so that they load back equal.
         ser_json_inf_nan="constants",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def true_is_no_number(cls, values: Any) -> Any:
+        # To Python it is 1, and `steps: true` would be a run of one step. As a word it is refused like any other.
+        if not isinstance(values, dict):
+            return values
+        found = dict(values)
+        for name, field in cls.model_fields.items():
+            if name in found and _takes(field.annotation, int, float) and not _takes(field.annotation, bool, Any):
+                found[name] = _without_bools(found[name])
+        return found
+
+
+def _takes(annotation: Any, *kinds: Any) -> bool:
+    return annotation in kinds or any(_takes(part, *kinds) for part in get_args(annotation))
+
+
+def _without_bools(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_bools(part) for part in value]
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 class Target(Section):
@@ -66,12 +89,18 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _as_writable(value: str) -> str:
+    if "\0" in value:  # which no path can hold, and YAML can name
+        raise ValueError("must not have NUL in it")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Pattern = Annotated[str, AfterValidator(_as_pattern)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_as_writable)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 Value = Annotated[str, BeforeValidator(_as_text)]

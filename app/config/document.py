@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -12,11 +12,55 @@ from app.errors import ConfigError, Problem
 Keys = tuple[str, ...]
 # As a line number: problems are told in the order of lines, and overrides come after the last line of any file.
 OVERRIDE = 10**9
+_MOST_BYTES = 2**21  # PyYAML takes a second for each megabyte
+_DEEPEST = 50
+_MOST_ALIASED = 10_000  # values that aliases stand for: with anchors in anchors, a few lines name any number of them
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)|[-+]?0[xb][0-9a-fA-F_]+")
 
 
 # Classes of our own: a resolver added to PyYAML's would change YAML for the user's code in this process as well.
 class Loader(yaml.SafeLoader):
-    pass
+    """Reads YAML of any origin in bounded time, and takes nothing for a number that does not look like one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._num_aliased = 0
+        self._sizes: dict[int, int] = {}  # values in each node that is complete, by id
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if self._depth > _DEEPEST:
+            _refuse(f"nested more than {_DEEPEST} deep", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if not isinstance(event, yaml.AliasEvent):
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for _, _, child in _children(node))
+        elif id(node) not in self._sizes:
+            _refuse("an alias within what it names", event)
+        else:
+            self._num_aliased += self._sizes[id(node)]
+            if self._num_aliased > _MOST_ALIASED:
+                _refuse(f"aliases that stand for more than {_MOST_ALIASED} values", event)
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Return an int or float. What YAML 1.1 reads as another number than it says stays text: 1:30, 010."""
+        text = str(self.construct_scalar(node))
+        is_int = node.tag.endswith(":int")
+        if ":" in text or (is_int and not _DECIMAL.fullmatch(text)):
+            return text
+        try:
+            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        except (ValueError, OverflowError):
+            _refuse(f"a number of {len(text)} characters", node)
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
+Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_number)
 
 
 class Dumper(yaml.SafeDumper):
@@ -31,6 +75,19 @@ for _resolver in (Loader, Dumper):
     )
 
 
+def decoded(data: bytes, file: str) -> str:
+    """Return the text of a configuration. Raises ConfigError if it is none."""
+    if len(data) > _MOST_BYTES:
+        what = f"{len(data)} bytes, where a configuration has at most {_MOST_BYTES}: is it another file?"
+        raise ConfigError([Problem(file, "", what)])
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        what = f"not UTF-8 text: byte 0x{data[error.start]:02x}. Save the file as UTF-8"
+        raise ConfigError([Problem(f"{file}:{line}", "", what)]) from None
+
+
 class Document:
     """A configuration as a plain tree, with the line of each key and the problems found so far."""
 
@@ -40,17 +97,10 @@ class Document:
         self._found: list[tuple[int, Problem]] = []
 
         self.tree: Any = {}
-        # Lines are known to YAML's nodes only, not to the tree that is built from them.
-        loader = Loader(text)
         try:
-            root = loader.get_single_node()
-            if root:
-                self.tree = loader.construct_document(root)
+            self.tree = self._read(text, ()) or {}
         except yaml.YAMLError as error:
-            raise ConfigError([_syntax_problem(error, file)]) from None
-
-        if root:
-            self._note_lines(root, ())
+            raise ConfigError([_syntax_problem(error, file, text)]) from None
         if not isinstance(self.tree, dict):
             self.problem((), "must be a mapping of sections")
             self.tree = {}
@@ -64,7 +114,7 @@ class Document:
             section = self._section_to_override(path[:-1])
             self._lines[path] = OVERRIDE
             if equals:
-                value = _value(text)
+                value = self._value(text, path)
                 _drop_former(section, path, value)
                 section[path[-1]] = value
             else:
@@ -83,16 +133,35 @@ class Document:
         """Return every problem, from the top of the file to the overrides."""
         return [problem for _, problem in sorted(self._found, key=itemgetter(0))]
 
-    def _note_lines(self, node: yaml.Node, path: Keys) -> None:
+    def _read(self, text: str, path: Keys, line: int | None = None) -> Any:
+        """Return the tree in `text`, which stands at `path`. Its keys are on their own lines, or all on `line`."""
+        # Lines are known to YAML's nodes only, not to the tree that is built from them.
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        # Before it is constructed, which puts the keys of a merge beside those that override them.
+        self._note_lines(root, path, line)
+        return loader.construct_document(root)
+
+    def _value(self, text: str, path: Keys) -> Any:
+        try:
+            return self._read(text, path, OVERRIDE)
+        except yaml.YAMLError:
+            return text
+
+    def _note_lines(self, node: yaml.Node, path: Keys, all_on: int | None) -> None:
         first_lines: dict[str, int] = {}
         for name, key, value in _children(node):
-            line = key.start_mark.line + 1
+            line = all_on or key.start_mark.line + 1
             self._lines[*path, name] = line
             # YAML takes the last of two equal keys without a word, and the first would be looked at for long.
-            first_line = first_lines.setdefault(name, line)
-            if first_line != line:
-                self.problem((*path, name), f"given twice, first on line {first_line}")
-            self._note_lines(value, (*path, name))
+            if name in first_lines:
+                first_line = first_lines[name]
+                where = f", first on line {first_line}" if first_line != line else ""
+                self.problem((*path, name), f"given twice{where}")
+            first_lines.setdefault(name, line)
+            self._note_lines(value, (*path, name), all_on)
 
     def _section_to_override(self, path: Keys) -> dict[Any, Any]:
         section: dict[Any, Any] = self.tree
@@ -104,10 +173,18 @@ class Document:
         return section
 
 
-def _syntax_problem(error: yaml.YAMLError, file: str) -> Problem:
+def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    where = f"{file}:{mark.line + 1}" if mark else file
-    return Problem(where, "", f"not valid YAML: {getattr(error, 'problem', error)}")
+    line = mark.line + 1 if mark else None
+    what = getattr(error, "problem", None) or str(error)
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        what = f"a character that no text has, {error.character!a}"
+    return Problem(f"{file}:{line}" if line else file, "", f"not valid YAML: {what}")
+
+
+def _refuse(what: str, place: Any) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
 
 
 def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
@@ -134,10 +211,3 @@ def _children(node: yaml.Node) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield str(index), item, item
-
-
-def _value(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError:
-        return text

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from app.config.base import BALANCES, Section
-from app.config.document import Document, Dumper, Keys
+from app.config.document import Document, Dumper, Keys, decoded
 from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
@@ -26,7 +26,7 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     """Read FILE as given, else in configs/, then apply the overrides. Raises ConfigError."""
     for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
         if path.is_file():
-            return parse_config(path.read_text(), name, overrides)
+            return parse_config(decoded(path.read_bytes(), name), name, overrides)
     known = [path.name for path in CONFIGS.glob("*.yaml")]
     what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
     raise ConfigError([Problem(file, "", what)])

@@ -33,7 +33,7 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
         raise _refusal(path, what)
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # it runs the user's code
+    except (Exception, SystemExit) as error:  # it runs the user's code, which may be a script
         raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
     try:
         found = operator.attrgetter(attribute)(module)
@@ -68,7 +68,7 @@ def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             del _live[name]
 
 
-def _why_not_imported(error: Exception, name: str, here: Path) -> str:
+def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
     """Return why the import of the module `name` has failed: it is not there, or an error in it or below it."""
     missing = error.name if isinstance(error, ImportError) else None
     if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
@@ -76,7 +76,7 @@ def _why_not_imported(error: Exception, name: str, here: Path) -> str:
     return f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
 
 
-def _place_of(error: Exception, here: Path) -> str:
+def _place_of(error: BaseException, here: Path) -> str:
     """Return the innermost line in `here` that led to the error, as "file:line: "; "" if there is none."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from app.config import DataConfig, LoaderConfig
-from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack
+from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack, tensors_of
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
-from app.errors import DataError
+from app.errors import DataError, as_exception
 from app.plan import Microbatch
 
 # Positions ordered at once: numpy's overhead for eight is that for hundreds.
@@ -91,6 +91,14 @@ class Loader:
         """Return the samples digest of training positions [start, stop) from their order alone, without fetching."""
         return self._train.digest(start, stop)
 
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Return the ids of the samples at training positions [start, stop)."""
+        return self._train.ids(start, stop)
+
+    def not_finite(self, start: int, stop: int) -> list[int]:
+        """Read the samples at training positions [start, stop) again. Return ids of those with a NaN or infinity."""
+        return self._train.not_finite(start, stop)
+
     def _fetch_in_place(self, dataset: _Microbatches, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         for microbatch in microbatches:
             yield self._to_device(dataset[microbatch])
@@ -133,6 +141,9 @@ class _Microbatches:
         except DataError as error:
             # Raised in a loader process, its message would be buried in that process's traceback.
             return error
+        except SystemExit as error:
+            # Which would end a loader process without a word.
+            raise as_exception(error) from None
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
         return Fetched(microbatch, batch, len(ids), int(keys.sum()))
@@ -140,6 +151,21 @@ class _Microbatches:
     def digest(self, start: int, stop: int) -> int:
         _, keys = self._ordered(start, stop)
         return int(keys.sum())
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        ids, _ = self._ordered(start, stop)
+        found: list[int] = ids.tolist()
+        return found
+
+    def not_finite(self, start: int, stop: int) -> list[int]:
+        ids, keys = self._ordered(start, stop)
+        found = []
+        for index, key in zip(ids.tolist(), keys.tolist(), strict=True):
+            with own_randomness(key), contextlib.suppress(Exception):  # this only looks for more to tell
+                numbers = [torch.as_tensor(number) for number in tensors_of(stack([self._dataset[index]]))]
+                if not all(bool(number.isfinite().all()) for number in numbers):
+                    found.append(index)
+        return found
 
     def _ordered(self, start: int, stop: int) -> tuple[Int64s, UInt64s]:
         """Return ids and keys of the samples at positions [start, stop)."""

@@ -1,16 +1,31 @@
 """Judges the numbers of finished steps, before anything is built on them."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from app.config import RecoveryConfig
+from app.config import Config
+from app.data import Loader
 from app.errors import TrainingError
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
 from app.plan import Plan
 from app.run import events
-from app.run.ledger import StepStats
+from app.run.ledger import PastLosses, StepStats
 from app.world.runtime import Runtime, World, publish_once
+
+_SHOWN = 8  # ids in a message; the event has more
+_TOLD = 64  # microbatches in the event
+_READ = 4  # microbatches that a rank reads again to find the sample
+
+
+class Suspect(NamedTuple):
+    """A microbatch whose loss is not finite."""
+
+    microbatch: int
+    samples: list[int]  # ids
+    not_finite: list[int]  # ids of those that hold a NaN or an infinity, as far as they could be read again
 
 
 class Guard:
@@ -18,29 +33,34 @@ class Guard:
 
     def __init__(
         self,
-        config: RecoveryConfig,
+        config: Config,
         runtime: Runtime,
         world: World,
         plan: Plan,
+        loader: Loader,
         units_per_sample: int | None,  # None where counts vary from sample to sample
-        losses: Iterable[float],
+        losses: PastLosses,
     ) -> None:
+        self._task = getattr(config.task, "target", config.task.kind)
         self._runtime = runtime
         self._world = world
         self._plan = plan
+        self._loader = loader
         self._units_per_sample = units_per_sample
-        self._numerics = Numerics(config, world.skip, losses)
+        self._numerics = Numerics(config.recovery, world.skip, losses)
 
     def accept(self, finished: Iterable[StepStats]) -> Iterator[StepStats]:
         """Yield the steps one by one as far as they are good.
 
         Raises:
             BadStep: a step is not finite or spikes; it is to be left out.
-            TrainingError: it is, and too many have been left out already; or a task counts otherwise than its dataset.
+            TrainingError: it is, and too many have been left out already; or a task counts what cannot be a count, or
+                otherwise than its dataset.
         """
         for stats in finished:
             # A step that is left out has no numbers.
             if stats.step not in self._plan.skip:
+                self._check_is_count(stats)
                 self._judge(stats)
                 self._check_count(stats)
             yield stats
@@ -48,14 +68,57 @@ class Guard:
     def _judge(self, stats: StepStats) -> None:
         match self._numerics.judge(stats):
             case Rollback(steps, cause):
-                publish_once(events.Rollback(steps=steps, cause=cause), self._runtime, self._world)
+                suspects = self._suspects(stats)
+                cause = _with(cause, self._named(stats, suspects))
+                event = events.Rollback(steps=steps, cause=cause, **_fields(suspects))
+                publish_once(event, self._runtime, self._world)
                 # Nobody leaves before it is written down: the next attempt has to know the steps to leave out.
                 dist.barrier(self._world.groups.control)
                 raise BadStep(steps, cause)
             case Ignore(cause):
                 publish_once(events.Spike(step=stats.step, cause=cause), self._runtime, self._world)
             case Stop(why):
-                raise TrainingError(why)
+                raise TrainingError(_with(why, self._named(stats, self._suspects(stats))))
+
+    def _suspects(self, stats: StepStats) -> list[Suspect]:
+        """Return the microbatches of all ranks whose loss is not finite, in order. A collective, where the step is not.
+
+        A spike is a finite loss, which says nothing of where it comes from.
+        """
+        if stats.finite:
+            return []
+        own = []
+        for number, (_, index, start, stop, _) in enumerate(stats.suspects):
+            # A sample that is not finite shows in its own numbers. It is read where it was read before.
+            not_finite = self._loader.not_finite(start, stop) if number < _READ else []
+            own.append(Suspect(index, self._loader.ids(start, stop), not_finite))
+        by_rank: list[Any] = [None] * self._world.size
+        dist.all_gather_object(by_rank, own, self._world.groups.control)
+        found: list[Suspect] = []
+        for of_rank in by_rank:
+            found += of_rank
+        return sorted(found)
+
+    def _named(self, stats: StepStats, suspects: Sequence[Suspect]) -> str:
+        """Write where a step stopped being finite, "" if nothing can be said."""
+        if not suspects:
+            return ""
+        not_finite = _of_all(suspect.not_finite for suspect in suspects)
+        if not_finite:
+            return f"in the data: not finite are samples {_shown(not_finite)}"
+        num_microbatches = self._plan.num_microbatches_in(stats.step)
+        if len(suspects) == num_microbatches > 1:
+            return f"the loss of each of the {num_microbatches} microbatches, so no sample is to blame"
+        samples = _of_all(suspect.samples for suspect in suspects)
+        return f"in microbatches {_shown([each.microbatch for each in suspects])}, of samples {_shown(samples)}"
+
+    def _check_is_count(self, stats: StepStats) -> None:
+        if math.isfinite(stats.count) and stats.count >= 0:
+            return
+        raise TrainingError(
+            f"step {stats.step}: the task {self._task} counted {stats.count}. The count of its Sums has to be how many "
+            "losses are in loss_sum, 0 where none is"
+        )
 
     def _check_count(self, stats: StepStats) -> None:
         if self._units_per_sample is None:
@@ -66,3 +129,31 @@ class Guard:
                 f"step {stats.step}: the task counted {stats.count}, the dataset's units_per_sample says {expected}. "
                 "A dataset with masked targets must not set counts_vary = False"
             )
+
+
+def _with(what: str, named: str) -> str:
+    return f"{what}, {named}" if named else what
+
+
+def _fields(suspects: Sequence[Suspect]) -> dict[str, tuple[int, ...]]:
+    told = suspects[:_TOLD]
+    if not told:
+        return {}
+    return {
+        "microbatches": tuple(suspect.microbatch for suspect in told),
+        "samples": tuple(_of_all(suspect.samples for suspect in told)),
+        "not_finite": tuple(_of_all(suspect.not_finite for suspect in told)),
+    }
+
+
+def _of_all(lists: Iterable[list[int]]) -> list[int]:
+    found: list[int] = []
+    for each in lists:
+        found += each
+    return found
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = len(numbers) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -5,12 +5,12 @@ Every rank is given the same numbers in the same order (`StepStats`), so all dec
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from statistics import median
 from typing import NamedTuple
 
 from app.config import RecoveryConfig
-from app.run.ledger import StepStats
+from app.run.ledger import PastLosses, StepStats
 
 # Losses: short beside a schedule, so the median follows the curve, and long enough to hold what is rare but ordinary.
 # With 128, a classifier that has nearly nothing left to learn raises an alarm for one hard sample in fifty.
@@ -21,6 +21,10 @@ _ENOUGH = 32  # below it a MAD may be half of what it should be
 _LEAST_SPREAD = math.log(2) / 10
 _PER_OUTLIER = 5  # the largest excess of the window counts as so many deviations: heavy tails and mixed data show there
 _HORIZON = 1000  # steps in which the budget is spent; those before are forgiven
+# As a share of the first losses. A loss in float32 is a small difference of large logits, of which the last bits are
+# noise: of a model that has learnt everything by heart, losses are a few such bits, and their logarithms no measure.
+# So many bits more than one, since logits grow large by then; and what is lost below has next to no gradient anyway.
+_LEAST_LOSS = 128 * 2.0**-23
 
 
 class BadStep(Exception):
@@ -55,12 +59,13 @@ class Stop(NamedTuple):
 
 
 class Numerics:
-    """Judges the steps of an attempt. `skip` are left out already; `losses` are those before it, oldest first."""
+    """Judges the steps of an attempt. `skip` are left out already; `past` are the losses before it."""
 
-    def __init__(self, config: RecoveryConfig, skip: frozenset[int], losses: Iterable[float]) -> None:
+    def __init__(self, config: RecoveryConfig, skip: frozenset[int], past: PastLosses) -> None:
         self._config = config
         self._skip = skip
-        self._losses = deque(losses, maxlen=_WINDOW)
+        self._first = past.first[:_ENOUGH]  # of the run
+        self._losses = deque(past.recent, maxlen=_WINDOW)
 
     def judge(self, agreed: StepStats) -> Rollback | Ignore | Stop | None:
         """Return what follows from the next step, None if nothing is wrong with it."""
@@ -75,29 +80,41 @@ class Numerics:
         # A loss is not finite where everything in a step is masked, which is no fault.
         if math.isfinite(agreed.loss):
             self._losses.append(agreed.loss)
+            if len(self._first) < _ENOUGH:
+                self._first.append(agreed.loss)
         return Ignore(cause) if cause else None
 
     def _cause(self, agreed: StepStats) -> str | None:
         if not agreed.finite:
             return f"loss {agreed.loss:.4g}, gradient norm {agreed.grad_norm:.4g} at step {agreed.step}"
-        if self._config.spike is None or not is_spike(agreed.loss, self._losses, self._config.spike):
+        if self._config.spike is None or not is_spike(agreed.loss, self._losses, self._config.spike, self._least()):
             return None
         return f"loss {agreed.loss:.4g} against a median of {median(self._losses):.4g} at step {agreed.step}"
 
+    def _least(self) -> float:
+        """Return the size of a loss below which nothing can be told apart."""
+        if not self._first:
+            return 0.0
+        return _LEAST_LOSS * median(abs(each) for each in self._first)
 
-def is_spike(loss: float, recent: Collection[float], most: float) -> bool:
-    """Return whether `loss` lies above all `recent` losses, and over `most` robust deviations above their median."""
+
+def is_spike(loss: float, recent: Collection[float], most: float, least: float = 0.0) -> bool:
+    """Return whether `loss` lies above all `recent` losses, and over `most` robust deviations above their median.
+
+    Losses from 0 to `least` are all the same.
+    """
     if len(recent) < _ENOUGH or not loss > max(recent):
         return False
     losses = list(recent)
+    lowest = min(losses)
     # Losses spread by factors. In logarithms a falling curve, a plateau and a loss of almost nothing are alike.
-    if min(losses) > 0:
-        losses = [math.log(each) for each in losses]
-        loss = math.log(loss)
+    if lowest > 0 or (lowest == 0 and least > 0):
+        losses = [math.log(max(each, least)) for each in losses]
+        loss = math.log(max(loss, least))
         least_spread = _LEAST_SPREAD
     else:
         # Losses that may be negative or zero have no logarithm. They are taken as they are, in units of the largest.
-        least_spread = _LEAST_SPREAD * max(max(losses), -min(losses))
+        least_spread = _LEAST_SPREAD * max(max(losses), -lowest, least)
     # Robust, so that outliers do not hide each other: median and 1.4826 times the median absolute deviation in place
     # of mean and standard deviation (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
     middle = median(losses)

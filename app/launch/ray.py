@@ -5,7 +5,7 @@ import threading
 from importlib import import_module
 
 from app.config import Config
-from app.launch.resume import discard_if_unused, start_or_resume
+from app.launch.resume import let_go, start_or_resume
 from app.run.directory import RunDirectory
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
@@ -22,7 +22,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
-    ownership = Ownership.claim(directory.store)
+    ownership = Ownership.claim(directory.store, say=console.line)
     try:
         if not start_or_resume(config, directory, "ray", started_s, console.line):
             return 0
@@ -30,9 +30,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
             return _run(config, directory, ownership, console, interrupts)
     finally:
-        ownership.release()
-        if new:
-            discard_if_unused(directory)
+        let_go(directory, ownership, new)
 
 
 def _run(
@@ -46,7 +44,8 @@ def _run(
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     importing.start()
-    address = connect(config, console.verbose)
+    with interrupts.spared():
+        address = connect(config, console.verbose)
     importing.join()
 
     interrupts.on_abort = ray.shutdown

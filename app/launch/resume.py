@@ -5,9 +5,10 @@ from typing import Any
 
 from app.checkpoint.catalog import Catalog
 from app.config import Config, diff
-from app.errors import RunConflict
+from app.errors import RunConflict, StorageError
 from app.run.directory import RunDirectory
 from app.run.events import RunStarted
+from app.run.owner import Ownership
 from app.telemetry.environment import environment
 from app.telemetry.outcome import already_finished
 
@@ -19,7 +20,21 @@ def start_or_resume(
 
     Raises:
         RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
+        StorageError: one of the directory's files is not what it should be, or cannot be written.
     """
+    try:
+        return _start_or_resume(config, directory, launcher, started_s, say)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise StorageError(
+            f"{directory.uri} cannot be used: {place}{error.strerror or error}. Remove what is in the way there, or "
+            "choose another run.name"
+        ) from error
+
+
+def _start_or_resume(
+    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
+) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
     _check_resume_mode(config, directory, resumable)
@@ -81,7 +96,11 @@ def has_checkpoint(directory: RunDirectory) -> bool:
     return bool(catalog.quarantined()) or catalog.newest() is not None
 
 
-def discard_if_unused(directory: RunDirectory) -> None:
-    """Delete a folder that this command made, if it failed before its first step."""
-    if not has_checkpoint(directory) and not directory.last_step_line():
+def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
+    """Release the run. If its folder is `new`, made by this command, and has seen no step, delete the folder."""
+    # While it is claimed, and only what is this command's now: by the time that a command fails its folder may have
+    # been deleted, and another command may have begun in one of the same name.
+    if new and ownership.holds() and not has_checkpoint(directory) and not directory.last_step_line():
         directory.store.delete("")
+    else:
+        ownership.release()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import SteadfastError, TrainingError
+from app.errors import RunConflict, SteadfastError, TrainingError
 from app.faults.numerics import BadStep
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
@@ -34,12 +34,18 @@ class TorchrunRuntime:
     """A `Runtime` of one world. A failure ends the process, and torchrun starts another."""
 
     def __init__(
-        self, device: torch.device, form: Callable[[], World], directory: RunDirectory, console: Console
+        self,
+        device: torch.device,
+        form: Callable[[], World],
+        directory: RunDirectory,
+        console: Console,
+        ownership: Ownership | None = None,  # of rank 0
     ) -> None:
         self.device = device
         self._form = form
         self._events = directory.open_events()
         self._console = console
+        self._ownership = ownership
         self._formed = False
         self._stop = False
 
@@ -53,6 +59,8 @@ class TorchrunRuntime:
         self._stop = True
 
     def signals(self) -> Signals:
+        if self._ownership is not None and self._ownership.lost:
+            raise RunConflict(self._ownership.lost)
         return Signals(stop=self._stop)
 
     def publish(self, event: Event) -> None:
@@ -118,7 +126,7 @@ def train_here(config: Config, place: Place, started_s: float, console: Console,
     try:
         if place.rank == 0:
             try:
-                ownership = _claim(directory)
+                ownership = _claim(directory, console)
                 answer = _begin(config, directory, ownership, console, started_s)
             except SteadfastError as error:
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
@@ -127,7 +135,7 @@ def train_here(config: Config, place: Place, started_s: float, console: Console,
         answer = json.loads(place.store.get(key))
         if "code" in answer:
             return Ending(int(answer["code"]), answer["refusal"])
-        return _train(config, place, directory, console, interrupts, answer)
+        return _train(config, place, directory, console, interrupts, answer, ownership)
     finally:
         if ownership is not None:
             ownership.release()
@@ -140,11 +148,12 @@ def _train(
     console: Console,
     interrupts: Interrupts,
     answer: dict[str, Any],
+    ownership: Ownership | None,
 ) -> Ending:
     skip = frozenset(answer["skip"])
     form = partial(form_world, place.store, place.rank, place.world_size, answer["attempt"], place.device, skip)
     outcome = None
-    with closing(TorchrunRuntime(place.device, form, directory, console)) as runtime:
+    with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
         with interrupts:
             worker = start_worker(config, runtime)
@@ -156,12 +165,12 @@ def _train(
     return Ending(0 if finished else EXIT_STOPPED, worker=worker)
 
 
-def _claim(directory: RunDirectory) -> Ownership:
+def _claim(directory: RunDirectory, console: Console) -> Ownership:
     directory.check_writable()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     # With a token of its own, a restarted process may claim what the process before it still holds.
     token = None if run_id == _NO_RUN_ID else run_id
-    return Ownership.claim(directory.store, token)
+    return Ownership.claim(directory.store, token, console.line)
 
 
 def _begin(

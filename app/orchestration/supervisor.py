@@ -53,6 +53,8 @@ class Supervisor:
     async def watch(self) -> None:
         """Look again and again until the run is over."""
         while not self._run.over:
+            if self._ownership.lost:
+                self._run.give_up(self._ownership.lost)
             with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
                 # In threads, because the event loop must not wait for Ray or for storage.
                 self._check_drains(await asyncio.to_thread(draining_nodes))

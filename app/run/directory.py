@@ -1,18 +1,19 @@
 """The run directory: what lies where."""
 
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from app.config import Config, dump_config, parse_config
+from app.config import Config, decoded, dump_config, parse_config
 from app.errors import StorageError, UsageError
 from app.run.events import Event, Rollback, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
-from app.storage.jsonl import last_lines, open_stream, read_lines
+from app.storage.jsonl import is_number, last_lines, open_stream, read_lines
 
 STEPS = "steps.jsonl"  # the sample ledger
 METRICS = "metrics.jsonl"  # the figures of log steps
@@ -109,14 +110,12 @@ class RunDirectory:
         writer.write(event)
         writer.close()
 
-    def all_events(self) -> list[Event]:
-        """Return the kept events that this release knows, in the order in which they were written."""
-        found = []
+    def all_events(self) -> Iterator[Event]:
+        """Yield the kept events that this release knows, in the order in which they were written."""
         for line in read_lines(self.store, EVENTS):
             event = parse_event(line)
             if event is not None:
-                found.append(event)
-        return found
+                yield event
 
     def events(self, kind: type[Kind]) -> list[Kind]:
         """Return the kept events of one kind."""
@@ -124,8 +123,10 @@ class RunDirectory:
 
     def last_step_line(self) -> dict[str, Any]:
         """Return the last line of the ledger, {} if there is none; what comes before is not read."""
-        lines = last_lines(self.store, STEPS, _LAST_LINE_BYTES)
-        return lines[-1] if lines else {}
+        for line in reversed(last_lines(self.store, STEPS, _LAST_LINE_BYTES)):
+            if is_number(line.get("step")) and is_number(line.get("time_s", 0.0)):
+                return line
+        return {}
 
     def skipped_steps(self) -> frozenset[int]:
         """Return the steps that the rollbacks so far leave out."""
@@ -135,7 +136,10 @@ class RunDirectory:
         return frozenset(skipped)
 
     def summary(self) -> dict[str, Any] | None:
-        return read_json(self.store, _SUMMARY)
+        """Return what `write_summary` has written, None if there is none, or something else."""
+        found = read_json(self.store, _SUMMARY) or {}
+        is_ours = isinstance(found.get("step"), int) and isinstance(found.get("metrics"), dict) and "status" in found
+        return found if is_ours else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.store, _SUMMARY, summary)
@@ -154,18 +158,26 @@ class RunDirectory:
         if request is None:
             return None
         self.store.delete(_SCALE)
-        smallest, largest = request["num_workers"]
-        return smallest, largest
+        match request:
+            case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
+                return smallest, largest
+        return None
 
     def stored_config(self) -> Config | None:
-        """Return the configuration that the run was last started with; None if there is none. Raises StorageError."""
+        """Return the configuration that the run was last started with; None if there is none.
+
+        Raises ConfigError if it has been changed to what is none, and StorageError if it cannot be read, or is empty.
+        """
         try:
-            return parse_config(self.store.read(_CONFIG).decode())
+            text = decoded(self.store.read(_CONFIG), self / _CONFIG)
         except FileNotFoundError:
             return None
         except OSError as error:
             # Not None: a bucket that does not answer would make a run look new, and the command would start it anew.
             raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
+        if not text.strip():  # which would be a run of defaults
+            raise StorageError(f"{self / _CONFIG} is empty. Bring it back, or choose another run.name")
+        return parse_config(text, self / _CONFIG)
 
     def write_config(self, config: Config) -> None:
         self.store.commit(_CONFIG, dump_config(config).encode())

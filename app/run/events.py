@@ -450,6 +450,9 @@ class Rollback(Event):
 
     steps: tuple[int, ...]
     cause: str
+    microbatches: tuple[int, ...] | None = None  # of the bad step, by index, whose own loss is not finite
+    samples: tuple[int, ...] | None = None  # ids of their samples
+    not_finite: tuple[int, ...] | None = None  # those of them that hold a NaN or an infinity when they are read again
 
 
 class Spike(Event):
@@ -484,7 +487,7 @@ _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes"
 
 def parse_event(line: Mapping[str, Any]) -> Event | None:
     """Return the event of a line of `events.jsonl`; None for a line that this release cannot read."""
-    kind = _KINDS.get(line.get("event", ""))
+    kind = _KINDS.get(str(line.get("event")))
     if kind is None:
         return None
     fields = dict(line)

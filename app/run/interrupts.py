@@ -1,25 +1,28 @@
-"""Handle Ctrl-C and SIGTERM: one means finish the step, checkpoint and stop; a second one means stop now."""
+"""Handle Ctrl-C, SIGTERM and SIGHUP: one means finish the step, checkpoint and stop; a second one means stop now."""
 
+import contextlib
 import os
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
 EXIT_STOPPED = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal is closed, or ssh is gone
 _ABORT_S = 3.0
 # A terminal and a launcher may both deliver one Ctrl-C; nobody presses it twice so fast.
 _SAME_S = 0.5
 
 
 class Interrupts:
-    """A context in which the first SIGINT or SIGTERM calls `on_stop`; the second calls `on_abort` and ends the process.
+    """A context in which the first of the signals calls `on_stop`; the second calls `on_abort` and ends the process.
 
-    `on_abort` has three seconds. Only in the main thread: signals come to no other.
+    A SIGHUP that is ignored stays so, which is what `nohup` asks for. `on_abort` has three seconds. Only in the main
+    thread: signals come to no other.
 
     Args:
         of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
@@ -36,6 +39,7 @@ class Interrupts:
         self._of_process = of_process
         self._first_s = 0.0
         self._former: dict[int, Any] = {}
+        self._has_terminal = False
 
     @property
     def stopping(self) -> bool:
@@ -50,13 +54,31 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._has_terminal = _has_terminal()
             self.install()
         return self
 
     def install(self) -> None:
         """Put the handlers in place, also again after a library has installed its own."""
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
+        for number, former in self._former.items():
+            if number != signal.SIGHUP or former != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def spared(self) -> Iterator[None]:
+        """Have processes that are started within survive the end of the terminal, to finish what they are about."""
+        # They inherit that the signal is ignored. Sent within, it would be lost: whether it was shows in the terminal.
+        if not self._former:
+            yield
+            return
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            self.install()
+            is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            if self._has_terminal and not (is_ignored or self.stopping or _has_terminal()):
+                self._handle(signal.SIGHUP, None)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
@@ -64,6 +86,8 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if not self._first_s:
             self._first_s = now_s
             self.on_stop()
@@ -75,3 +99,19 @@ class Interrupts:
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
             self.on_abort()
             os._exit(EXIT_STOPPED)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _leave_terminal() -> None:
+    """Have nothing written to a terminal that is not there any more: each line would raise an error."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -13,6 +13,7 @@ from app.storage import LocalStore, Store
 Line = dict[str, Any]
 _SEGMENT_BYTES = 2**18
 _UPLOAD_INTERVAL_S = 2.0  # so much of a stream is lost with a machine
+_BLOCK_BYTES = 2**22  # read at once, of a stream of any length
 
 
 class FileStream:
@@ -98,9 +99,32 @@ def open_stream(store: Store, name: str) -> Stream:
 
 def read_lines(store: Store, name: str) -> Iterator[Line]:
     """Yield every whole line of a stream. Lines that a kill or a full disk cut short are left out."""
+    for block in read_blocks(store, name):
+        yield from decode(block)
+
+
+def read_blocks(store: Store, name: str) -> Iterator[bytes]:
+    """Yield a stream piece by piece, each ending where a line does. What is left of a line at its end is left out."""
     for part in _parts(store, name):
+        start = 0
+        rest = b""
         with contextlib.suppress(FileNotFoundError):
-            yield from _decode(store.read(part))
+            while data := store.read(part, start, _BLOCK_BYTES):
+                start += len(data)
+                whole, end, rest = (rest + data).rpartition(b"\n")
+                if whole:
+                    yield whole + end
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:
+    """Return the whole lines among the first `num_bytes` bytes of a stream, or of its first segment."""
+    with contextlib.suppress(FileNotFoundError):
+        return decode(store.read(_parts(store, name)[0], 0, num_bytes))
+    return []
 
 
 def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
@@ -113,7 +137,7 @@ def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
             # The first line may have begun before these bytes.
             _, _, data = data.partition(b"\n")
             break
-    return _decode(data)
+    return decode(data)
 
 
 def _parts(store: Store, name: str) -> list[str]:
@@ -127,10 +151,13 @@ def _encode(lines: Iterable[Line]) -> bytes:
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 
-def _decode(data: bytes) -> list[Line]:
+def decode(data: bytes) -> list[Line]:
+    """Return the whole lines in a part of a stream that are objects."""
     found = []
     # What follows the last line end is a line that is still being written, or was cut short.
     for line in data.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict):  # or it is no line of ours
+                found.append(value)
     return found

@@ -1,5 +1,6 @@
 """What the driver shows: on a terminal a live bar with lines above it, elsewhere lines alone."""
 
+import contextlib
 import threading
 import time
 from typing import IO
@@ -47,15 +48,18 @@ class Console:
 
     def _move_bar(self, event: Log) -> None:
         self._stage.cancel()
-        self._live.start()
         figures = Text(event.line(), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
         bar = ProgressBar(event.total_steps, event.step)
-        self._live.update(Group(figures, bar), refresh=True)
+        with contextlib.suppress(OSError):
+            self._live.start()
+            self._live.update(Group(figures, bar), refresh=True)
 
     def line(self, text: str) -> None:
         self._stage.cancel()
-        # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
-        self._rich.print(Text(text), soft_wrap=True)
+        # A terminal that is closed, or a pipe that nobody reads any more, is no reason to end a run.
+        with contextlib.suppress(OSError):
+            # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
+            self._rich.print(Text(text), soft_wrap=True)
 
     def finish(self, summary: Summary) -> None:
         """Print the result of a run."""
@@ -65,4 +69,5 @@ class Console:
 
     def close(self) -> None:
         self._stage.cancel()
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()

@@ -22,10 +22,10 @@ from app.parallel.dtensor import unsharded
 from app.plan import Plan
 from app.run import events
 from app.run.directory import METRICS, RunDirectory
-from app.run.ledger import Ledger, StepStats, read_ledger
+from app.run.ledger import Ledger, StepStats
 from app.storage.jsonl import open_stream
 from app.tasks import Task
-from app.telemetry.goodput import goodput
+from app.telemetry.goodput import goodput, read_totals
 from app.telemetry.meters import Meters
 from app.telemetry.startup import StartupTimer
 from app.telemetry.throughput import total_peak_flops
@@ -149,7 +149,7 @@ class Recorder:
                     self._write_as_planned(stats.step)
                     continue
                 lines.append((stats, result.seconds, ended_s))
-                self._meters.record(result.seconds, stats.num_samples, stats.count, result.data_s)
+                self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
                 if self._world.leader and stats.step % self._config.logging.every_steps == 0:
                     self._log(stats, result.lr)
         finally:
@@ -252,20 +252,20 @@ class Recorder:
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:
         units = self._worker.units_per_sample
-        history = read_ledger(self._directory.store)
-        samples = sum(line["num_samples"] for line in history.committed.values())
+        # The ledger of a long run takes a while to read, in which the others wait for this rank.
+        totals = read_totals(self._directory, lambda: self._world.progress.mark("end"))
         newest = Catalog(self._directory.store).newest()
         return {
             "status": outcome.kind,
             "ended_early": self._worker.hooks.ended_early or None,
             "step": outcome.step,
-            "samples": samples,
-            "tokens": samples * units if units > 1 else None,
+            "samples": totals.samples,
+            "tokens": totals.samples * units if units > 1 else None,
             "metrics": self._metrics,
             **hashes,
             "attempts": self._world.attempt,
-            "lost_steps": history.num_lost,
-            **goodput(history, self._directory.all_events()),
+            "lost_steps": totals.num_lost,
+            **goodput(totals),
             "last_checkpoint": self._directory / path_of(newest) if newest else None,
         }
 

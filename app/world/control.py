@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.plan import Microbatch
 from app.run.ledger import StepStats
 from app.world.runtime import FINISH, LEAVE, STOP
 
@@ -33,6 +34,7 @@ class StepResult(NamedTuple):
         numbers: (3 + 2 * metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then sum
             and count of each metric on this rank. They stay on the device until somebody needs them.
         grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
+        losses: each microbatch of this rank, pads excluded, with its () loss sum, which stays on the device as well.
     """
 
     step: int
@@ -44,6 +46,7 @@ class StepResult(NamedTuple):
     lr: float = 0.0  # of the first parameter group
     seconds: float = 0.0  # of the host, which waits for the device at every gate
     data_s: float = 0.0  # of these, the wait for batches
+    losses: tuple[tuple[Microbatch, Tensor], ...] = ()
 
 
 class _HostCopy:
@@ -75,19 +78,26 @@ class _HostCopy:
 
     def stats(self, row: Sequence[float]) -> StepStats:
         """Return what all ranks know of the step, from the sum of their rows."""
-        loss_sum = row[0]
-        count, high, low, num_samples, not_finite = (int(number) for number in row[1:_ROW])
-        divisor = count or math.nan  # no mean of nothing, where everything in a step is masked
+        loss_sum, count = row[:2]
+        high, low, num_samples, not_finite = (int(number) for number in row[2:_ROW])
+        # Where everything in a step is masked there is no mean, and what the task made of nothing is no fault.
+        divisor = count or math.nan
+        finite = not not_finite or count == 0
         return StepStats(
             step=self.result.step,
             loss=loss_sum / divisor,
-            count=count,
+            count=int(count) if math.isfinite(count) else count,
             grad_norm=self.grad_norm,
             num_samples=num_samples,
             samples_digest=(high * _HALF + low) % _HALF**2,
-            finite=not not_finite,
+            finite=finite,
             metrics=means(self.result.metric_names, row[_ROW:]),
+            suspects=() if finite else self._suspects(),
         )
+
+    def _suspects(self) -> tuple[Microbatch, ...]:
+        """Return the microbatches of this rank whose loss is not finite. The host waits for the device."""
+        return tuple(microbatch for microbatch, loss in self.result.losses if not bool(loss.isfinite()))
 
 
 class _Pace:

@@ -32,6 +32,23 @@ def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) 
     check_run_but_for_losses(resumed, config)
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", r"UserExit: sys\.exit in code of your own \(no more\)"),
+        ("interrupt", r"UserExit: KeyboardInterrupt in code of your own"),
+        ("unprintable", r"UserExit: Unprintable in code of your own \(.* ZeroDivisionError in __str__\)"),
+    ],
+)
+def test_what_would_end_the_process_is_an_exception_like_any_other(tmp_path: Path, how: str, said: str) -> None:
+    quits = f'task={{target: "tests.dist.quitting:Quits", args: {{how: {how}, forward: 24}}}}'  # its first in step 9
+    with pytest.raises(MemberFailed, match=said) as failure:
+        drill(small(tmp_path, quits), worlds=[2])
+    assert "tests/dist/quitting.py" in str(failure.value)  # with its traceback
+    config = small(tmp_path)
+    assert Catalog(RunDirectory.of(config).store).steps() == [8]
+
+
 def check_run_but_for_losses(run: Any, config: Any) -> None:
     """The word of the last steps died with the worker: the ledger has them as planned, without a loss."""
     unconfirmed = [line["step"] for line in run.history.lines if not line.get("confirmed", True)]

@@ -393,3 +393,30 @@ def test_processes_read_ahead_for_a_gpu_unless_told_otherwise() -> None:
     assert num_loader_processes(LoaderConfig(), on_gpu=False) == 0
     assert num_loader_processes(LoaderConfig(num_workers=0), on_gpu=True) == 0
     assert num_loader_processes(LoaderConfig(num_workers=3), on_gpu=False) == 3
+
+
+class Spoilt:
+    """Images of which one is not finite, one cannot be read, and one is not finite as it is augmented there."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
+        if index == 7:
+            raise OSError("gone")
+        image = torch.ones(3)
+        if index == 11:
+            image[1] = float("nan")
+        if index == 13:
+            image[0] = torch.rand(()) / 0.0
+        return image, index
+
+
+def test_samples_that_are_not_finite_are_found_by_reading_them_again() -> None:
+    loader = Loader(Spoilt(), SampleOrder(40, 0.0, 1), TargetData(target="here:data"), 1, CPU)
+    assert sorted(loader.ids(0, 40)) == list(range(40))
+    before = torch.get_rng_state()
+    assert sorted(loader.not_finite(0, 40)) == [11, 13]
+    assert torch.equal(torch.get_rng_state(), before)
+    first = loader.ids(0, 40).index(11)
+    assert loader.not_finite(first, first + 1) == [11]

@@ -169,7 +169,7 @@ def test_kept_events_are_read_back_in_order_and_what_cannot_be_read_is_passed_ov
     writer.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time_s": 1.0, "event": "of_another_release", "step": 1}\n')
-    assert directory.all_events() == kept
+    assert list(directory.all_events()) == kept
     assert len(event_lines(directory)) == len(kept) + 1
     assert directory.events(events.Rollback) == [event for event in kept if isinstance(event, events.Rollback)]
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +39,62 @@ def test_outside_the_main_thread_handlers_stay_as_they_are() -> None:
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_closed_terminal_stops_a_run_and_nohup_does_not() -> None:
+    stops: list[bool] = []
+    with Interrupts(lambda: stops.append(True)) as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (interrupts.stopping, stops) == (True, [True])
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(lambda: stops.append(True)) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.stopping
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_what_is_started_in_between_survives_the_terminal() -> None:
+    with Interrupts() as interrupts:
+        with interrupts.spared():
+            child = subprocess.Popen(["sleep", "60"])
+        try:
+            child.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(0.2)
+        finally:
+            child.kill()
+            child.wait()
+        assert not interrupts.stopping
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupts.stopping
+
+
+COMMAND = """
+import pty, os, sys, time
+from app.run.interrupts import Interrupts
+with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
+    with interrupts.spared():
+        print("ready", flush=True)
+        time.sleep(float(sys.argv[2]))
+    while not interrupts.stopping:
+        time.sleep(0.01)
+    print("a line more", flush=True)
+open(sys.argv[1], "w").write("stopped in order")
+"""
+
+
+@pytest.mark.parametrize("starting_s", [0.0, 1.0])
+def test_a_run_whose_terminal_goes_away_comes_to_its_end(tmp_path: Path, starting_s: float) -> None:
+    """Also where that happens while others are started, and although it has more to say."""
+    end = tmp_path / "end"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", COMMAND, str(end), str(starting_s)])
+    assert b"ready" in os.read(terminal, 1000)
+    time.sleep(0.2)
+    os.close(terminal)  # the kernel tells all in the foreground
+    _, status = os.waitpid(pid, 0)
+    assert (status, end.read_text()) == (0, "stopped in order")

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import random
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import Checkpoint, Rollback
-from app.run.ledger import recent_losses
+from app.run.events import Checkpoint, Rollback, RunStarted
+from app.run.ledger import History, PastLosses, Totals, past_losses
 from app.storage import LocalStore
 from app.storage.jsonl import last_lines, open_stream
+from app.telemetry.goodput import goodput, read_totals
 
 
-def test_recent_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
+def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    assert recent_losses(store, 9) == []
+    assert past_losses(store, 9) == PastLosses()
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
     with closing(open_stream(store, STEPS)) as stream:
         stream.write({"step": step, "loss": loss} for step, loss in losses)
-    assert recent_losses(store, 5) == [1.0, 2.5, 5.0]
+    assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
+
+
+def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with closing(open_stream(store, STEPS)) as stream:
+        stream.write({"step": step, "loss": float(step)} for step in range(1, 20_001))
+    past = past_losses(store, 19_990)
+    assert past.first[:32] == [float(step) for step in range(1, 33)]
+    assert past.recent[-1] == 19_990.0
+    assert len(past.first) < 2000
+    assert len(past.recent) < 6000
 
 
 def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
@@ -40,3 +58,84 @@ def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
     directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
     directory.record(Rollback(steps=(40, 42), cause="loss nan"))
     assert directory.skipped_steps() == {40, 41, 42}
+
+
+def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was done again, by whom, and wherever a block ends; and what is no line of ours does no harm."""
+    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 3000)
+    monkeypatch.setattr("app.run.ledger._CHUNK", 16)
+    draw = random.Random(1)
+    for number in range(20):
+        monkeypatch.setattr("app.run.ledger._WORTH_AN_IMPORT_BYTES", 0 if number % 2 else 10**9)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        lines, starts_s = a_course(draw)
+        with closing(open_stream(LocalStore(folder), STEPS)) as stream:
+            stream.write(lines)
+        with (folder / STEPS).open("ab") as file:
+            file.write(b'5\nnull\n{}\n\0\0\n{"step": "x", "attempt": 1}\n{"step": 1e99}\n[1]\n{"step": 3, "atte')
+        history = History(lines)
+        totals = Totals.read(LocalStore(folder), starts_s)
+        committed = history.committed.values()
+        assert totals.samples == sum(line["num_samples"] for line in committed)
+        assert totals.num_lost == history.num_lost
+        assert totals.productive_s == pytest.approx(sum(line["step_s"] for line in committed), rel=1e-6)
+        for attempt, span in totals.spans.items():
+            own = [line["time_s"] for line in lines if line["attempt"] == attempt]
+            assert (span.first_s, span.last_s) == (min(own), max(own))
+        assert goodput(totals)["stall_s"] == pytest.approx(stalls(lines, starts_s), abs=1e-3)
+
+
+def a_course(draw: random.Random) -> tuple[list[dict[str, Any]], list[float]]:
+    """A ledger with restarts, of which a former leader has written some lines late; and when its commands began."""
+    lines: list[dict[str, Any]] = []
+    now_s, step, starts_s = 100.0, 0, [99.0]
+    for attempt in range(1, draw.randrange(2, 8)):
+        if draw.random() < 0.3:
+            now_s += 50
+            starts_s.append(now_s)
+        now_s += draw.random() * 9
+        for _ in range(draw.randrange(1, 40)):
+            step += 1
+            step_s = draw.randrange(1, 100) / 128
+            now_s += step_s
+            samples = draw.choice([13, 13, 0])
+            lines.append(
+                {
+                    "step": step,
+                    "attempt": attempt,
+                    "num_samples": samples,
+                    "loss": math.nan,
+                    "step_s": step_s,
+                    "time_s": now_s,
+                }
+            )
+        step = max(0, step - draw.randrange(0, 20))
+    late = draw.randrange(len(lines))
+    lines.append(lines.pop(late))
+    return lines, starts_s
+
+
+def stalls(lines: list[dict[str, Any]], starts_s: list[float]) -> float:
+    stall_s = 0.0
+    for old, new in pairwise(sorted(lines, key=lambda line: line["time_s"])):
+        between = any(old["time_s"] < start_s <= new["time_s"] for start_s in starts_s)
+        if new["attempt"] != old["attempt"] and not between:
+            stall_s += max(0.0, new["time_s"] - new["step_s"] - old["time_s"])
+    return stall_s
+
+
+def test_a_command_lasts_to_the_last_that_is_known_of_it(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(RunStarted(time_s=100.0, launcher="ray"))
+    directory.record(Rollback(time_s=130.0, steps=(41,), cause="loss nan"))
+    directory.record(RunStarted(time_s=200.0, launcher="ray"))
+    times = [(1, 1, 110.0), (2, 1, 120.0), (2, 2, 220.0), (3, 2, 240.0), (4, 3, 260.0)]
+    with closing(open_stream(directory.store, STEPS)) as stream:
+        stream.write(
+            {"step": step, "attempt": attempt, "num_samples": 4, "step_s": 8.0, "time_s": time_s}
+            for step, attempt, time_s in times
+        )
+    totals = read_totals(directory)
+    assert (totals.samples, totals.num_lost) == (16, 1)
+    assert goodput(totals) == {"wall_s": 90.0, "stall_s": 12.0, "goodput": round(32 / 90, 4)}

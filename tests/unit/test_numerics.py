@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.config import RecoveryConfig
 from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop, is_spike, steps_to_skip
-from app.run.ledger import StepStats
+from app.run.ledger import PastLosses, StepStats
 
 Floats = NDArray[np.float64]
 STEPS = np.arange(10_000.0)
@@ -23,8 +23,12 @@ def agreed(step: int, loss: float, grad_norm: float = 1.0) -> StepStats:
     return StepStats(step, loss, 1, grad_norm, num_samples=1, samples_digest=0, finite=finite)
 
 
+def past(losses: list[float]) -> PastLosses:
+    return PastLosses(losses, losses)
+
+
 def alarms(losses: Floats, first: int = 1) -> list[int]:
-    numerics = Numerics(RecoveryConfig(max_skipped_steps=10**6), frozenset(), [])
+    numerics = Numerics(RecoveryConfig(max_skipped_steps=10**6), frozenset(), PastLosses())
     return [step for step, loss in enumerate(losses.tolist(), first) if numerics.judge(agreed(step, loss))]
 
 
@@ -106,25 +110,45 @@ def test_the_rule(loss: float, recent: list[float], most: float, expected: bool)
     assert is_spike(loss, recent, most) is expected
 
 
+LAST_BIT = 2.0**-28  # of a mean over 32 losses in float32
+
+
+def test_of_a_run_that_has_learnt_all_by_heart_the_last_bits_are_no_spikes() -> None:
+    draw = np.random.default_rng(0)
+    learning = 6.24 * np.exp(-np.arange(1000.0) / 30)
+    # As such a run has it: multiples of the last bit, most of them one or none, and fifty now and then.
+    learnt = LAST_BIT * np.round(np.exp(2 * draw.standard_normal(9_000)))
+    losses = np.concatenate([np.maximum(learning, LAST_BIT), learnt])
+    assert alarms(losses) == []
+    losses[5_000] = 0.5
+    assert alarms(losses) == [5_001]
+
+
+def test_a_resumed_run_knows_how_its_losses_were_at_first() -> None:
+    learnt = [LAST_BIT] * 64
+    assert Numerics(RecoveryConfig(), frozenset(), PastLosses([6.24] * 32, learnt)).judge(agreed(65, 1.9e-7)) is None
+    assert isinstance(Numerics(RecoveryConfig(), frozenset(), past(learnt)).judge(agreed(65, 1.9e-7)), Rollback)
+
+
 def test_what_is_not_finite_is_rolled_back_from_the_first_step_on() -> None:
-    numerics = Numerics(RecoveryConfig(), frozenset(), [])
+    numerics = Numerics(RecoveryConfig(), frozenset(), PastLosses())
     assert numerics.judge(agreed(1, 2.0)) is None
     assert numerics.judge(agreed(2, math.nan)) == Rollback((2,), "loss nan, gradient norm 1 at step 2")
     assert numerics.judge(agreed(2, 2.0, math.inf)) == Rollback((2,), "loss 2, gradient norm inf at step 2")
 
 
 def test_a_step_in_which_everything_is_masked_is_no_fault() -> None:
-    numerics = Numerics(RecoveryConfig(), frozenset(), [2.3] * 32)
+    numerics = Numerics(RecoveryConfig(), frozenset(), past([2.3] * 32))
     assert numerics.judge(StepStats(5, math.nan, 0, 0.0, 8, 0, finite=True)) is None
     assert isinstance(numerics.judge(agreed(6, 9.1)), Rollback)  # and it does not hide the others
 
 
 def test_what_was_before_the_attempt_counts() -> None:
-    assert Numerics(RecoveryConfig(), frozenset(), [2.3] * 64).judge(agreed(65, 9.1)) == Rollback(
+    assert Numerics(RecoveryConfig(), frozenset(), past([2.3] * 64)).judge(agreed(65, 9.1)) == Rollback(
         (65,), "loss 9.1 against a median of 2.3 at step 65"
     )
-    assert Numerics(RecoveryConfig(), frozenset(), []).judge(agreed(65, 9.1)) is None
-    assert Numerics(RecoveryConfig(spike=None), frozenset(), [2.3] * 64).judge(agreed(65, 9.1)) is None
+    assert Numerics(RecoveryConfig(), frozenset(), PastLosses()).judge(agreed(65, 9.1)) is None
+    assert Numerics(RecoveryConfig(spike=None), frozenset(), past([2.3] * 64)).judge(agreed(65, 9.1)) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +183,7 @@ def test_the_step_before_those_that_are_left_out_is_a_suspect(
     ],
 )
 def test_the_budget(skip: set[int], budget: int, loss: float, expected: type) -> None:
-    numerics = Numerics(RecoveryConfig(max_skipped_steps=budget), frozenset(skip), [2.3] * 64)
+    numerics = Numerics(RecoveryConfig(max_skipped_steps=budget), frozenset(skip), past([2.3] * 64))
     assert isinstance(numerics.judge(agreed(2000, loss)), expected)
 
 
@@ -167,7 +191,7 @@ def test_a_fault_that_stays_spends_the_budget_and_then_says_what_to_do() -> None
     skip: frozenset[int] = frozenset()
     taken = []
     for step in range(50, 60):
-        match Numerics(RecoveryConfig(), skip, []).judge(agreed(step, math.nan)):
+        match Numerics(RecoveryConfig(), skip, PastLosses()).judge(agreed(step, math.nan)):
             case Rollback(steps, _):
                 taken.append(steps)
                 skip |= frozenset(steps)
@@ -179,7 +203,7 @@ def test_a_fault_that_stays_spends_the_budget_and_then_says_what_to_do() -> None
 
 
 def test_a_loss_that_stays_high_is_let_pass_once() -> None:
-    numerics = Numerics(RecoveryConfig(max_skipped_steps=0), frozenset(), [2.3] * 128)
+    numerics = Numerics(RecoveryConfig(max_skipped_steps=0), frozenset(), past([2.3] * 128))
     said = [numerics.judge(agreed(step, 9.1)) for step in range(1, 500)]
     assert [isinstance(each, Ignore) for each in said] == [True] + [False] * 498
     assert all(one is None for one, _ in list(pairwise(said))[1:])

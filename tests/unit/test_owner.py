@@ -1,21 +1,33 @@
 """Who runs a run, also where several threads or several commands say so at once."""
 
 import pickle
+import shutil
 import socket
 import subprocess
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import app.run.owner
-from app.errors import RunConflict
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.durable import Checkpoints
+from app.checkpoint.manifest import FileDigest
+from app.checkpoint.writer import Superseded, Writer
+from app.config import Config, DdpConfig
+from app.errors import RunConflict, StorageError
+from app.launch.resume import let_go
+from app.parallel.replicated import ReplicatedParallelism
+from app.run.directory import RunDirectory
 from app.run.owner import Owner, Ownership, read_owner
 from app.storage import LocalStore
 from app.storage.documents import write_json
 from app.storage.memory import MemoryStore
+from app.world.runtime import World
 from tests.stores import claim_in_pairs
 
 COUNT = 100
@@ -55,7 +67,7 @@ def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None
     assert second.next_attempt() == 1
     written = read_owner(LocalStore(tmp_path))
     assert written is not None
-    assert (written.attempt, written.alive) == (1, True)
+    assert (written.attempt, written.gone) == (1, False)
 
 
 def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path: Path) -> None:
@@ -89,32 +101,153 @@ def test_of_two_commands_that_start_together_one_gets_the_run(tmp_path: Path, ab
     assert [store.list("") for store in stores] == [["owner.json"]] * num_pairs
 
 
-@pytest.mark.parametrize(
-    ("host", "age_s", "waits"), [("here", 0.0, False), ("elsewhere", 25.0, False), ("elsewhere", 0.0, True)]
-)
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr("app.run.owner._STALE_S", 0.4)
+    monkeypatch.setattr("app.run.owner._RENEW_INTERVAL_S", 0.05)
+    monkeypatch.setattr("app.run.owner._LONGEST_DELAY_S", 0.1)
+    return 0.4
+
+
+@pytest.mark.parametrize(("host", "waits"), [("here", False), ("elsewhere", True)])
+@pytest.mark.parametrize("clock_s", [-1e9, -25.0, 0.0, 3600.0])
 def test_a_command_that_was_killed_while_it_claimed_is_waited_for_until_its_claim_expires(
-    monkeypatch: pytest.MonkeyPatch, host: str, age_s: float, waits: bool
+    short_lease: float, host: str, clock_s: float, waits: bool
 ) -> None:
+    """On this host it is known to be gone; of others' clocks nothing is."""
     store = MemoryStore()
     where = socket.gethostname() if host == "here" else host
-    left = an_owner(pid=no_process(), host=where, renewed=time.time() - age_s)
+    left = an_owner(pid=no_process(), host=where, renewed=time.time() + clock_s)
     write_json(store, "claim-left.json", asdict(left))
     started = time.monotonic()
-    if waits:
-        monkeypatch.setattr("app.run.owner._STALE_S", 0.4)
-        monkeypatch.setattr("app.run.owner._LONGEST_DELAY_S", 0.1)
     Ownership.claim(store)
     assert (time.monotonic() - started > 0.3) == waits
     assert list(store.files) == ["owner.json"]
 
 
-def test_a_claim_that_never_ends_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.run.owner._STALE_S", 0.2)
+@pytest.mark.parametrize("clock_s", [-1e9, -21.0, 21.0, 3600.0, 1e9])
+def test_of_an_owner_elsewhere_the_clock_is_not_believed(short_lease: float, clock_s: float) -> None:
+    """Whoever renews keeps its run however wrong its clock is, and whoever does not has lost it after a lease."""
     store = MemoryStore()
-    write_json(store, "claim-left.json", asdict(an_owner(host="elsewhere", renewed=time.time() + 3600)))
+    said: list[str] = []
+    alive = an_owner(host="elsewhere", renewed=time.time() + clock_s)
+    write_json(store, "owner.json", asdict(alive))
+    renewing = threading.Timer(0.15, lambda: write_json(store, "owner.json", asdict(replace(alive, renewed=1.0))))
+    renewing.start()
+    with pytest.raises(RunConflict, match="is already running: attempt 0 on elsewhere, pid 1"):
+        Ownership.claim(store, say=said.append)
+    renewing.join()
+    began = time.monotonic()
+    assert Ownership.claim(store, say=said.append).next_attempt() == 1
+    assert time.monotonic() - began > short_lease
+    assert len(said) == 2
+    assert "was not released by attempt 0 on elsewhere, pid 1: taking over unless it shows life" in said[0]
+
+
+@pytest.mark.parametrize("renewed", ["NaN", "Infinity", "-Infinity", "1e308", "-5"])
+def test_a_time_that_is_none_does_not_hold_a_run_for_ever(short_lease: float, renewed: str) -> None:
+    store = MemoryStore()
+    store.commit("owner.json", f'{{"attempt": 7, "token": "a", "host": "b", "pid": 1, "renewed": {renewed}}}'.encode())
+    assert Ownership.claim(store).next_attempt() == 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "5",
+        "\0\0",
+        '{"attempt": 1, "token": "a", "host": "b", "pid": 1, "renewed": null}',
+        '{"attempt": 1, "token": "a", "host": "b", "pid": 1, "renewed": "now"}',
+        '{"attempt": 1, "token": "a", "host": "b", "pid": "x", "renewed": 1}',
+        '{"attempt": 1, "token": "a", "host": "b", "pid": 99999999999999999999, "renewed": 1}',
+        '{"attempt": null, "token": "a", "host": "b", "pid": 1, "renewed": 1}',
+        '{"attempt": -3, "token": "a", "host": "b", "pid": 1, "renewed": 1}',
+        '{"attempt": 1, "token": 5, "host": "b", "pid": 1, "renewed": 1}',
+        '{"attempt": 1, "token": "a", "host": "b", "pid": 1, "renewed": 1, "more": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_an_owner_that_nobody_has_written_is_none(text: str) -> None:
+    store = MemoryStore()
+    store.commit("owner.json", text.encode())
+    assert read_owner(store) is None
+    assert Ownership.claim(store).next_attempt() == 1
+
+
+def test_what_lies_in_the_way_of_a_claim_is_told(tmp_path: Path) -> None:
+    (tmp_path / "owner.json").mkdir()
+    with pytest.raises(StorageError, match=r"claim on .* cannot be read or written: .*delete what is in the way"):
+        Ownership.claim(LocalStore(tmp_path))
+
+
+def test_who_renews_and_meets_another_has_lost_the_run(short_lease: float) -> None:
+    store = MemoryStore()
+    first = Ownership.claim(store)
+    first.renew_in_background()
+    time.sleep(0.1)
+    assert (first.lost, first.holds()) == ("", True)
+    write_json(store, "owner.json", asdict(an_owner(host="elsewhere")))
+    deadline = time.monotonic() + 10
+    while not first.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "another command has taken over memory: on elsewhere, pid 1" in first.lost
+    assert not first.holds()
+    written = read_owner(store)
+    assert written is not None
+    assert written.host == "elsewhere"
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_command_deletes_a_folder_only_as_long_as_it_is_its_own(tmp_path: Path, taken: bool) -> None:
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    mine = Ownership.claim(directory.store)
+    if taken:
+        shutil.rmtree(tmp_path / "run")
+        other = Ownership.claim(directory.store)
+    let_go(directory, mine, new=True)
+    assert (tmp_path / "run").exists() == taken
+    if taken:
+        assert other.holds()
+        assert other.next_attempt() == 1
+
+
+@pytest.mark.parametrize("what", ["nothing", "began anew", "deleted"])
+def test_a_command_commits_nothing_into_the_run_of_another_of_the_same_name(tmp_path: Path, what: str) -> None:
+    """Both are in attempt 1."""
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    assert Ownership.claim(directory.store).next_attempt() == 1
+    world = World(0, 1, 1, cast(Any, None))
+    parallel = ReplicatedParallelism(DdpConfig(), world)
+    checkpoints = Checkpoints(Config(), directory, world, "", parallel, Writer())
+    if what != "nothing":
+        shutil.rmtree(tmp_path / "run")
+    if what == "began anew":
+        assert Ownership.claim(directory.store).next_attempt() == 1
+    pending = SimpleNamespace(step=5, metrics={}, file=("file", FileDigest("", 0)), check=lambda: None)
+    if what == "nothing":
+        assert checkpoints.commit(cast(Any, pending), attempt=1)
+    else:
+        with pytest.raises(Superseded, match="step 5 is not committed"):
+            checkpoints.commit(cast(Any, pending), attempt=1)
+        assert Catalog(directory.store).newest() is None
+
+
+def test_a_claim_that_is_announced_again_and_again_is_not_waited_for_for_ever(short_lease: float) -> None:
+    class Rival(MemoryStore):
+        """Somebody else announces a claim whenever one looks."""
+
+        def list(self, folder: str) -> list[str]:
+            self.number = getattr(self, "number", 0) + 1
+            name = f"claim-{self.number}.json"
+            write_json(self, name, asdict(an_owner(host="elsewhere")))
+            return [name]
+
     with pytest.raises(RunConflict, match="is being claimed by another command"):
-        Ownership.claim(store)
-    assert list(store.files) == ["claim-left.json"]
+        Ownership.claim(Rival())
 
 
 def test_who_was_too_slow_to_claim_claims_again(monkeypatch: pytest.MonkeyPatch) -> None:
