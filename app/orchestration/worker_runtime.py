@@ -64,7 +64,9 @@ class RayRuntime:
             recover_in_process()
 
         address = (self._host, ray.get(self._coordinator.heartbeat_port.remote()))
-        self._heartbeats = HeartbeatClient(address, self._member.name, self._timeouts, self._beat, self._obey)
+        name = self._member.name
+        secret = ray.get(self._coordinator.admit.remote(name))
+        self._heartbeats = HeartbeatClient(address, name, secret, self._timeouts, self._beat, self._obey)
         # What a host's own name leads to is often its loopback, and that is where gloo would listen.
         if interface := interface_of(self._heartbeats.own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
