@@ -54,8 +54,10 @@ class Coordinator:
         self.short_since_s: float | None = None  # since when there are too few workers for a world
         self.members: dict[str, Member] = {}
         self.membership = Membership(*num_workers, expected, _SETTLE_S, _GATHER_S)
-        self._supervisor = Supervisor(self, directory, ownership, recovery.wait_s)
-        self.heartbeats = HeartbeatServer(Timeouts(recovery.silence_s), self._supervisor.heard, self.lose)
+        self._supervisor = Supervisor(self, directory, ownership, recovery)
+        self.heartbeats = HeartbeatServer(
+            Timeouts(recovery.silence_s), self._supervisor.heard, self.lose, self._supervisor.patience
+        )
         self._port: asyncio.Future[int] | None = None
 
         self._directory = directory
@@ -325,6 +327,7 @@ class Coordinator:
             case events.Finished():
                 self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+        self._supervisor.observe(event)
         event = event.stamped()
         self._events_file.write(event)
         self._events.append(event)

@@ -31,6 +31,7 @@ _NAME = re.compile("[0-9a-f]{1,8}")  # also becomes part of a file's name
 _STRANGERS = 128  # connections that have not said yet who they are; of more, the oldest goes
 _HELLO_S = 10.0  # in which they must
 _BACKLOG = 1024
+_ACKNOWLEDGED_S = 0.5  # a machine that lives acknowledges what it is sent within this
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class HeartbeatServer:
             # On a busy machine a worker that imports and builds its model may leave its heartbeats no time.
             limit_s = self._timeouts.lease_s
             if name in self._in_world:
-                answers = peer.unanswered_s < silence_s / 2
+                answers = peer.unanswered_s < max(_ACKNOWLEDGED_S, silence_s / 2)
                 limit_s = self._patience(name, Silence(peer.silent_s, answers, nobody_heard, stretch))
             if peer.silent_s >= limit_s:
                 peer.lost = f"not heard of for {peer.silent_s:.3g} s"

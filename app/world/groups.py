@@ -167,8 +167,8 @@ class Groups:
 
 def serve_store(host: str) -> dist.TCPStore:
     """Serve a store for the members of one world, on one address of this machine."""
-    # Torch's server asks nobody for anything, and lists all keys to whoever wants them, so no secret in their names would
-    # help. All that can be done is to listen on one interface alone, which is the loopback where all workers are local.
+    # Torch's server asks nobody for anything, and lists its keys to whoever wants them, so no secret in their names
+    # would help. All that can be done is to listen on one interface, which is the loopback where all workers are local.
     listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
     # It closes the descriptor that it is given.

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 _MOST = 5.0  # a limit is never stretched further
+_USUAL = 0.5  # lateness that says nothing, as a share of the interval
 
 
 class Lateness:
@@ -46,4 +47,5 @@ class Lateness:
     @property
     def stretch(self) -> float:
         """Return by how much limits are longer while this watcher wakes late, at least 1."""
-        return min(_MOST, 1.0 + max(self._late_s, default=0.0) / self.interval_s)
+        late = max(self._late_s, default=0.0) / self.interval_s
+        return min(_MOST, max(1.0, 1.0 + late - _USUAL))

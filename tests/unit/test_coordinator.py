@@ -139,7 +139,7 @@ def play(
     async def tell() -> Worlds:
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
-        recovery = RecoveryConfig(silence_s=silence_s, max_failures=max_failures)
+        recovery = RecoveryConfig(silence_s=silence_s, stall_s=silence_s, max_failures=max_failures)
         subject = kind(recovery, (1, 3), directory, Ownership.claim(directory.store), 3)
         worlds = Worlds(subject, directory)
         await story(worlds)

@@ -238,7 +238,7 @@ def test_who_does_not_say_who_he_is_is_cut_off(ends: Ends, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("said", [b"5", b"null", b"{", b"[" * 100_000, b"x" * (2**20 + 2**13)])
 def test_a_worker_that_says_what_is_no_message_is_lost(ends: Ends, said: bytes) -> None:
-    ends.server._on_message = lambda _, message: message.items()
+    ends.server._on_message = lambda _, message: message.clear()
     client = ends.join("b")
     with contextlib.suppress(OSError):
         client._socket.sendall(said + b"\n")
