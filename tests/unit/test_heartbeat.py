@@ -117,6 +117,7 @@ def is_silence(lost: tuple[str, str], least_s: float) -> bool:
 
 def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
     time.sleep(1.1 * TIMEOUTS.lease_s)
+    assert ends.lost.empty(), ends.lost.get()
     ends.loop.call_soon_threadsafe(lambda: ends.server.command(leave=3))
     assert ends.heard.get(timeout=SOON_S) == Commands(leave=3)
     assert ends.lost.empty()

@@ -1,4 +1,4 @@
-"""What the supervisor says and does about a world that does not get on, over reports that nobody has to live through."""
+"""What the supervisor says and does about a world that does not get on, over reports that nobody has to wait for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
         self.subject = subject
         self.directory = directory
         self.names = names
-        self._clock = clock
+        self.clock = clock
         self._since: dict[str, tuple[Any, float]] = {}
         self.step = 41
 
@@ -54,7 +54,7 @@ class World:
         for tick in range(round(4 * seconds)):
             if tick % 4 == 0:
                 self._report(marks)
-            self._clock.now_s += 0.25
+            self.clock.now_s += 0.25
             self.supervisor._check_progress()
 
     def _report(self, marks: tuple[tuple[str, int, int], ...]) -> None:
@@ -62,14 +62,14 @@ class World:
             phase, place, inside = mark
             since = self._since.get(name)
             if since is None or since[0] != (mark, self.step):
-                since = self._since[name] = ((mark, self.step), self._clock.now_s)
+                since = self._since[name] = ((mark, self.step), self.clock.now_s)
             report = {
                 "attempt": 1,
                 "rank": rank,
                 "position": [self.step, 0, place, 1, inside],
                 "step": self.step,
                 "phase": phase,
-                "seconds": self._clock.now_s - since[1],
+                "seconds": self.clock.now_s - since[1],
                 "limit_s": LEAST_S,
                 "spent_s": {},
             }
@@ -180,7 +180,7 @@ def test_a_supervisor_that_was_stopped_gives_everybody_the_time_again(
 ) -> None:
     def story(world: World) -> None:
         world.live(58, WAITS, IN_FORWARD)
-        world.supervisor._patient_until_s = app.orchestration.supervisor.time.monotonic() + 7.0
+        world.supervisor._patient_until_s = world.clock.now_s + 7.0
         world.live(6, WAITS, IN_FORWARD)
         assert not world.aborted
         world.live(4, WAITS, IN_FORWARD)
