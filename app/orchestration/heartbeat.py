@@ -17,6 +17,7 @@ import socket
 import struct
 import termios
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -234,7 +235,6 @@ class HeartbeatClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge, _, self._unread = self._read_first_line().partition(b"\n")
         self._socket.sendall(f"{member} {_proof(secret, challenge.decode(), member)}\n".encode())
-        self._socket.settimeout(timeouts.heartbeat_s)
         self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
@@ -254,20 +254,31 @@ class HeartbeatClient:
             line += received
         return line
 
+    def _begin_interval(self) -> float:
+        """Begin the wait for the next heartbeat. Return when it is due."""
+        self._lateness.begin()
+        return time.monotonic() + self._lateness.interval_s
+
     def _run(self) -> None:
         unread = self._unread
         unheard_s = 0.0
+        due_s = self._begin_interval()
         try:
             # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
             # it for dead and go on without it, so it must not go on by itself. What it was stopped for does not count:
             # the answers of that time lie unread.
             while unheard_s < self._lease_s:
-                self._lateness.begin()
+                wait_s = due_s - time.monotonic()
+                if wait_s <= 0:
+                    unheard_s += self._lateness.woke()[0]
+                    self.send({**self._beat(), "stretch": round(self._lateness.stretch, 2)})
+                    due_s = self._begin_interval()
+                    continue
+                # Not the whole interval: whatever comes meanwhile must not put the next heartbeat off.
+                self._socket.settimeout(wait_s)
                 try:
                     received = self._socket.recv(_CHUNK_BYTES)
                 except TimeoutError:
-                    unheard_s += self._lateness.woke()[0]
-                    self.send({**self._beat(), "stretch": round(self._lateness.stretch, 2)})
                     continue
                 if not received:
                     break

@@ -263,3 +263,16 @@ def test_a_worker_that_connects_again_is_not_lost(ends: Ends) -> None:
     assert not second.ended
     second.close()
     assert ends.lost.get(timeout=SOON_S)[0] == "b"
+
+
+def test_probes_do_not_keep_a_worker_from_sending_heartbeats(ends: Ends) -> None:
+    async def probe() -> None:
+        while True:
+            ends.server._peers["a"].writer.write(b"\n")
+            await asyncio.sleep(TIMEOUTS.heartbeat_s / 5)
+
+    ends.call(ends.server.expect, ["a"])
+    probing = asyncio.run_coroutine_threadsafe(probe(), ends.loop)
+    with pytest.raises(queue.Empty):
+        ends.lost.get(timeout=4 * TIMEOUTS.silence_s)
+    probing.cancel()
