@@ -98,5 +98,6 @@ class Costs:
     def price(self, ending: Collection[str], world: Collection[str]) -> Price:
         """Return what it would cost to end some members of a world."""
         last_holders = self._sharded or set(world) <= set(ending)
-        lost_steps = max(0, self._step - self._saved) if last_holders else 0
+        # At least one: how many they have done since their last report, nobody knows.
+        lost_steps = max(1, self._step - self._saved) if last_holders and self._step else 0
         return Price(median(self._reform_s or [0.0]), lost_steps, self._step_s)

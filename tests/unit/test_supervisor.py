@@ -203,7 +203,7 @@ def test_workers_that_wake_late_have_longer(tmp_path: Path, monkeypatch: pytest.
     [
         (True, False, 0, 60.0),  # a stopped process
         (True, True, 0, 300.0),  # all of them, and nobody else holds their steps
-        (True, True, 41, 60.0),
+        (True, True, 41, 300.0),
         (False, False, 0, 5.0),  # a machine that is gone
         (False, True, 0, 40.0),  # or this one, for all that is known: until workers give up too
         (False, True, 41, 5.0),

@@ -74,8 +74,10 @@ def test_the_last_holder_costs_the_steps_since_the_newest_checkpoint_and_one_of_
     # a survivor's state is no safer than before
     costs.record(started(50, "rank 0", seconds=3.0))
     assert costs.price(["b"], ["b"]) == Price(2.0, 10, 0.2)
+    # what they have done since they were last heard of is not known
     costs.record(started(40, "checkpoint", seconds=3.0))
-    assert costs.price(["b"], ["b"]).lost_steps == 0
+    assert costs.price(["b"], ["b"]).lost_steps == 1
+    assert Costs().price(["b"], ["b"]).lost_steps == 0
 
 
 def test_sharded_state_is_lost_with_any_member() -> None:
