@@ -39,7 +39,7 @@ class Watchdog:
         settled_s: how long the same members must be last before they count as hung; longer than two heartbeats.
     """
 
-    def __init__(self, settled_s: float = 2.5) -> None:
+    def __init__(self, settled_s: float = 2.0) -> None:
         self._settled_s = settled_s
         self._least: tuple[int, ...] = ()
         self._first: Reports = {}  # from the last members, when they turned out to be the last

@@ -4,9 +4,9 @@ python -m tests.benchmarks.alarms --hours 24      # simulated: the coordinator's
 python -m tests.benchmarks.alarms --minutes 15    # real processes, beside a load of 8
 
 Both are full of forwards of 1 to 40 s, on one rank or on all, of storage that is frozen for 15 s, and of processes that
-are stopped for 20 s, any one at a time. The simulation is of three ranks that report every second, late now and then as
-on a loaded machine; then it hangs a rank for ever, again and again. The live run has two workers, with its run on an S3
-server, which is what freezes. Printed: what was told, what was ended (which must be nothing), and for true hangs the
+are stopped for 20 s, any one at a time. The simulation is of three ranks that report twice a second, late now and then
+as on a loaded machine; then it hangs a rank for ever, again and again. The live run has two workers, with its run on an
+S3 server, which is what freezes. Printed: what was told, what was ended (which must be nothing), and for true hangs the
 seconds until they were named and until they were ended.
 """
 
@@ -37,12 +37,14 @@ from app.run.owner import Ownership
 from app.storage import open_store
 from app.storage.memory import MemoryStore
 from app.world.progress import Limits, Progress
+from app.world.timeouts import Timeouts
 from tests.benchmarks.statistics import table
 from tests.command import Command, Running, descendants
 from tests.events import event_lines
 from tests.s3 import BUCKET, CREDENTIALS, find_weed, serve_s3
 
 _TICK_S = 0.25
+_BEAT_S = Timeouts().heartbeat_s
 _NAMES = ("a", "b", "c")
 _BEFORE = 40  # ordinary steps before the first true hang, so that phases have a usual duration
 _ENDING = ("failure", "attempt_ended")
@@ -115,10 +117,10 @@ class Simulation:
         for rank in self.ranks:
             if now_s < max(rank.stopped_until_s, rank.late_until_s):
                 continue
-            if now_s - rank.heard_s >= 1.0:
+            if now_s - rank.heard_s >= _BEAT_S:
                 rank.heard_s = now_s
                 self.supervisor.heard(rank.name, {"progress": vars(rank.report()), "stretch": 1.0})
-                if self.chance.random() < 0.05:  # a busy machine
+                if self.chance.random() < 0.02:  # a busy machine
                     rank.late_until_s = now_s + self.chance.uniform(1.0, 3.0)
         if now_s < self._coordinator_until_s:
             return
@@ -139,16 +141,16 @@ class Simulation:
         """Run a step of all ranks, in which something strange may happen."""
         forwards = [self.chance.uniform(0.2, 0.6) for _ in self.ranks]
         pick = self.chance.random() if strange else 1.0
-        if pick < 1 / 60:
+        if pick < 0.003:
             self.strange["forward of 1 to 40 s on one rank"] += 1
             forwards[self.chance.randrange(len(self.ranks))] = self.chance.uniform(1.0, 40.0)
-        elif pick < 1 / 40:
+        elif pick < 0.006:
             self.strange["forwards of 1 to 40 s on all ranks"] += 1
             forwards = [self.chance.uniform(1.0, 40.0) for _ in self.ranks]
-        elif pick < 1 / 30:
+        elif pick < 0.010:
             self.strange["worker stopped for 20 s"] += 1
             self.chance.choice(self.ranks).stopped_until_s = self.clock.now_s + 20.0
-        elif pick < 1 / 25:
+        elif pick < 0.014:
             self.strange["coordinator stopped for 20 s"] += 1
             self._coordinator_until_s = self.clock.now_s + 20.0
         for rank in self.ranks:
@@ -204,6 +206,7 @@ async def _simulate(clock: Clock, hours: float, hangs: int, seed: int) -> int:
     began_s = clock.now_s
     while clock.now_s - began_s < 3600 * hours and not simulation.ended():
         simulation.run_step()
+    lasted_s = clock.now_s - began_s
     alarms = sum(len(simulation.told(name)) for name in _ENDING)
     named_s, ended_s = [], []
     for number in range(hangs):
@@ -214,7 +217,7 @@ async def _simulate(clock: Clock, hours: float, hangs: int, seed: int) -> int:
         assert found["ranks"] == (number % len(_NAMES),)
         named_s.append(found["seconds"])
         ended_s.append(clock.now_s - injected_s)
-    rows = [["what", "count"], ["hours", f"{(clock.now_s - began_s) / 3600:.1f}"], ["steps", f"{simulation.step}"]]
+    rows = [["what", "count"], ["hours", f"{lasted_s / 3600:.1f}"], ["steps", f"{simulation.step}"]]
     rows += [[what, str(count)] for what, count in sorted(simulation.strange.items())]
     rows += [[f"told: {name}", str(len(simulation.told(name)))] for name in ("hang", "hang_over", "silent")]
     rows += [["ended (false alarms)", str(alarms)], ["true hangs, each named by its rank", str(hangs)]]
