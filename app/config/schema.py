@@ -63,7 +63,8 @@ class RunConfig(Section):
 
 class ClusterConfig(Section):
     address: Text = "auto"
-    """address of a Ray cluster; auto takes RAY_ADDRESS, else this machine's cluster, else an embedded one"""
+    """HOST:PORT of a Ray cluster, or local for a Ray of this command's own, which listens on the loopback alone; auto
+    takes RAY_ADDRESS, else the cluster that ray start has made this machine a part of, else local"""
     env: dict[Variable, Value | None] = Field(default_factory=dict)
     """variables that workers see; null takes the value from the command's environment, and writes it down nowhere"""
     env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_")
@@ -460,10 +461,11 @@ class RecoveryConfig(Section):
     """failures of one kind that are survived in a row, without a new step between two of them"""
     # Heartbeats come at least five times in this; waiting for less would take a busy machine for a dead one.
     silence_s: PositiveFloat = 5.0
-    """without a heartbeat for so long, a worker counts as dead, and for eight times as long before it is in its first
-    world; a connection that closes is noticed at once"""
+    """without a heartbeat for so long a worker whose machine does not answer either counts as dead, and a silence is
+    told; before its first world it has eight times as long; a connection that closes is noticed at once"""
     stall_s: PositiveFloat = 60.0
-    """a phase of a step counts as hung after five times its usual duration, but not before this"""
+    """what seems hung is told after 3 s, and ended after this, five times the usual duration, or what being wrong would
+    cost, whichever is longest; five times this where steps would be lost, ten times where nobody waits for anybody"""
     wait_s: PositiveFloat = 600.0
     """how long a run that has too few workers waits for more, including the start of their nodes"""
     max_skipped_steps: NonNegativeInt = 5

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from app.faults.verdicts import Guess
 from app.world.progress import ProgressReport
 
+_WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the others, or does nothing
 _DEVICE = "device"  # the phase in which it computes, of all microbatches of a step
 Reports = Mapping[str, ProgressReport]  # by member
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A world that does not get on, because of some members that the others wait for."""
+    """A world that does not get on, because of the members that have come least far."""
 
     members: tuple[str, ...]  # several where they have come equally far
     ranks: tuple[int, ...]
@@ -26,6 +28,8 @@ class Hang:
     step: int
     seconds: float
     waiting: tuple[str, ...]
+    guess: Guess = Guess.STUCK
+    usual_s: float = 0.0  # what may well be ordinary in this phase
 
 
 class Watchdog:
@@ -35,7 +39,7 @@ class Watchdog:
         settled_s: how long the same members must be last before they count as hung; longer than two heartbeats.
     """
 
-    def __init__(self, settled_s: float = 2.5) -> None:
+    def __init__(self, settled_s: float = 2.0) -> None:
         self._settled_s = settled_s
         self._least: tuple[int, ...] = ()
         self._first: Reports = {}  # from the last members, when they turned out to be the last
@@ -59,9 +63,25 @@ class Watchdog:
                 return None
             ranks.append(report.rank)
         one = next(iter(last.values()))
-        seconds = max(report.seconds for report in last.values())
+        seconds = min(report.seconds for report in last.values())
         waiting = tuple(member for member in reports if member not in last)
-        return Hang(tuple(last), tuple(ranks), one.phase, one.step, seconds, waiting)
+        usual_s = max(report.limit_s or 0.0 for report in last.values())
+        guess = _guess(reports, bool(waiting))
+        return Hang(tuple(last), tuple(ranks), one.phase, one.step, seconds, waiting, guess, usual_s)
+
+
+def _guess(reports: Reports, behind: bool) -> Guess:
+    # Whoever is in code of its own waits for nobody. If that is all of them, they are slow, each by itself.
+    if all(_is_in_own_code(report) for report in reports.values()):
+        return Guess.SLOW
+    return Guess.STUCK if behind else Guess.ALL_WAIT
+
+
+def _is_in_own_code(report: ProgressReport) -> bool:
+    if report.phase in _WAITS:
+        return False
+    is_in_collective = report.position[-1]
+    return report.phase == "loader" or not is_in_collective
 
 
 @dataclass(frozen=True)

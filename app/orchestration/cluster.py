@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import os
+import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,15 @@ import ray
 import yaml
 
 from app.config import Config
-from app.errors import ResourcesMissing
-from app.orchestration.internals import silence_raylet
+from app.errors import ResourcesMissing, UsageError
+from app.orchestration.internals import current_cluster, on_loopback, silence_raylet
 from app.orchestration.packages import check_packages
 from app.orchestration.runtime_env import runtime_env
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
 
 EMBEDDED = "embedded"
+_LOOPBACK = "127.0.0.1"
 # Defaults for Ray's own settings; what the user has set in the environment wins.
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,6 +33,11 @@ _RAY_SETTINGS = {
 _STORE_BYTES = 100 * 2**20  # nothing large travels through Ray's object store
 _AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # of the head of a cluster of `ray up`
 _POLL_S = 0.5
+_ANSWER_S = 10.0  # in which a cluster that was named must answer
+_ADDRESS = re.compile(r"(?:ray://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})/?")
+# The first bytes of any client of gRPC: HTTP/2's preface, and its settings, none. A server answers with its own.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_SETTINGS = 4  # the type of that frame, the fourth byte of its head
 
 
 def connect(config: Config, verbose: bool) -> str:
@@ -40,32 +48,87 @@ def connect(config: Config, verbose: bool) -> str:
     if not verbose:
         quiet["logging_level"] = logging.ERROR
         silence_raylet()
-    address = config.cluster.address
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "auto")
-    if address != "local":
+    address = find_cluster(config.cluster.address)
+    if address is not None:
         check_packages(config.cluster.pip, Path.cwd())
-        try:
-            ray.init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
-            return address
-        except ConnectionError:
-            if address != "auto":  # a cluster that was named must be there
-                raise
-    ray.init(
-        address="local",
-        # More workers than cores is slow, not wrong.
-        num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
-        include_dashboard=False,
-        object_store_memory=_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
+        ray.init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
+        return address
+    with on_loopback():
+        ray.init(
+            address="local",
+            # More workers than cores is slow, not wrong.
+            num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            _node_ip_address=_LOOPBACK,
+            **quiet,
+        )
     return EMBEDDED
+
+
+def find_cluster(wanted: str) -> str | None:
+    """Return the address of the cluster for a value of `cluster.address`; None to embed one.
+
+    Raises:
+        UsageError: a cluster was named, and nothing answers there.
+    """
+    named, by = wanted, "cluster.address"
+    if wanted == "auto":
+        named, by = os.environ.get("RAY_ADDRESS") or "auto", "RAY_ADDRESS"
+    if named == "local":
+        return None
+    if named == "auto":
+        # What `ray start` wrote down may be left of a cluster that was killed.
+        found = current_cluster()
+        return found if found is not None and _answers(found, within_s=0.0) else None
+    if not _ADDRESS.fullmatch(named):
+        raise UsageError(
+            f"{by}={named} is no address: it must be HOST:PORT, as `ray start --head` prints it, auto or local"
+        )
+    if not _answers(named, _ANSWER_S):
+        raise UsageError(
+            f"{by}={named}: no Ray answers there after {_ANSWER_S:g} s. Start it (ray start --head --port=6379), open "
+            f"the port, correct {by}, or train on this machine alone with cluster.address=local"
+        )
+    return named
+
+
+def _answers(address: str, within_s: float) -> bool:
+    """Return whether a server of gRPC listens at an address, tried at least once."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        return False
+    host, port = match[1].strip("[]"), int(match[2])
+    until_s = time.monotonic() + within_s
+    while True:
+        # Ray's own client would warn for a minute.
+        with contextlib.suppress(OSError, OverflowError):
+            if _is_grpc_server(host, port):
+                return True
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(_POLL_S)
+
+
+def _is_grpc_server(host: str, port: int) -> bool:
+    with socket.create_connection((host, port), timeout=2.0) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") == "1":
+            return True  # that it listens is all that can be seen
+        connection.sendall(_PREFACE)
+        head = connection.recv(9)
+        return len(head) > 3 and head[3] == _SETTINGS
 
 
 def describe_cluster(address: str) -> str:
     num_nodes = len(_nodes())
-    return f"Ray: {address}, {num_nodes} node{'s' * (num_nodes > 1)}, {_total('CPU')} CPUs, {_total('GPU')} GPUs"
+    free = ray.available_resources()
+    described = f"Ray: {address}, {num_nodes} node{'s' * (num_nodes > 1)}"
+    for resource in ("CPU", "GPU"):
+        described += f", {_total(resource)} {resource}s"
+        # Workers wait for what other commands use.
+        if (num_free := int(free.get(resource, 0))) < _total(resource):
+            described += f" ({num_free} free)"
+    return described
 
 
 def gpus_per_worker(config: Config, embedded: bool) -> int:

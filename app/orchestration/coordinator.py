@@ -18,6 +18,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.run.events import Event
 from app.run.owner import Ownership
+from app.world.groups import serve_store
 from app.world.timeouts import Timeouts
 
 _SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
@@ -53,8 +54,10 @@ class Coordinator:
         self.short_since_s: float | None = None  # since when there are too few workers for a world
         self.members: dict[str, Member] = {}
         self.membership = Membership(*num_workers, expected, _SETTLE_S, _GATHER_S)
-        self._supervisor = Supervisor(self, directory, ownership, recovery.wait_s)
-        self.heartbeats = HeartbeatServer(Timeouts(recovery.silence_s), self._supervisor.heard, self.lose)
+        self._supervisor = Supervisor(self, directory, ownership, recovery)
+        self.heartbeats = HeartbeatServer(
+            Timeouts(recovery.silence_s), self._supervisor.heard, self.lose, self._supervisor.patience
+        )
         self._port: asyncio.Future[int] | None = None
 
         self._directory = directory
@@ -88,7 +91,11 @@ class Coordinator:
 
     async def _start(self) -> int:
         self._watching = asyncio.ensure_future(self._supervisor.watch())
-        return await self.heartbeats.listen()
+        return await self.heartbeats.listen(ray.util.get_node_ip_address())
+
+    async def admit(self, name: str) -> str:
+        """Let the heartbeats of a worker in. Return the secret that it must know for them."""
+        return self.heartbeats.admit(name)
 
     async def join(self, member: Member) -> Answer:
         """Return a place in the next world, once it forms. The worker's heartbeats have begun."""
@@ -257,7 +264,7 @@ class Coordinator:
             return
         self._doomed = asyncio.Event()
         self.heartbeats.expect(names)
-        self._store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
+        self._store = serve_store(ray.util.get_node_ip_address())
         for rank, name in enumerate(names):
             place = WorldAssignment(rank, len(names), attempt, self._store.port, self._skip)
             self._waiting.pop(name).set_result(place)
@@ -320,6 +327,7 @@ class Coordinator:
             case events.Finished():
                 self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+        self._supervisor.observe(event)
         event = event.stamped()
         self._events_file.write(event)
         self._events.append(event)

@@ -28,7 +28,8 @@ class RestartCoordinator(Coordinator):
         return self._judge(member, await self._second_thought(report))
 
     async def _start(self) -> int:
-        return await self.heartbeats.listen()  # and no supervisor: Ray watches its workers
+        # And no supervisor: Ray watches its workers.
+        return await self.heartbeats.listen(ray.util.get_node_ip_address())
 
     def _charge_loss(self, kind: str) -> None:
         pass  # Ray counts how often it has restarted the workers

@@ -3,19 +3,27 @@
 import asyncio
 import contextlib
 import time
-from dataclasses import asdict, replace
+import traceback
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
 
+from app.config import RecoveryConfig
+from app.faults.verdicts import Costs, Guess, Price, patience_s
 from app.faults.watchdog import Hang, Watchdog, find_straggler
-from app.orchestration.heartbeat import Message
+from app.orchestration.heartbeat import Message, Silence
 from app.orchestration.internals import draining_nodes
 from app.orchestration.messages import Leave
 from app.run import events
 from app.run.directory import RunDirectory
+from app.run.events import Event
 from app.run.owner import Ownership
+from app.world.lateness import Lateness
 from app.world.progress import ProgressReport
+from app.world.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from app.orchestration.coordinator import Coordinator
@@ -26,45 +34,108 @@ _STRAGGLERS_S = 60.0  # how often the rank that makes others wait is named
 _STACKS_S = 0.5  # for the stacks of a hung world to arrive
 
 
+@dataclass(frozen=True)
+class _Told:
+    """A hang that has been told, and where its members were."""
+
+    hang: Hang
+    attempt: int
+    places: dict[str, list[int]]
+    at_s: float
+
+    def lasts(self, attempt: int, world: dict[str, ProgressReport]) -> bool:
+        if attempt != self.attempt:
+            return False
+        return all(_place(world[name]) == self.places[name] for name in self.hang.members if name in world)
+
+
 class Supervisor:
     """Watch nodes, requests for another scale and the workers' progress, and act through the coordinator."""
 
-    def __init__(self, run: "Coordinator", directory: RunDirectory, ownership: Ownership, wait_s: float) -> None:
+    def __init__(
+        self, run: "Coordinator", directory: RunDirectory, ownership: Ownership, recovery: RecoveryConfig
+    ) -> None:
         self.draining: set[str] = set()  # nodes that are about to go
         self._run = run
         self._directory = directory
         self._ownership = ownership
-        self._wait_s = wait_s  # how long a run that is short of workers waits for more
+        self._wait_s = recovery.wait_s  # how long a run that is short of workers waits for more
+        self._stall_s = recovery.stall_s
+        self._timeouts = Timeouts(recovery.silence_s)
         self._told_since_s: float | None = None  # the shortage that has been told of
+        self._costs = Costs()
+        self._lateness = Lateness(_INTERVAL_S)
+        self._patient_until_s = 0.0  # nobody is ended for a hang before
         self._watchdog = Watchdog()
+        self._told: _Told | None = None
+        self._silent: set[str] = set()  # workers whose silence has been told
+        self._aborted = (0, 0.0)  # an attempt that was ended because all hung, and for how long they had done so
         self._progress: dict[str, ProgressReport] = {}  # the newest of each worker
+        self._stretches: dict[str, float] = {}  # how late each worker's heartbeats are
         self._compared: dict[str, ProgressReport] = {}  # at the last look for stragglers
         self._compared_s = 0.0
+        self._unwritten: dict[str, bytes] = {}  # stacks, by file
+        self._writing = ThreadPoolExecutor(1, "stacks")  # storage may take any time
 
     def heard(self, name: str, message: Message) -> None:
         """Take note of a message that came with a worker's heartbeats."""
+        self._silent.discard(name)
         if "progress" in message:
             self._progress[name] = ProgressReport(**message["progress"])
+        if "stretch" in message:
+            self._stretches[name] = float(message["stretch"])
         if "stacks" in message:
             file = f"stacks/attempt-{self._ownership.attempt}-{name}.txt"
-            with contextlib.suppress(OSError):
-                self._directory.store.commit(file, message["stacks"].encode())
+            self._unwritten[file] = message["stacks"].encode()
+            self._writing.submit(self._write_stacks)
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event of the run."""
+        self._costs.record(event)
+
+    def price(self, ending: Collection[str]) -> Price:
+        """Return what it would cost the run to end these members of the world now."""
+        return self._costs.price(ending, self._run.membership.world)
+
+    def patience(self, name: str, silence: Silence) -> float:
+        """Return for how many seconds a worker that is in a world may be silent, and tell that it is."""
+        guess = Guess.SILENT if silence.answers else Guess.UNREACHABLE
+        price = self.price(self._run.membership.world if silence.nobody_heard else (name,))
+        if guess is Guess.UNREACHABLE and not silence.nobody_heard:
+            price = Price()  # a machine that is gone costs what it held, however long it is waited for
+        stretch = max(silence.stretch, self._stretches.get(name, 1.0))
+        limit_s = patience_s(guess, self._timeouts.silence_s, price, self._stall_s, stretch)
+        if guess is Guess.UNREACHABLE:
+            # Where nobody is heard of it may be this machine that is cut off. After that time workers give up too.
+            limit_s = min(limit_s, self._timeouts.lease_s)
+        if name not in self._silent and silence.seconds < limit_s:
+            self._silent.add(name)
+            told_s = round(silence.seconds, 1)
+            told = events.Silent(member=name, seconds=told_s, answers=silence.answers, ends_s=round(limit_s, 1))
+            self._run.record(told.of_attempt(self._ownership.attempt))
+        return limit_s
 
     async def watch(self) -> None:
         """Look again and again until the run is over."""
+        # Each by itself, so that none waits for Ray or for storage because another does.
+        await asyncio.gather(
+            self._repeat(self._check_drains),
+            self._repeat(self._check_scale),
+            self._repeat(self._check_shortage),
+            self._watch_workers(),
+        )
+
+    async def _repeat(self, look: Callable[[], Awaitable[None]]) -> None:
         while not self._run.over:
             if self._ownership.lost:
                 self._run.give_up(self._ownership.lost)
             with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
-                # In threads, because the event loop must not wait for Ray or for storage.
-                self._check_drains(await asyncio.to_thread(draining_nodes))
-                self._check_scale(await asyncio.to_thread(self._directory.pop_scale_request))
-                self._check_shortage()
-                await self._check_progress()
+                await look()
             await asyncio.sleep(_INTERVAL_S)
 
-    def _check_drains(self, nodes: dict[str, float]) -> None:
+    async def _check_drains(self) -> None:
         # Once a node is going, nobody is let in from it any more, and whoever is in the world leaves at an agreed step.
+        nodes = await asyncio.to_thread(draining_nodes)
         for node in nodes.keys() - self.draining:
             self.draining.add(node)
             names = tuple(member.name for member in self._run.members.values() if member.node == node)
@@ -72,14 +143,15 @@ class Supervisor:
                 self._run.record(events.Preemption(node=node, deadline_s=nodes[node], members=names))
                 self._run.dismiss(self._run.membership.send_away(names), Leave.RELEASED)
 
-    def _check_scale(self, request: tuple[int, int] | None) -> None:
+    async def _check_scale(self) -> None:
+        request = await asyncio.to_thread(self._directory.pop_scale_request)
         if request is None or self._run.heartbeats.commands.stop:
             return
         membership = self._run.membership
         self._run.record(events.Scale(before=(membership.smallest, membership.largest), after=request))
         self._run.dismiss(membership.rescale(*request), Leave.RELEASED)
 
-    def _check_shortage(self) -> None:
+    async def _check_shortage(self) -> None:
         since_s = self._run.short_since_s
         if since_s is None:
             return
@@ -90,40 +162,110 @@ class Supervisor:
             self._told_since_s = since_s
             self._run.record(events.Waiting(workers=present, needed=needed))
         if waited_s > self._wait_s:
-            free = ray.available_resources()
+            free = await asyncio.to_thread(ray.available_resources)
             self._run.give_up(
                 f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) are "
                 f"there; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
                 "Add nodes, and give the same command again"
             )
 
-    async def _check_progress(self) -> None:
+    async def _watch_workers(self) -> None:
+        while not self._run.over:
+            self._lateness.begin()
+            await asyncio.sleep(_INTERVAL_S)
+            _, gap = self._lateness.woke()
+            if gap:
+                # This process was stopped: what it knows of others is old, and they get the time again.
+                self._progress.clear()
+                self._patient_until_s = time.monotonic() + self._timeouts.silence_s
+            try:
+                self._check_progress()
+            except Exception:  # one look that fails must not be the last
+                traceback.print_exc()
+
+    def _check_progress(self) -> None:
+        world = self._world()
+        attempt = self._ownership.attempt
+        if self._told is not None and not self._told.lasts(attempt, world):
+            self._tell_over(self._told, attempt)
+        if not world:
+            return
+        now_s = time.monotonic()
+        self._costs.reached(min(report.step for report in world.values()), now_s)
+        if hang := self._watchdog.look(world):
+            self._follow_hang(hang, attempt, world)
+        if now_s - self._compared_s > _STRAGGLERS_S:
+            if found := find_straggler(self._compared, world):
+                self._run.record(events.Straggler(**vars(found)))
+            self._compared = world
+            self._compared_s = now_s
+
+    def _world(self) -> dict[str, ProgressReport]:
+        """Return the newest report of each member of the world; nothing if not all have begun the attempt."""
         world: dict[str, ProgressReport] = {}
         for name in self._run.membership.world:
             progress = self._progress.get(name)
             if progress is None or progress.attempt != self._ownership.attempt:
-                return  # not all have begun the attempt
+                return {}
             world[name] = progress
-        if not world:
-            return
-        if hang := self._watchdog.look(world):
-            await self._end_hang(hang)
-        if time.monotonic() - self._compared_s > _STRAGGLERS_S:
-            if found := find_straggler(self._compared, world):
-                self._run.record(events.Straggler(**asdict(found)))
-            self._compared = world
-            self._compared_s = time.monotonic()
+        return world
 
-    async def _end_hang(self, hang: Hang) -> None:
-        attempt = self._ownership.attempt
-        told = asdict(replace(hang, seconds=round(hang.seconds, 1)))
-        self._run.record(events.Hang(attempt=attempt, stacks=self._directory / "stacks", **told))
-        self._run.heartbeats.command(dump=attempt)
-        await asyncio.sleep(_STACKS_S)
-        # If all are stuck, nobody can go on without them, and an abort may free them. If it has not, the watchdog finds
-        # them again, and they are killed.
-        if not hang.waiting and self._run.heartbeats.commands.aborted != attempt:
+    def _follow_hang(self, hang: Hang, attempt: int, world: dict[str, ProgressReport]) -> None:
+        now_s = time.monotonic()
+        # An abort frees all who wait in a collective, and ends nobody.
+        abort = hang.guess is not Guess.STUCK and self._run.heartbeats.commands.aborted != attempt
+        stretch = max([self._lateness.stretch, *(self._stretches.get(name, 1.0) for name in world)])
+        price = self.price(() if abort else hang.members)
+        limit_s = patience_s(hang.guess, hang.usual_s, price, self._stall_s, stretch)
+        if self._told is None:
+            places = {name: _place(world[name]) for name in hang.members}
+            self._told = _Told(hang, attempt, places, now_s)
+            self._tell(hang, attempt, limit_s)
+            return
+        if now_s - self._told.at_s < _STACKS_S:
+            return
+        if self._run.heartbeats.commands.dump:
+            self._run.heartbeats.command(dump=0)  # so that the next hang of the attempt may ask for them again
+        # What the abort has not freed is given the time once more.
+        since_s = self._aborted[1] if self._aborted[0] == attempt else 0.0
+        if hang.seconds - since_s < limit_s or now_s < self._patient_until_s:
+            return
+        if abort:
+            self._aborted = (attempt, hang.seconds)
             self._run.abort()
             return
         for name in hang.members:
             self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s", "hang")
+
+    def _tell(self, hang: Hang, attempt: int, limit_s: float) -> None:
+        told = events.Hang(
+            attempt=attempt,
+            ranks=hang.ranks,
+            phase=hang.phase,
+            step=hang.step,
+            seconds=round(hang.seconds, 1),
+            stacks=self._directory / "stacks",
+            guess=hang.guess,
+            ends_s=round(limit_s, 1),
+        )
+        self._run.record(told)
+        self._run.heartbeats.command(dump=attempt)
+
+    def _tell_over(self, told: _Told, attempt: int) -> None:
+        self._told = None
+        self._run.heartbeats.command(dump=0)
+        if told.attempt == attempt:  # or it is told how the attempt has ended
+            seconds = round(told.hang.seconds + time.monotonic() - told.at_s, 1)
+            hang = told.hang
+            over = events.HangOver(attempt=attempt, ranks=hang.ranks, phase=hang.phase, step=hang.step, seconds=seconds)
+            self._run.record(over)
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError, KeyError):
+            file, text = self._unwritten.popitem()
+            self._directory.store.commit(file, text)
+
+
+def _place(report: ProgressReport) -> list[int]:
+    """Return how far a worker is, leaving out what it is about there: that changes while it works."""
+    return report.position[:3]

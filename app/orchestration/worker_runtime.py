@@ -51,7 +51,7 @@ class RayRuntime:
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
-        self._progress = Progress(Limits(spec.config.recovery.stall_s))
+        self._progress = Progress(Limits(min(Limits.step_s, spec.config.recovery.stall_s)))
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._commands = Commands()
         self._attempt = 0
@@ -64,7 +64,9 @@ class RayRuntime:
             recover_in_process()
 
         address = (self._host, ray.get(self._coordinator.heartbeat_port.remote()))
-        self._heartbeats = HeartbeatClient(address, self._member.name, self._timeouts, self._beat, self._obey)
+        name = self._member.name
+        secret = ray.get(self._coordinator.admit.remote(name))
+        self._heartbeats = HeartbeatClient(address, name, secret, self._timeouts, self._beat, self._obey)
         # What a host's own name leads to is often its loopback, and that is where gloo would listen.
         if interface := interface_of(self._heartbeats.own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -373,15 +373,49 @@ class NodeQuarantined(Event):
 
 
 class Hang(Event):
-    """Some ranks are stuck, and the others wait for them."""
-
-    wording = "rank {ranks:each} stuck in {phase} after step {step} for {seconds:.1f} s; stacks in {stacks}"
+    """Some ranks seem to be stuck. This is told early, and ends nobody: that is a failure of the kind "hang"."""
 
     ranks: tuple[int, ...]  # those who are stuck
     phase: str  # "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint", "compile" ...
     step: int
     seconds: float  # how long they have been in `phase`
     stacks: str  # folder with what every thread of every worker was doing
+    guess: str = "stuck"  # or "all wait" for each other, or "slow": all are in code of their own, and nobody waits
+    ends_s: float | None = None  # after how many seconds in `phase` the attempt is ended, as things stand
+
+    def line(self, verbose: bool = False) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        what = "slow" if self.guess == "slow" else "stuck"
+        line = f"rank {ranks} {what} in {self.phase} after step {self.step} for {self.seconds:.1f} s"
+        if self.ends_s is not None:
+            waiting = {"stuck": "the others wait", "slow": "nobody waits for it"}.get(self.guess, self.guess)
+            line += f", {waiting}; the attempt ends after {self.ends_s:.0f} s"
+        return f"{line}; stacks in {self.stacks}"
+
+
+class HangOver(Event):
+    """Ranks that seemed to be stuck have gone on by themselves."""
+
+    wording = "rank {ranks:each} went on after {seconds:.1f} s in {phase}"
+
+    ranks: tuple[int, ...]
+    phase: str  # in which they seemed to be stuck
+    step: int
+    seconds: float  # how long it took
+
+
+class Silent(Event):
+    """No heartbeats come from a worker whose connection stands. This is told early, and ends nobody."""
+
+    member: str  # name of the worker
+    seconds: float  # how long it has not been heard of
+    answers: bool  # its machine takes what is sent to it: a process that is stopped, or code that lets nothing else run
+    ends_s: float  # after how many seconds of silence it is taken for dead, as things stand
+
+    def line(self, verbose: bool = False) -> str:
+        where = "its machine answers, its process does not" if self.answers else "nor does its machine answer"
+        line = f"worker {self.member} not heard of for {self.seconds:.1f} s: {where}"
+        return f"{line}; taken for dead after {self.ends_s:.0f} s"
 
 
 class Straggler(Event):

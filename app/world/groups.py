@@ -165,6 +165,16 @@ class Groups:
             time.sleep(_POLL_S)
 
 
+def serve_store(host: str) -> dist.TCPStore:
+    """Serve a store for the members of one world, on one address of this machine."""
+    # Torch's server asks nobody for anything, and lists its keys to whoever wants them, so no secret in their names
+    # would help. All that can be done is to listen on one interface, which is the loopback where all workers are local.
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    # It closes the descriptor that it is given.
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Communicator:
     """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
     if device.type != "cuda":

@@ -15,7 +15,7 @@ class Timeouts:
         """Return the interval between two heartbeats."""
         # Several within the limit, so that a late one is not a death; and often enough for the watchdog, which reads
         # progress from them.
-        return min(1.0, self.silence_s / 5)
+        return min(0.5, self.silence_s / 5)
 
     @property
     def connect(self) -> timedelta:

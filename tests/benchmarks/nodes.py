@@ -25,7 +25,13 @@ from tests.command import Command, Running, descendants
 
 _SILENCE_S = 2.0
 _DRAIN_S = 15.0
-_WORDS = ["run.steps=10000000", "scaling.num_workers=[1,2]", f"recovery.silence_s={_SILENCE_S}", "trackers=[]"]
+_LIMITS = f"recovery={{silence_s: {_SILENCE_S}, stall_s: {_SILENCE_S}}}"
+_WORDS = [
+    "run.steps=10000000",
+    "scaling.num_workers=[1,2]",
+    _LIMITS,
+    "trackers=[]",
+]
 LIMITS = {
     "drain: left before the deadline by, s": None,
     "drain: survivors' gap, s": 0.5,

@@ -71,7 +71,7 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
     assert stopped.code == 3, stopped.output
     summary = summary_of(running.directory)
     history = check_ledger(running.directory, summary["step"])
-    alarms = sum(event["event"] == "hang" for event in running.events)
+    alarms = sum(event["event"] == "failure" and event["kind"] == "hang" for event in running.events)
     largest = "-" if options.alone else f"{difference(folder, number, running.directory, summary['step']):.1e}"
     return row(number, done, summary, history.lines, alarms, largest)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import ray._private.state
-from ray._private import worker
+from ray._private import services, utils, worker
 from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
-from app.orchestration.internals import remember_head, without_idle_actors
+from app.orchestration.internals import current_cluster, on_loopback, remember_head, without_idle_actors
 from app.orchestration.internals.slots import find_incompatibility
 
 
@@ -46,3 +46,18 @@ def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(
     remember_head({"cluster_name": "ours", "provider": provider})
     found = LocalNodeProvider(provider, "ours").non_terminated_nodes({"ray-node-type": "head"})
     assert found == ["192.0.2.10"]
+
+
+def test_ray_makes_the_machines_address_of_the_loopback_by_a_function_that_can_be_replaced() -> None:
+    assert list(inspect.signature(services.resolve_ip_for_localhost).parameters) == ["host"]
+    with on_loopback():
+        assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+    assert "services.resolve_ip_for_localhost(_node_ip_address)" in inspect.getsource(worker.init)
+
+
+def test_what_ray_start_writes_down_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    assert current_cluster() is None
+    utils.write_ray_address("192.0.2.10:6379")
+    assert current_cluster() == "192.0.2.10:6379"

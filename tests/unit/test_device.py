@@ -140,7 +140,8 @@ def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
         get_node_labels=dict,
     )
     ray = SimpleNamespace(get_runtime_context=lambda: context, get=lambda answer: answer)
-    coordinator = SimpleNamespace(heartbeat_port=SimpleNamespace(remote=lambda: 1))
+    port, secret = SimpleNamespace(remote=lambda: 1), SimpleNamespace(remote=lambda _: "secret")
+    coordinator = SimpleNamespace(heartbeat_port=port, admit=secret)
     variables.setattr(worker_runtime, "ray", ray)
     variables.setattr(worker_runtime, "HeartbeatClient", lambda *_: SimpleNamespace(own_address="127.0.0.1"))
     if own is not None:

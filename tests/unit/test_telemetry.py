@@ -28,6 +28,7 @@ from app.run.events import (
     Failure,
     Finished,
     Hang,
+    HangOver,
     Log,
     ModelSharded,
     NodeQuarantined,
@@ -38,6 +39,7 @@ from app.run.events import (
     Rollback,
     Scale,
     Shares,
+    Silent,
     Snapshot,
     Straggler,
     Validation,
@@ -200,6 +202,25 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (
             Hang(ranks=(1,), phase="forward", step=60, seconds=3.21, stacks="runs/x/stacks"),
             "rank 1 stuck in forward after step 60 for 3.2 s; stacks in runs/x/stacks",
+        ),
+        (
+            Hang(ranks=(1,), phase="forward", step=60, seconds=3.21, stacks="runs/x/stacks", ends_s=60.0),
+            "rank 1 stuck in forward after step 60 for 3.2 s, the others wait; the attempt ends after 60 s; "
+            "stacks in runs/x/stacks",
+        ),
+        (
+            Hang(ranks=(0, 1), phase="forward", step=60, seconds=3.21, stacks="x", guess="slow", ends_s=600.0),
+            "rank 0, 1 slow in forward after step 60 for 3.2 s, nobody waits for it; the attempt ends after 600 s; "
+            "stacks in x",
+        ),
+        (
+            HangOver(ranks=(1,), phase="forward", step=60, seconds=13.21),
+            "rank 1 went on after 13.2 s in forward",
+        ),
+        (
+            Silent(member="1f2e3d4c", seconds=5.12, answers=True, ends_s=60.0),
+            "worker 1f2e3d4c not heard of for 5.1 s: its machine answers, its process does not; "
+            "taken for dead after 60 s",
         ),
         (
             Straggler(member="a", rank=2, phase="loader", lost_s=0.2, share=0.31),

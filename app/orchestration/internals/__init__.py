@@ -1,15 +1,36 @@
 """Everything of Ray that is not public API. tests/cluster/test_internals.py fails first when an upgrade moves it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import ray._private.state
-from ray._private import worker
+from ray._private import services, utils, worker
 
 
 def silence_raylet() -> None:
     """Keep the raylet's messages off the terminal, which `log_to_driver=False` does not."""
     # What matters of them the run says itself; all of them are in Ray's log files.
     worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that is started in this context listen on the loopback alone, where its node is to be 127.0.0.1."""
+    # Ray makes the machine's address of 127.0.0.1, and then listens on every interface.
+    stock = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = stock
+
+
+def current_cluster() -> str | None:
+    """Return the address of the cluster that `ray start` has made this machine a part of."""
+    # Ray's own "auto" takes any Ray that runs here, also one that another command has embedded, and that ends with it.
+    found: str | None = utils.read_ray_address()
+    return found or None
 
 
 def without_idle_actors(callbacks: list[Any]) -> list[Any]:

@@ -1,0 +1,114 @@
+"""Which Ray a command joins, without any: only sockets that answer, or do not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.errors import UsageError
+from app.orchestration import cluster
+from app.orchestration.cluster import find_cluster
+
+
+@pytest.fixture(autouse=True)
+def no_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `ray start` writes its address down
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.3)
+    (tmp_path / "ray").mkdir()
+
+
+def written_down(folder: Path, address: str) -> None:
+    (folder / "ray" / "ray_current_cluster").write_text(address)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(answer: bytes) -> Iterator[str]:
+    """Answer each connection with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(answer)
+                    connection.recv(100)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    listener.close()
+
+
+GRPC = b"\0\0\0\4\0\0\0\0\0"
+SSH = b"SSH-2.0-OpenSSH_9.2p1\r\n"
+
+
+def test_auto_embeds_one_where_nobody_has_started_any() -> None:
+    assert find_cluster("auto") is None
+
+
+def test_auto_joins_what_ray_start_wrote_down(tmp_path: Path) -> None:
+    with serve(GRPC) as address:
+        written_down(tmp_path, address)
+        assert find_cluster("auto") == address
+
+
+def test_what_is_left_of_a_cluster_that_was_killed_does_not_count(tmp_path: Path, closed_port: int) -> None:
+    written_down(tmp_path, f"127.0.0.1:{closed_port}")
+    assert find_cluster("auto") is None
+
+
+def test_the_variable_comes_before_it_and_the_configuration_before_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(GRPC) as written, serve(GRPC) as variable, serve(GRPC) as configured:
+        written_down(tmp_path, written)
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+        assert find_cluster("auto") == variable
+        assert find_cluster(configured) == configured
+        assert find_cluster("local") is None
+        monkeypatch.setenv("RAY_ADDRESS", "local")
+        assert find_cluster("auto") is None
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        assert find_cluster("auto") == written
+
+
+@pytest.mark.parametrize("address", ["garbage", "host", "host:port", "1.2.3.4:", ":6379", "http://x:1/y", "a b:1"])
+@pytest.mark.parametrize("by", ["RAY_ADDRESS", "cluster.address"])
+def test_what_is_no_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch, address: str, by: str) -> None:
+    if by == "RAY_ADDRESS":
+        monkeypatch.setenv(by, address)
+    with pytest.raises(UsageError, match="must be HOST:PORT") as raised:
+        find_cluster("auto" if by == "RAY_ADDRESS" else address)
+    assert f"{by}={address}" in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [None, SSH])
+def test_where_no_ray_answers_one_error_says_so_soon(
+    monkeypatch: pytest.MonkeyPatch, closed_port: int, answer: bytes | None
+) -> None:
+    monkeypatch.setattr(cluster, "_POLL_S", 0.05)
+    began_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        address = f"127.0.0.1:{closed_port}" if answer is None else stack.enter_context(serve(answer))
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UsageError, match="no Ray answers there") as raised:
+            find_cluster("auto")
+    assert "correct RAY_ADDRESS" in str(raised.value)
+    assert time.monotonic() - began_s < 5.0

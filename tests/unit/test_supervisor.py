@@ -1,0 +1,241 @@
+"""What the supervisor says and does about a world that does not get on, over reports that nobody has to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import app.orchestration.supervisor
+from app.config import RecoveryConfig
+from app.orchestration.coordinator import Coordinator
+from app.orchestration.heartbeat import Silence
+from app.orchestration.messages import Member
+from app.run import events
+from app.run.directory import RunDirectory
+from app.run.owner import Ownership
+from app.storage import LocalStore
+from tests.events import event_lines
+
+STALL_S = 60.0
+LEAST_S = 3.0  # the limit of a phase that usually takes moments
+IN_FORWARD = ("forward", 1, 0)
+COMPUTES = ("forward", 1, 1)  # inside torch, which may be a collective
+WAITS = ("gradients", 4, 1)
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class World:
+    """Members a, b ... of attempt 1, who report every second what the test says."""
+
+    def __init__(self, subject: Coordinator, directory: RunDirectory, names: str, clock: Clock) -> None:
+        self.subject = subject
+        self.directory = directory
+        self.names = names
+        self.clock = clock
+        self._since: dict[str, tuple[Any, float]] = {}
+        self.step = 41
+
+    @property
+    def supervisor(self) -> Any:
+        return self.subject._supervisor
+
+    def live(self, seconds: float, *marks: tuple[str, int, int]) -> None:
+        """Let time pass in which each member is where its mark says."""
+        for tick in range(round(4 * seconds)):
+            if tick % 4 == 0:
+                self._report(marks)
+            self.clock.now_s += 0.25
+            self.supervisor._check_progress()
+
+    def _report(self, marks: tuple[tuple[str, int, int], ...]) -> None:
+        for rank, (name, mark) in enumerate(zip(self.names, marks, strict=True)):
+            phase, place, inside = mark
+            since = self._since.get(name)
+            if since is None or since[0] != (mark, self.step):
+                since = self._since[name] = ((mark, self.step), self.clock.now_s)
+            report = {
+                "attempt": 1,
+                "rank": rank,
+                "position": [self.step, 0, place, 1, inside],
+                "step": self.step,
+                "phase": phase,
+                "seconds": self.clock.now_s - since[1],
+                "limit_s": LEAST_S,
+                "spent_s": {},
+            }
+            self.supervisor.heard(name, {"progress": report})
+
+    def told(self) -> list[tuple[Any, ...]]:
+        """Return the events about hangs, silence and failures so far."""
+        found: list[tuple[Any, ...]] = []
+        for line in event_lines(self.directory):
+            match line["event"]:
+                case "hang":
+                    found.append(("hang", line["ranks"], line["guess"], line["ends_s"]))
+                case "hang_over":
+                    found.append(("over", line["ranks"], round(line["seconds"])))
+                case "failure":
+                    found.append(("failure", line["member"], line["kind"]))
+                case "silent":
+                    found.append(("silent", line["member"], line["answers"], line["ends_s"]))
+        return found
+
+    @property
+    def aborted(self) -> bool:
+        return self.subject.heartbeats.commands.aborted == 1
+
+
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World], None], names: str = "ab") -> World:
+    clock = Clock()
+    monkeypatch.setattr(app.orchestration.supervisor, "time", clock)
+    monkeypatch.setattr("ray.kill", lambda actor: None)
+
+    async def tell() -> World:
+        directory = RunDirectory(LocalStore(folder))
+        directory.check_writable()
+        recovery = RecoveryConfig(stall_s=STALL_S)
+        subject = Coordinator(recovery, (1, len(names)), directory, Ownership.claim(directory.store), len(names))
+        joining = [asyncio.ensure_future(subject.join(Member(name, None, name))) for name in names]
+        await asyncio.gather(*joining)
+        seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)
+        subject.record(events.AttemptStarted(attempt=1, step=0, source="start", world_size=len(names), **seconds))
+        world = World(subject, directory, names, clock)
+        story(world)
+        await subject.close()
+        return world
+
+    return asyncio.run(tell())
+
+
+def test_a_rank_that_others_wait_for_is_named_within_five_seconds_and_ended_after_the_stated_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(world: World) -> None:
+        world.live(5, WAITS, IN_FORWARD)
+        assert world.told() == [("hang", [1], "stuck", 60.0)]
+        world.live(54, WAITS, IN_FORWARD)
+        assert len(world.told()) == 1
+        world.live(4, WAITS, IN_FORWARD)
+
+    world = play(tmp_path, monkeypatch, story)
+    assert world.told()[1:] == [("failure", "b", "hang")]
+    assert world.aborted
+
+
+def test_a_forward_of_forty_seconds_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(world: World) -> None:
+        for _ in range(3):
+            world.live(40, WAITS, IN_FORWARD)
+            world.step += 1
+            world.live(2, IN_FORWARD, WAITS)
+            world.step += 1
+
+    world = play(tmp_path, monkeypatch, story)
+    assert world.told() == [("hang", [1], "stuck", 60.0), ("over", [1], 40)] * 3
+    assert not world.aborted
+
+
+def test_where_nobody_waits_for_anybody_it_is_slow_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(world: World) -> None:
+        world.live(590, IN_FORWARD, IN_FORWARD)
+        assert not world.aborted
+        world.live(15, IN_FORWARD, IN_FORWARD)
+        assert world.aborted
+        # which is enough, if they come out by themselves: to end them would lose all steps
+        world.live(500, IN_FORWARD, IN_FORWARD)
+
+    world = play(tmp_path, monkeypatch, story)
+    assert world.told() == [("hang", [0, 1], "slow", 600.0)]
+
+
+def test_a_world_in_which_all_may_wait_for_each_other_is_aborted_and_only_then_its_members_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(world: World) -> None:
+        world.live(59, COMPUTES, COMPUTES)
+        assert not world.aborted
+        world.live(4, COMPUTES, COMPUTES)
+        assert world.aborted
+        # Nobody else holds the 41 steps.
+        world.live(290, COMPUTES, COMPUTES)
+        assert world.told() == [("hang", [0, 1], "all wait", 60.0)]
+        world.live(20, COMPUTES, COMPUTES)
+
+    world = play(tmp_path, monkeypatch, story)
+    assert world.told()[1:] == [("failure", "a", "hang"), ("failure", "b", "hang")]
+
+
+def test_a_supervisor_that_was_stopped_gives_everybody_the_time_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(world: World) -> None:
+        world.live(58, WAITS, IN_FORWARD)
+        world.supervisor._patient_until_s = world.clock.now_s + 7.0
+        world.live(6, WAITS, IN_FORWARD)
+        assert not world.aborted
+        world.live(4, WAITS, IN_FORWARD)
+
+    assert play(tmp_path, monkeypatch, story).aborted
+
+
+def test_workers_that_wake_late_have_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(world: World) -> None:
+        world.supervisor.heard("a", {"stretch": 2.0})
+        world.live(115, WAITS, IN_FORWARD)
+        assert not world.aborted
+        world.live(10, WAITS, IN_FORWARD)
+
+    assert play(tmp_path, monkeypatch, story).aborted
+
+
+@pytest.mark.parametrize(
+    ("answers", "nobody_heard", "saved", "expected_s"),
+    [
+        (True, False, 0, 60.0),  # a stopped process
+        (True, True, 0, 300.0),  # all of them, and nobody else holds their steps
+        (True, True, 41, 300.0),
+        (False, False, 0, 5.0),  # a machine that is gone
+        (False, True, 0, 40.0),  # or this one, for all that is known: until workers give up too
+        (False, True, 41, 5.0),
+    ],
+)
+def test_how_long_a_worker_may_be_silent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bool,
+    nobody_heard: bool,
+    saved: int,
+    expected_s: float,
+) -> None:
+    def story(world: World) -> None:
+        world.live(0.25, WAITS, IN_FORWARD)
+        world.supervisor._costs._step_s = 2.0
+        if saved:
+            world.subject.record(events.Checkpoint(step=saved, path="x", seconds=1.0, blocked_s=0.0, bytes=1))
+        for seconds in (4.9, 5.5):
+            silence = Silence(seconds, answers, nobody_heard, stretch=1.0)
+            assert world.supervisor.patience("a", silence) == pytest.approx(expected_s)
+
+    world = play(tmp_path, monkeypatch, story)
+    assert world.told() == [("silent", "a", answers, expected_s)]
+    assert not world.aborted
+
+
+def test_stacks_are_written_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(world: World) -> None:
+        world.supervisor.heard("a", {"stacks": "File x, line 1"})
+        world.supervisor._writing.shutdown()
+
+    world = play(tmp_path, monkeypatch, story)
+    assert (tmp_path / "stacks" / "attempt-1-a.txt").read_text() == "File x, line 1"
+    assert world.told() == []
