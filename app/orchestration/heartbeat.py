@@ -4,6 +4,7 @@
 # without power, a stopped process) is noticed by its missing heartbeats, which also say how far a worker is. The
 # coordinator sends its commands the other way, so that no worker has to ask for them. A message is one line of JSON.
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -105,17 +106,20 @@ class HeartbeatClient:
         timeouts: Timeouts,
         beat: Callable[[], Message],
         on_commands: Callable[[Commands | None], None],
+        find_again: Callable[[float], tuple[str, int] | None] = lambda _: None,
     ) -> None:
         self.ended = False  # the coordinator is gone, or takes this worker for dead
         # The thread calls both: one for what a heartbeat says, one with what comes, and None once nothing can come.
         self._beat = beat
         self._on_commands = on_commands
-        self._lease_s = timeouts.lease_s
-        self._socket = socket.create_connection(address, timeout=timeouts.form.total_seconds())
-        # A heartbeat is small, and must not wait until there is more to send.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(f"{member}\n".encode())
-        self._socket.settimeout(timeouts.heartbeat_s)
+        # Called when the connection has ended, with the seconds that are left: returns where the coordinator is by now,
+        # or None if it does without this worker.
+        self._find_again = find_again
+        self._member = member
+        self._timeouts = timeouts
+        self._closing = threading.Event()
+        self._heard_s = 0.0
+        self._socket = self._connect(address)
         self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
@@ -124,15 +128,34 @@ class HeartbeatClient:
         self._socket.sendall(_line(message))
 
     def close(self) -> None:
+        self._closing.set()
         self._socket.close()
 
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        connection = socket.create_connection(address, timeout=self._timeouts.form.total_seconds())
+        # A heartbeat is small, and must not wait until there is more to send.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{self._member}\n".encode())
+        connection.settimeout(self._timeouts.heartbeat_s)
+        self._heard_s = time.monotonic()
+        return connection
+
     def _run(self) -> None:
+        self._converse()
+        # A coordinator that dies is started again, and the world under way goes on meanwhile.
+        while self._reconnect():
+            self._converse()
+        self.ended = True
+        self._socket.close()
+        self._on_commands(None)
+
+    def _converse(self) -> None:
+        """Send heartbeats and pass commands on until the connection ends, or nothing has come for `lease_s`."""
         unread = b""
-        heard_s = time.monotonic()
-        try:
+        with contextlib.suppress(OSError):
             # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
             # it for dead and go on without it, so it must not go on by itself.
-            while time.monotonic() - heard_s < self._lease_s:
+            while self._left_s > 0:
                 try:
                     received = self._socket.recv(4096)
                 except TimeoutError:
@@ -140,16 +163,28 @@ class HeartbeatClient:
                     continue
                 if not received:
                     break
-                heard_s = time.monotonic()
+                self._heard_s = time.monotonic()
                 *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
                     if line:  # an empty one only answers a heartbeat
                         self._on_commands(Commands(**json.loads(line)))
-        except OSError:
-            pass
-        self.ended = True
+
+    def _reconnect(self) -> bool:
+        """Connect to the coordinator's successor. Return False if there is none for this worker, or none in time."""
         self._socket.close()
-        self._on_commands(None)
+        while not self._closing.is_set() and self._left_s > 0:
+            address = self._find_again(self._left_s)
+            if address is None:
+                return False
+            with contextlib.suppress(OSError):
+                self._socket = self._connect(address)
+                return True
+            self._closing.wait(self._timeouts.heartbeat_s)
+        return False
+
+    @property
+    def _left_s(self) -> float:
+        return self._heard_s + self._timeouts.lease_s - time.monotonic()
 
 
 def _line(message: Message) -> bytes:

@@ -47,8 +47,9 @@ class Supervisor:
             self._progress[name] = ProgressReport(**message["progress"])
         if "stacks" in message:
             file = f"stacks/attempt-{self._ownership.attempt}-{name}.txt"
-            with contextlib.suppress(OSError):
-                self._directory.store.commit(file, message["stacks"].encode())
+            # In a thread, because heartbeats must not wait for storage. Whether it takes them is nobody's concern.
+            commit = self._directory.store.commit
+            asyncio.get_running_loop().run_in_executor(None, commit, file, message["stacks"].encode())
 
     async def watch(self) -> None:
         """Look again and again until the run is over."""

@@ -75,7 +75,10 @@ def start_coordinator(
 ) -> Any:
     """Return the handle of the run's coordinator, on the head node, which outlives workers' nodes."""
     # Each worker that waits for a world takes up one of the concurrent calls.
-    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(mode.coordinator)
+    # Ray starts it again when it dies, and repeats the calls that were under way.
+    for_ever = {"max_restarts": -1, "max_task_retries": -1}
+    head = {"node:__internal_head__": 0.001}
+    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
     named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
     return named.remote(config.recovery, config.scaling.num_workers, directory, ownership, expected)
 
@@ -131,14 +134,15 @@ class Fit:
     console: Console
     interrupts: Interrupts
     expected: int  # workers that fit
-    _num_shown: int = 0
+    _num_shown: int = 0  # of the events that are kept
+    _asked: Any = None  # the call for events that has not been answered
     _error: BaseException | None = None  # of Ray
     _fatal: Failure | None = None  # of a worker, or of the coordinator
     _summary: Mapping[str, Any] | None = None
 
     def result(self) -> int:
         """Return the exit code. Raises SteadfastError if the training failed."""
-        self.interrupts.on_stop = self._request_stop
+        self.interrupts.on_stop = self._say_stopping
         self.interrupts.check()
         # In a thread of its own, because this one has the signal handlers, and shows events.
         thread = threading.Thread(target=self._fit, daemon=True, name="fit")
@@ -177,17 +181,22 @@ class Fit:
             return TrainingError(failure.error)
         return UsageError(failure.error)
 
-    def _request_stop(self) -> None:
+    def _say_stopping(self) -> None:
         self.console.line("stopping after this step; Ctrl-C again to stop at once")
-        self.coordinator.request_stop.remote()
 
     def _show_events(self) -> None:
+        # The call waits while the coordinator is started again.
+        asked = self._asked or self.coordinator.events.remote(self._num_shown, self.interrupts.stopping)
+        answered, _ = ray.wait([asked], timeout=_POLL_S)
+        self._asked = None if answered else asked
+        if not answered:
+            return
         try:
-            events = ray.get(self.coordinator.events.remote(self._num_shown))
+            events = ray.get(asked)
         except ray.exceptions.RayError as error:
             raise TrainingError(f"the coordinator is gone: {error}") from error
-        self._num_shown += len(events)
         for event in events:
+            self._num_shown += event.kept
             if isinstance(event, Finished):
                 self._summary = event.summary
                 tensorboard = self.directory / "tensorboard"
