@@ -129,3 +129,28 @@ def test_a_worker_that_closes_its_end_is_lost_at_once(ends: Ends) -> None:
     ends.client.close()
     assert ends.lost.get(timeout=SOON_S)[0] == "a"
     assert time.monotonic() - began < TIMEOUTS.silence_s
+
+
+def test_a_client_goes_over_to_the_next_server_and_is_told_its_commands(ends: Ends) -> None:
+    lost: queue.Queue[tuple[str, str]] = queue.Queue()
+    next_server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda *said: lost.put(said))
+    next_server.commands = Commands(leave=7)
+    port = asyncio.run_coroutine_threadsafe(next_server.listen(), ends.loop).result()
+    refused = iter([1, port])  # nobody listens there yet, and then somebody does
+    ends.client._find_again = lambda _: ("127.0.0.1", next(refused))
+    ends.cable.close()  # as the end of the first server's process does
+    assert ends.heard.get(timeout=SOON_S) == Commands(leave=7)
+    assert not ends.client.ended
+    ends.client.close()
+    assert lost.get(timeout=SOON_S)[0] == "a"
+    ends.loop.call_soon_threadsafe(next_server._server.close)
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_a_client_that_nobody_wants_back_counts_itself_out(ends: Ends, in_time: bool) -> None:
+    ends.client._find_again = lambda _: None if in_time else ("127.0.0.1", 1)
+    began = time.monotonic()
+    ends.cable.close()
+    assert ends.heard.get(timeout=SOON_S) is None
+    assert ends.client.ended
+    assert (time.monotonic() - began < TIMEOUTS.lease_s / 2) == in_time
