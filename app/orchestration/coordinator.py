@@ -252,6 +252,11 @@ class Coordinator:
             self._close_if_stopping()
         return self._journal.since(first)
 
+    async def release_all(self) -> None:
+        """Let all workers go, once what they hold is on storage: they end with the controller, which has died."""
+        await self._taken_over()
+        self.dismiss(self.membership.send_away(tuple(self.members)), Leave.RELEASED)
+
     async def close(self) -> None:
         """Return once all events are on storage. Nothing is recorded after it."""
         await self._journal.close()
