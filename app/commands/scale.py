@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from app.commands.options import add_run_argument, run_on_cluster
 from app.errors import RunConflict, UsageError
-from app.run.directory import find_run
+from app.run.directory import RunDirectory, find_run
 from app.run.events import Scale
 from app.run.owner import read_owner
 
@@ -30,6 +30,7 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     smallest, largest = _parse_bounds(options.workers)
     directory = find_run(options.runs[0])
+    _check_useful(directory, largest)
     owner = read_owner(directory.store)
     if owner is None or not owner.alive:
         raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
@@ -51,8 +52,19 @@ def run(options: Namespace) -> int:
     )
 
 
+def _check_useful(directory: RunDirectory, largest: int) -> None:
+    config = directory.stored_config()
+    if config is not None and largest > config.batch.num_microbatches:
+        batch = config.batch
+        raise UsageError(
+            f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
+            f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), and more workers "
+            f"would have nothing to do. Ask for at most {batch.num_microbatches}"
+        )
+
+
 def _parse_bounds(workers: str) -> tuple[int, int]:
-    matched = re.fullmatch(r"(\d+)(?::(\d+))?", workers)
+    matched = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", workers)
     if matched:
         smallest = int(matched[1])
         largest = int(matched[2] or smallest)

@@ -32,8 +32,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         if not start_or_resume(config, directory, "ray", started_s, console.line):
             return 0
         console.stage("starting Ray", started_s)
-        if before.num_workers:
-            config = _scaled(config, before.num_workers)
+        config = _scaled(config, before.num_workers or config.scaling.num_workers)
         with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
             return _run(config, directory, ownership, console, interrupts, before)
     finally:
@@ -43,6 +42,9 @@ def launch(config: Config, started_s: float, console: Console) -> int:
 
 
 def _scaled(config: Config, bounds: tuple[int, int]) -> Config:
+    """Return the configuration with these bounds, of which the larger one is what can be of use."""
+    smallest, largest = bounds
+    bounds = smallest, min(largest, config.batch.num_microbatches)
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from app.config import RecoveryConfig
+from app.config import RecoveryConfig, ScalingConfig
 from app.errors import RunConflict
 from app.orchestration.heartbeat import Commands, HeartbeatServer
 from app.orchestration.journal import Journal
@@ -52,7 +52,7 @@ class Coordinator:
     def __init__(
         self,
         recovery: RecoveryConfig,
-        num_workers: tuple[int, int],
+        scaling: ScalingConfig,
         directory: RunDirectory,
         ownership: Ownership,
         expected: int,
@@ -60,7 +60,7 @@ class Coordinator:
         self.over = False
         self.short_since_s: float | None = None  # since when there are too few workers for a world
         self.members: dict[str, Member] = {}
-        self.membership = Membership(*num_workers, expected, _SETTLE_S, _GATHER_S)
+        self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares)
         self._supervisor = Supervisor(self, directory, ownership, recovery.wait_s)
         self._timeouts = Timeouts(recovery.silence_s)
         self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose)
@@ -238,7 +238,7 @@ class Coordinator:
     async def num_slots(self) -> int:
         """Return how many slots are to be open; 0 if the run needs no worker any more."""
         await self._taken_over()
-        return 0 if self.over or self._nothing_to_save() else self.membership.largest
+        return 0 if self.over or self._nothing_to_save() else self.membership.wanted
 
     async def events(self, first: int, stop: bool) -> list[Event]:
         """Return the kept events of this command from number `first` on, and those since the last call that are not.
@@ -251,11 +251,6 @@ class Coordinator:
             self.heartbeats.command(stop=True)
             self._close_if_stopping()
         return self._journal.since(first)
-
-    async def release_all(self) -> None:
-        """Let all workers go, once what they hold is on storage: they end with the controller, which has died."""
-        await self._taken_over()
-        self.dismiss(self.membership.send_away(tuple(self.members)), Leave.RELEASED)
 
     async def close(self) -> None:
         """Return once all events are on storage. Nothing is recorded after it."""

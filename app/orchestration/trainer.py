@@ -87,7 +87,7 @@ def start_coordinator(
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
     named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
-    return named.remote(config.recovery, config.scaling.num_workers, directory, ownership, expected)
+    return named.remote(config.recovery, config.scaling, directory, ownership, expected)
 
 
 def build_trainer(
@@ -173,7 +173,6 @@ class Fit:
         while self._error is not None and self._is_of_controller(self._error):
             if exceeded := budgets.spend("controller", self._last_step()):
                 raise TrainingError(f"Ray's controller keeps dying: {exceeded}. {_REMEDY}")
-            self.coordinator.release_all.remote()  # they live on for some seconds
             follows = "another one starts, and workers with it"
             self.coordinator.publish.remote(ProcessRestarted(process="Ray's controller", follows=follows))
             self._error = None

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from tests.checks import check_stopped
-from tests.command import Commands, Running
+from tests.cluster.test_endings import SHARED_MEMORY, mapped, wait_until_gone
+from tests.command import Commands, Running, descendants
 
 pytestmark = pytest.mark.ray
 
@@ -46,3 +47,43 @@ def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) ->
     running.wait_until(lambda: running.history.lines[-1]["step"] > known + 80, "the steps that were lost")
     check_stopped(running, lost_steps=restored["lost_steps"] + 20)
     assert "the coordinator has died: another one has taken its place" in running.output_path.read_text()
+
+
+@pytest.mark.timeout(240)
+def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Commands) -> None:
+    running = on_head().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=[1,2]")
+    running.wait_for_event("checkpoint", timeout_s=150)
+    kill(running, "ray::SlotController")
+    restored = running.wait_for_event("restore", source="checkpoint")
+    running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
+    assert [event["process"] for event in running.events if event["event"] == "process_restarted"] == [
+        "Ray's controller"
+    ]
+    check_stopped(running, lost_steps=restored["lost_steps"])
+    said = running.output_path.read_text()
+    assert "Ray's controller has died: another one starts, and workers with it" in said
+    assert "class_name" not in said
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("title", "what"),
+    [("gcs_server", "Ray's GCS"), pytest.param("/raylet/raylet", "Ray's raylet", marks=pytest.mark.slow)],
+)
+def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
+    command: Commands, title: str, what: str
+) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    running = command().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=2")
+    running.wait_for_event("checkpoint", timeout_s=150)
+    assert running.scale("1:2").returncode == 0
+    of_the_first_ray = [pid for pid, _ in descendants(running.process.pid)]
+    kill(running, title)
+    restored = running.wait_for_event("restore", source="checkpoint", timeout_s=150)
+    if title == "gcs_server":  # whose death leaves the workers the time to save what they hold
+        assert restored["lost_steps"] == 0
+    running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
+    wait_until_gone(of_the_first_ray, 60)
+    check_stopped(running, lost_steps=restored["lost_steps"])
+    assert f"{what} has died: the command starts again from the newest state" in running.output_path.read_text()
+    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before

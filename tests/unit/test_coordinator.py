@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.config import RecoveryConfig
+from app.config import RecoveryConfig, ScalingConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.restart import RestartCoordinator
@@ -32,7 +32,7 @@ async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
     directory = RunDirectory(LocalStore(folder))
     directory.check_writable()
     ownership = Ownership.claim(directory.store)
-    subject = Coordinator(RecoveryConfig(), (1, 2), directory, ownership, expected=2)
+    subject = Coordinator(RecoveryConfig(), ScalingConfig(num_workers=(1, 2)), directory, ownership, expected=2)
     here, cut_off = (Member(name, actor=None, node=name) for name in ("here", "cut_off"))
     assignments = await asyncio.gather(subject.join(here), subject.join(cut_off))
     assert [each.attempt for each in assignments] == [1, 1]
@@ -144,7 +144,7 @@ def play(
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
         recovery = RecoveryConfig(silence_s=silence_s, max_failures=max_failures)
-        subject = kind(recovery, (1, 3), directory, Ownership.claim(directory.store), 3)
+        subject = kind(recovery, ScalingConfig(num_workers=(1, 3)), directory, Ownership.claim(directory.store), 3)
         worlds = Worlds(subject, directory)
         await story(worlds)
         await subject.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.config import RecoveryConfig
+from app.config import RecoveryConfig, ScalingConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.heartbeat import Commands
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
@@ -51,7 +51,7 @@ class Line:
         """Return a coordinator as Ray starts it: each time with what the command had at its start."""
         at_the_start = Ownership(self.ownership._store, self.ownership._owner)
         recovery = RecoveryConfig(silence_s=SILENCE_S, max_failures=2)
-        return self.kind(recovery, (1, 3), self.directory, at_the_start, 3)
+        return self.kind(recovery, ScalingConfig(num_workers=(1, 3)), self.directory, at_the_start, 3)
 
     async def die(self) -> None:
         """Have the coordinator's process killed, and another one started."""
