@@ -30,10 +30,10 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     smallest, largest = _parse_bounds(options.workers)
     directory = find_run(options.runs[0])
+    _check_useful(directory, largest)
     owner = read_owner(directory.store)
     if owner is None or owner.gone:
         raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
-    _check_work(directory, largest)
 
     requested_s = time.time()
     directory.request_scale(smallest, largest)
@@ -52,22 +52,19 @@ def run(options: Namespace) -> int:
     )
 
 
-def _check_work(directory: RunDirectory, largest: int) -> None:
-    """Raise UsageError for more workers than a step has work for, beyond those that the configuration allows."""
+def _check_useful(directory: RunDirectory, largest: int) -> None:
     config = directory.stored_config()
-    if config is None:
-        return
-    num_microbatches = -(-config.batch.global_size // config.batch.microbatch_size)
-    if largest > max(num_microbatches, config.scaling.num_workers[1]):
+    if config is not None and largest > config.batch.num_microbatches:
+        batch = config.batch
         raise UsageError(
-            f"--workers: {largest} are too many: a step has {num_microbatches} microbatches "
-            f"(batch.global_size={config.batch.global_size} in batch.microbatch_size="
-            f"{config.batch.microbatch_size}), and a worker without one has nothing to do"
+            f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
+            f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), and more workers "
+            f"would have nothing to do. Ask for at most {batch.num_microbatches}"
         )
 
 
 def _parse_bounds(workers: str) -> tuple[int, int]:
-    matched = re.fullmatch(r"(\d+)(?::(\d+))?", workers)
+    matched = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", workers)
     if matched:
         smallest = int(matched[1])
         largest = int(matched[2] or smallest)

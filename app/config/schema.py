@@ -74,9 +74,17 @@ class ClusterConfig(Section):
     (with a slash) in the working directory; an embedded Ray and torchrun use this Python as it is"""
 
 
+_SMALLER = "ask for fewer, or lower batch.microbatch_size"
+
+
 class ScalingConfig(Section):
     num_workers: Range = (1, 8)
-    """how many workers, or [min, max]: any number between may train, and the number may change"""
+    """how many workers, or [min, max]: any number between may train, and the number may change; those beyond the
+    microbatches of a global batch would have nothing to do, and are not started"""
+    spares: NonNegativeInt = 0
+    """how many more workers to keep started beside the largest number, with imports done and the model built: one takes
+    the place of a worker that dies in under a second. Each reserves cores and GPUs as a worker does; not with
+    recovery.mode=restart"""
     gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
     """1, or 0 to train on CPUs also where there are GPUs; auto is 1 where the cluster has a GPU or may start one; more
     for data_parallel alone"""
@@ -109,6 +117,11 @@ class BatchConfig(Section):
     """samples in one forward and backward pass; the last of a step may be short"""
     balance: Balance = "even"
     """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the microbatches of a step: more workers would have nothing to do."""
+        return -(-self.global_size // self.microbatch_size)
 
     @field_validator("microbatch_size")
     @classmethod
@@ -577,6 +590,16 @@ class Config(Section):
         if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
+
+    @field_validator("batch")
+    @classmethod
+    def every_worker_has_a_microbatch(cls, batch: BatchConfig, info: ValidationInfo) -> BatchConfig:
+        smallest = info.data.get("scaling", ScalingConfig()).min_workers
+        if smallest > batch.num_microbatches:
+            context = {"key": "scaling.num_workers", "limit": batch.num_microbatches, "found": smallest}
+            message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
+            raise PydanticCustomError("rule", message, context)
+        return batch
 
     @field_validator("data")
     @classmethod

@@ -2,10 +2,13 @@
 
 import sys
 import threading
+from functools import partial
 from importlib import import_module
 
 from app.config import Config
+from app.launch.again import Comebacks
 from app.launch.resume import let_go, start_or_resume
+from app.run import events
 from app.run.directory import RunDirectory
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
@@ -19,6 +22,8 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     Raises:
         ResourcesMissing: the cluster has no room for the smallest number of workers.
     """
+    before = Comebacks.of_this_process()
+    before.check_cluster()
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
@@ -27,14 +32,27 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         if not start_or_resume(config, directory, "ray", started_s, console.line):
             return 0
         console.stage("starting Ray", started_s)
+        config = _scaled(config, before.num_workers or config.scaling.num_workers)
         with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
-            return _run(config, directory, ownership, console, interrupts)
+            return _run(config, directory, ownership, console, interrupts, before)
     finally:
         let_go(directory, ownership, new)
 
 
+def _scaled(config: Config, bounds: tuple[int, int]) -> Config:
+    """Return the configuration with these bounds, of which the larger one is what can be of use."""
+    smallest, largest = bounds
+    bounds = smallest, min(largest, config.batch.num_microbatches)
+    return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
+
+
 def _run(
-    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, interrupts: Interrupts
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    console: Console,
+    interrupts: Interrupts,
+    before: Comebacks,
 ) -> int:
     """Connect to a cluster, wait for room on it and train there until the run ends."""
     import ray
@@ -51,7 +69,8 @@ def _run(
     interrupts.on_abort = ray.shutdown
     # Again, because connecting has put Ray's own signal handlers in their place.
     interrupts.install()
-    from app.orchestration.trainer import Fit, build_trainer, recovery_mode, start_coordinator
+    from app.orchestration.internals import end_embedded
+    from app.orchestration.trainer import Fit, RayDied, build_trainer, recovery_mode, start_coordinator
 
     try:
         console.line(describe_cluster(address))
@@ -67,7 +86,20 @@ def _run(
         if why_not:
             console.line(why_not)
         coordinator = start_coordinator(mode, config, directory, ownership, expected)
-        trainer = build_trainer(mode, config, directory, coordinator, gpus)
-        return Fit(trainer, coordinator, directory, console, interrupts, expected).result()
+        build = partial(build_trainer, mode, config, directory, coordinator, gpus)
+        cluster = "" if embedded else ray.get_runtime_context().gcs_address
+        limit = config.recovery.max_failures
+        return Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster).result()
+    except RayDied as died:
+        after = before.after(died.step, died.num_workers, died.cluster)
+        if after.in_a_row > config.recovery.max_failures:
+            raise
+        restarted = events.ProcessRestarted(process=died.what, follows="the command starts again from the newest state")
+        directory.record(restarted)
+        console.line(restarted.line())
+        console.close()
+        end_embedded()
+        ownership.release()
+        after.come_back()
     finally:
         ray.shutdown()

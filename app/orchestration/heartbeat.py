@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.world.lateness import Lateness
 from app.world.timeouts import Timeouts
@@ -45,6 +45,13 @@ class Commands:
     save: int = 0  # to write a checkpoint before it ends
     dump: int = 0  # to send stacks, since it is stuck
     aborted: int = 0  # to end at once, since it has lost a member
+
+
+class Access(NamedTuple):
+    """What a worker needs to send heartbeats."""
+
+    address: tuple[str, int]
+    secret: str
 
 
 @dataclass(frozen=True)
@@ -212,29 +219,32 @@ class HeartbeatClient:
     """Send a worker's heartbeats, and pass its commands on. It has a thread of its own.
 
     Args:
-        secret: what the coordinator has told this worker through Ray.
+        access: where the coordinator is, and the secret that it has told this worker through Ray.
+        find_again: called when the connection has ended, with the seconds that are left: returns where the coordinator
+            is by now, or None if it does without this worker.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        access: Access,
         member: str,
-        secret: str,
         timeouts: Timeouts,
         beat: Callable[[], Message],
         on_commands: Callable[[Commands | None], None],
+        find_again: Callable[[float], Access | None] = lambda _: None,
     ) -> None:
         self.ended = False  # the coordinator is gone, or takes this worker for dead
         # The thread calls both: one for what a heartbeat says, one with what comes, and None once nothing can come.
         self._beat = beat
         self._on_commands = on_commands
-        self._lease_s = timeouts.lease_s
+        self._find_again = find_again
+        self._member = member
+        self._timeouts = timeouts
         self._lateness = Lateness(timeouts.heartbeat_s)
-        self._socket = socket.create_connection(address, timeout=timeouts.form.total_seconds())
-        # A heartbeat is small, and must not wait until there is more to send.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        challenge, _, self._unread = self._read_first_line().partition(b"\n")
-        self._socket.sendall(f"{member} {_proof(secret, challenge.decode(), member)}\n".encode())
+        self._closing = threading.Event()
+        self._unheard_s = 0.0  # since the coordinator has been heard of
+        self._unread = b""
+        self._socket = self._connect(access)
         self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
@@ -243,34 +253,43 @@ class HeartbeatClient:
         self._socket.sendall(_line(message))
 
     def close(self) -> None:
+        self._closing.set()
         self._socket.close()
 
-    def _read_first_line(self) -> bytes:
-        line = b""
-        while b"\n" not in line:
-            received = self._socket.recv(_CHUNK_BYTES)
-            if not received:
-                raise ConnectionError("the coordinator has closed the connection for heartbeats")
-            line += received
-        return line
-
-    def _begin_interval(self) -> float:
-        """Begin the wait for the next heartbeat. Return when it is due."""
-        self._lateness.begin()
-        return time.monotonic() + self._lateness.interval_s
+    def _connect(self, access: Access) -> socket.socket:
+        connection = socket.create_connection(access.address, timeout=self._timeouts.form.total_seconds())
+        try:
+            # A heartbeat is small, and must not wait until there is more to send.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            challenge, _, self._unread = _read_first_line(connection).partition(b"\n")
+            proof = _proof(access.secret, challenge.decode(), self._member)
+            connection.sendall(f"{self._member} {proof}\n".encode())
+        except BaseException:
+            connection.close()
+            raise
+        self._unheard_s = 0.0
+        return connection
 
     def _run(self) -> None:
-        unread = self._unread
-        unheard_s = 0.0
+        self._converse()
+        # A coordinator that dies is started again, and the world under way goes on meanwhile.
+        while self._reconnect():
+            self._converse()
+        self.ended = True
+        self._socket.close()
+        self._on_commands(None)
+
+    def _converse(self) -> None:
+        """Send heartbeats and pass commands on until the connection ends, or nothing has come for `lease_s`."""
         due_s = self._begin_interval()
-        try:
+        with contextlib.suppress(OSError):
             # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
             # it for dead and go on without it, so it must not go on by itself. What it was stopped for does not count:
             # the answers of that time lie unread.
-            while unheard_s < self._lease_s:
+            while self._unheard_s < self._timeouts.lease_s:
                 wait_s = due_s - time.monotonic()
                 if wait_s <= 0:
-                    unheard_s += self._lateness.woke()[0]
+                    self._unheard_s += self._lateness.woke()[0]
                     self.send({**self._beat(), "stretch": round(self._lateness.stretch, 2)})
                     due_s = self._begin_interval()
                     continue
@@ -282,16 +301,40 @@ class HeartbeatClient:
                     continue
                 if not received:
                     break
-                unheard_s = 0.0
-                *lines, unread = (unread + received).split(b"\n")
+                self._unheard_s = 0.0
+                *lines, self._unread = (self._unread + received).split(b"\n")
                 for line in lines:
                     if line:  # an empty one only answers a heartbeat
                         self._on_commands(Commands(**json.loads(line)))
-        except OSError:
-            pass
-        self.ended = True
+
+    def _begin_interval(self) -> float:
+        """Begin the wait for the next heartbeat. Return when it is due."""
+        self._lateness.begin()
+        return time.monotonic() + self._lateness.interval_s
+
+    def _reconnect(self) -> bool:
+        """Connect to the coordinator's successor. Return False if there is none for this worker, or none in time."""
         self._socket.close()
-        self._on_commands(None)
+        until_s = time.monotonic() + self._timeouts.lease_s - self._unheard_s
+        while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            access = self._find_again(left_s)
+            if access is None:
+                return False
+            with contextlib.suppress(OSError):
+                self._socket = self._connect(access)
+                return True
+            self._closing.wait(self._timeouts.heartbeat_s)
+        return False
+
+
+def _read_first_line(connection: socket.socket) -> bytes:
+    line = b""
+    while b"\n" not in line:
+        received = connection.recv(_CHUNK_BYTES)
+        if not received:
+            raise ConnectionError("the coordinator has closed the connection for heartbeats")
+        line += received
+    return line
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

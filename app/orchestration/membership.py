@@ -52,10 +52,16 @@ class Membership:
     # goes on meanwhile, and two who come together cost one resize.
     settle_s: float
     gather_s: float
+    spares: int = 0  # so many more than `largest` may wait beside the world, to take the place of one that is lost
     world: tuple[str, ...] = ()
     _leaving: set[str] = field(default_factory=set)  # in the world, and not to be in the next one
     _waiting: dict[str, float] = field(default_factory=dict)  # member -> since when, in the order of arrival
     _nodes: dict[str, str] = field(default_factory=dict)  # of each member
+
+    @property
+    def wanted(self) -> int:
+        """Return how many members there are to be, spares included."""
+        return self.largest + self.spares
 
     def join(self, member: str, now_s: float, node: str = "") -> bool:
         """Let `member` wait for the next world; if it was in the world, it has left it. False if it is to go."""
@@ -85,12 +91,17 @@ class Membership:
         return waiting
 
     def rescale(self, smallest: int, largest: int) -> list[str]:
-        """Set other bounds. The last ranks go where there are too many; returns as `send_away` does."""
+        """Set other bounds. The last ranks go where there are too many; returns as `send_away` does.
+
+        Of those who wait, as many stay as there may be spares.
+        """
         self.smallest = smallest
         self.largest = largest
         self.expected = max(smallest, min(self.expected, largest))
         staying = [member for member in self._candidates() if member not in self._leaving]
-        return self.send_away(staying[largest:])
+        surplus = [member for member in staying[largest:] if member in self.world]
+        waiting = [member for member in staying[largest:] if member not in self.world]
+        return self.send_away(surplus + waiting[self.spares :])
 
     def close(self) -> list[str]:
         """Let nobody in any more; returns as `send_away` does."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+Address = tuple[str, int]  # host, port
+
 
 @dataclass(frozen=True)
 class Member:
@@ -12,6 +14,7 @@ class Member:
     name: str
     actor: Any  # by it the coordinator can kill a worker that has fallen silent
     node: str
+    store: Address = ("", 0)  # of a TCPStore that the worker has opened, in case it leads the next world
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class WorldAssignment:
     rank: int
     size: int
     attempt: int
-    store_port: int  # of a TCPStore beside the coordinator, for this world alone
+    store: Address  # of a TCPStore in the leader's process, for this world alone
     skip: frozenset[int]  # steps that this world leaves out
+    members: tuple[str, ...]  # names of all workers of this world, by rank
 
 
 class Leave(StrEnum):

@@ -19,19 +19,20 @@ class RestartCoordinator(Coordinator):
 
     async def join_group(self, member: Member, size: int) -> WorldAssignment | Leave:
         """Return a place in a world of exactly the `size` that Ray has started."""
+        await self._taken_over(member.name)
         self.membership.rescale(size, size)
         self.membership.expected = size
         # Also to one whose heartbeats have ended: it has to come and fail, so that Ray starts all workers again.
         return await self._assign(member)
 
     async def failed(self, member: str, report: FailureReport) -> bool:
+        await self._taken_over(member)
         return self._judge(member, await self._second_thought(report))
 
-    async def _start(self) -> int:
-        # And no supervisor: Ray watches its workers.
-        return await self.heartbeats.listen(ray.util.get_node_ip_address())
+    async def _watch(self) -> None:
+        await self._taken_over()  # and no supervisor: Ray watches its workers
 
-    def _charge_loss(self, kind: str) -> None:
+    async def _charge_loss(self, kind: str) -> None:
         pass  # Ray counts how often it has restarted the workers
 
 
@@ -42,7 +43,7 @@ class RestartRuntime(RayRuntime):
     _commit: Checkpoint | None = None  # the last one
 
     def publish(self, event: Event) -> None:
-        self._coordinator.publish.remote(event)
+        self._coordinator.publish.remote(event.stamped())
         if isinstance(event, Checkpoint):
             self._commit = event
 
@@ -61,9 +62,9 @@ class RestartRuntime(RayRuntime):
             registering.join(_REGISTER_S)
         super().close()
 
-    def _join(self) -> WorldAssignment | Leave:
+    def _ask(self, member: Member) -> WorldAssignment | Leave:
         size = ray.train.get_context().get_world_size()
-        answer: WorldAssignment | Leave = ray.get(self._coordinator.join_group.remote(self._member, size))
+        answer: WorldAssignment | Leave = ray.get(self._coordinator.join_group.remote(member, size))
         return answer
 
     def _register(self) -> None:

@@ -89,6 +89,10 @@ class Supervisor:
             self._unwritten[file] = message["stacks"].encode()
             self._writing.submit(self._write_stacks)
 
+    def close(self) -> None:
+        """Write nothing down any more but what has been heard already."""
+        self._writing.shutdown(wait=False)
+
     def observe(self, event: Event) -> None:
         """Take note of an event of the run."""
         self._costs.record(event)

@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ from app.config import Config
 from app.errors import SteadfastError, TrainingError, UsageError
 from app.orchestration.backend import RuntimeConfig, SlotConfig
 from app.orchestration.coordinator import Coordinator
-from app.orchestration.internals import without_idle_actors
+from app.orchestration.internals import dead_processes, without_idle_actors
 from app.orchestration.internals.slots import coordinator_name, find_incompatibility, slot_controller
+from app.orchestration.policies import Budgets
+from app.orchestration.reach import answers
 from app.orchestration.restart import RestartCoordinator, RestartRuntime
 from app.orchestration.worker_runtime import RayRuntime, WorkerSpec, train_loop
 from app.run.directory import RunDirectory
-from app.run.events import Failure, Finished
+from app.run.events import Failure, Finished, ProcessRestarted, Scale
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.storage import arrow_filesystem
@@ -29,6 +32,10 @@ from app.telemetry.console import Console
 from app.units import plural
 
 _POLL_S = 0.2  # how often the console shows what is new
+_ASK_S = 1.0  # between two looks at the head of a cluster
+_AWAY_S = 15.0  # after which a head that does not answer counts as dead; Ray ends all that is left of it after 60
+_SAVE_S = 30.0  # for the workers to write a checkpoint where a part of Ray has died
+_REMEDY = "Give the same command again: it goes on from the newest checkpoint. -v shows Ray's own messages"
 _CLOSE_S = 30.0  # for the last events to reach storage
 
 
@@ -75,9 +82,12 @@ def start_coordinator(
 ) -> Any:
     """Return the handle of the run's coordinator, on the head node, which outlives workers' nodes."""
     # Each worker that waits for a world takes up one of the concurrent calls.
-    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources={"node:__internal_head__": 0.001})(mode.coordinator)
+    # Ray starts it again when it dies, and repeats the calls that were under way.
+    for_ever = {"max_restarts": -1, "max_task_retries": -1}
+    head = {"node:__internal_head__": 0.001}
+    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
     named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
-    return named.remote(config.recovery, config.scaling.num_workers, directory, ownership, expected)
+    return named.remote(config.recovery, config.scaling, directory, ownership, expected)
 
 
 def build_trainer(
@@ -121,40 +131,59 @@ def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> 
     )
 
 
+class RayDied(TrainingError):
+    """Ray has died under the run. What ends here can begin anew."""
+
+    def __init__(self, what: str, step: int, num_workers: tuple[int, int] | None, cluster: str) -> None:
+        super().__init__(f"{what} has died again and again, without a new step. {_REMEDY}")
+        self.what = what
+        self.step = step  # the last one that was done
+        self.num_workers = num_workers  # bounds that `scale` has set
+        self.cluster = cluster  # the address of its GCS, "" where Ray is embedded
+
+
 @dataclass
 class Fit:
     """Run `trainer.fit()` and show the events of the run meanwhile."""
 
-    trainer: TorchTrainer
+    build: Callable[[], TorchTrainer]  # a new trainer, for each time that Ray's controller is started
     coordinator: Any
     directory: RunDirectory
     console: Console
     interrupts: Interrupts
     expected: int  # workers that fit
-    _num_shown: int = 0
+    max_failures: int  # how often the controller may die in a row, without a new step between
+    cluster: str  # the address of its GCS, "" where Ray is embedded
+    _num_shown: int = 0  # of the events that are kept
+    _asked: Any = None  # the call for events that has not been answered
+    _answered_s: float = 0.0  # when the cluster's GCS has done so last
+    _saving_until_s: float | None = None  # Ray has died in part: how long the workers have to save what they hold
+    _num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
     _error: BaseException | None = None  # of Ray
     _fatal: Failure | None = None  # of a worker, or of the coordinator
     _summary: Mapping[str, Any] | None = None
 
     def result(self) -> int:
-        """Return the exit code. Raises SteadfastError if the training failed."""
-        self.interrupts.on_stop = self._request_stop
+        """Return the exit code. Raises SteadfastError if the training failed, RayDied if it may begin anew."""
+        self.interrupts.on_stop = self._say_stopping
         self.interrupts.check()
-        # In a thread of its own, because this one has the signal handlers, and shows events.
-        thread = threading.Thread(target=self._fit, daemon=True, name="fit")
-        thread.start()
         self.console.stage(f"starting {plural(self.expected, 'worker')}")
-        while thread.is_alive():
-            self._show_events()
-            thread.join(_POLL_S)
-        self._show_events()
+        budgets = Budgets({"controller": self.max_failures})
+        self._fit()
+        while self._error is not None and self._is_of_controller(self._error):
+            if exceeded := budgets.spend("controller", self._last_step()):
+                raise TrainingError(f"Ray's controller keeps dying: {exceeded}. {_REMEDY}")
+            follows = "another one starts, and workers with it"
+            self.coordinator.publish.remote(ProcessRestarted(process="Ray's controller", follows=follows))
+            self._error = None
+            self._fit()
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self.coordinator.close.remote(), timeout=_CLOSE_S)
 
         if self._fatal is not None:
             raise self._explained(self._fatal)
         if self._error is not None:
-            raise TrainingError(str(self._error)) from self._error
+            raise TrainingError(_in_short(self._error)) from self._error
         if self._summary is not None and self._summary["status"] == "finished":
             return 0
         if self._summary is None and not self.interrupts.stopping:
@@ -162,10 +191,60 @@ class Fit:
         return EXIT_STOPPED
 
     def _fit(self) -> None:
+        """Run a trainer until it ends, by itself or with its controller. Raises RayDied."""
+        # In a thread of its own, because this one has the signal handlers, and shows events.
+        thread = threading.Thread(target=self._run_trainer, daemon=True, name="fit")
+        thread.start()
+        while thread.is_alive():
+            self._show_events()
+            self._check_ray()
+            thread.join(_POLL_S)
+        self._check_ray()
+        self._show_events()
+
+    def _run_trainer(self) -> None:
         try:
-            self.trainer.fit()
+            self.build().fit()
         except BaseException as error:
             self._error = error
+
+    def _is_of_controller(self, error: BaseException) -> bool:
+        if not isinstance(error, ray.exceptions.RayActorError) or self._fatal is not None:
+            return False
+        # With the controller its workers have ended, and there is nothing left to save.
+        return not self.interrupts.stopping and self._summary is None
+
+    def _check_ray(self) -> None:
+        dead = dead_processes()
+        if "raylet" in dead:  # and with it all that run below it
+            self._raise_ray_died("Ray's raylet")
+        what = "Ray's GCS" if "gcs_server" in dead else ""
+        if self.cluster and not self._cluster_answers():
+            what = f"the head of the cluster, {self.cluster},"
+        if not what:
+            return
+        # Workers live on without it for a minute.
+        if self._saving_until_s is None:
+            self._saving_until_s = time.monotonic() + _SAVE_S
+            self.console.line(f"{what} has died: the workers save what they hold")
+        elif self._summary is not None or time.monotonic() > self._saving_until_s:
+            self._raise_ray_died(what)
+
+    def _cluster_answers(self) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._answered_s > _ASK_S and answers(self.cluster):
+            self._answered_s = now_s
+        self._answered_s = self._answered_s or now_s
+        # A GCS that keeps its state elsewhere may be there again soon.
+        return now_s - self._answered_s < _AWAY_S
+
+    def _raise_ray_died(self, what: str) -> None:
+        if self.interrupts.stopping and self._summary is not None:
+            return  # as the user has asked for
+        raise RayDied(what, self._last_step(), self._num_workers, self.cluster)
+
+    def _last_step(self) -> int:
+        return int(self.directory.last_step_line().get("step", 0))
 
     def _explained(self, failure: Failure) -> SteadfastError:
         if failure.kind == "communication":  # what is wrong lies in the machines, not in the command
@@ -177,22 +256,37 @@ class Fit:
             return TrainingError(failure.error)
         return UsageError(failure.error)
 
-    def _request_stop(self) -> None:
+    def _say_stopping(self) -> None:
         self.console.line("stopping after this step; Ctrl-C again to stop at once")
-        self.coordinator.request_stop.remote()
 
     def _show_events(self) -> None:
+        # The call waits while the coordinator is started again.
+        stop = self.interrupts.stopping or self._saving_until_s is not None
+        asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
+        answered, _ = ray.wait([asked], timeout=_POLL_S)
+        self._asked = None if answered else asked
+        if not answered:
+            return
         try:
-            events = ray.get(self.coordinator.events.remote(self._num_shown))
-        except ray.exceptions.RayError as error:
-            raise TrainingError(f"the coordinator is gone: {error}") from error
-        self._num_shown += len(events)
+            events = ray.get(asked)
+        except ray.exceptions.RayError:
+            return  # what has died is found by whoever looks for it
         for event in events:
+            self._num_shown += event.kept
+            if isinstance(event, Scale):
+                self._num_workers = event.after
             if isinstance(event, Finished):
                 self._summary = event.summary
+                if self._saving_until_s is not None and not self.interrupts.stopping:
+                    continue
                 tensorboard = self.directory / "tensorboard"
                 self.console.finish({**event.summary, "sample": event.sample, "tensorboard": tensorboard})
             elif isinstance(event, Failure) and event.fatal:
                 self._fatal = event
             else:
                 self.console.show(event)
+
+
+def _in_short(error: BaseException) -> str:
+    """Return the first line of an error of Ray, which goes on for ten."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. {_REMEDY}"

@@ -3,7 +3,7 @@
 import os
 import traceback
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +15,14 @@ from app.balance.shares import LABEL
 from app.config import Config
 from app.errors import SteadfastError
 from app.faults.numerics import BadStep
-from app.orchestration.heartbeat import Commands, HeartbeatClient, Message
+from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
 from app.orchestration.internals.slots import report
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.packages import install_packages
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
 from app.world.device import assigned_device
-from app.world.groups import PeerLost, interface_of, is_peer_loss, recover_in_process
+from app.world.groups import PeerLost, interface_of, is_peer_loss, recover_in_process, serve_store
 from app.world.progress import Limits, Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
@@ -55,6 +55,8 @@ class RayRuntime:
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._commands = Commands()
         self._attempt = 0
+        self._place: WorldAssignment | None = None  # the last one
+        self._store: dist.TCPStore | None = None  # of the newest world, if this worker leads it; it ends with this
         self._world: World | None = None
 
         # What batch.balance may weigh this machine by.
@@ -63,10 +65,9 @@ class RayRuntime:
         if self.outlives_peers:
             recover_in_process()
 
-        address = (self._host, ray.get(self._coordinator.heartbeat_port.remote()))
-        name = self._member.name
-        secret = ray.get(self._coordinator.admit.remote(name))
-        self._heartbeats = HeartbeatClient(address, name, secret, self._timeouts, self._beat, self._obey)
+        self._heartbeats = HeartbeatClient(
+            self._access(), self._member.name, self._timeouts, self._beat, self._obey, self._find_again
+        )
         # What a host's own name leads to is often its loopback, and that is where gloo would listen.
         if interface := interface_of(self._heartbeats.own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -80,7 +81,6 @@ class RayRuntime:
             if isinstance(answer, Leave):
                 self.leave_reason = answer
                 break
-            self._attempt = answer.attempt
             try:
                 self._world = self._form(answer)
             except PeerLost as error:
@@ -99,7 +99,11 @@ class RayRuntime:
         return Signals(stop=commands.stop, leave=leave, checkpoint=commands.save == self._attempt)
 
     def publish(self, event: Event) -> None:
-        self._coordinator.publish.remote(event)
+        # With its time, by which a coordinator that takes over knows what the last one has written.
+        event = event.stamped()
+        # What is only shown need not wait for a coordinator that is away.
+        publish = self._coordinator.publish if event.kept else self._coordinator.publish.options(max_task_retries=0)
+        publish.remote(event)
         if isinstance(event, Checkpoint):
             report(event.path, {"step": event.step})
 
@@ -117,14 +121,43 @@ class RayRuntime:
         self._heartbeats.close()
 
     def _join(self) -> WorldAssignment | Leave:
-        answer: WorldAssignment | Leave = ray.get(self._coordinator.join.remote(self._member))
-        if isinstance(answer, WorldAssignment) and self._heartbeats.ended:
+        # Not in the coordinator's process, whose death would then be that of the world: sharded checkpoints need it.
+        # Nobody knows yet who leads, so each worker brings one.
+        host = self._heartbeats.own_address
+        store = serve_store(host)
+        answer = self._ask(replace(self._member, store=(host, store.port)))
+        if not isinstance(answer, WorldAssignment):
+            return answer
+        if self._heartbeats.ended:
             return Leave.RELEASED  # the coordinator may not know yet that this worker is cut off
+        self._place = answer
+        self._attempt = answer.attempt
+        self._store = store if answer.rank == 0 else None
+        if self._commands.aborted == answer.attempt:  # which has come a moment before
+            self._store = None
         return answer
+
+    def _ask(self, member: Member) -> WorldAssignment | Leave:
+        answer: WorldAssignment | Leave = ray.get(self._coordinator.join.remote(member))
+        return answer
+
+    def _access(self, within_s: float | None = None) -> Access:
+        port: int = ray.get(self._coordinator.heartbeat_port.remote(), timeout=within_s)
+        secret: str = ray.get(self._coordinator.admit.remote(self._member.name), timeout=within_s)
+        return Access((self._host, port), secret)
+
+    def _find_again(self, within_s: float) -> Access | None:
+        # Ray starts a coordinator that has died again, and until it is there these calls wait.
+        try:
+            access = self._access(within_s)
+            rejoins = self._coordinator.rejoin.remote(self._member, self._place, self._commands)
+            return access if ray.get(rejoins, timeout=within_s) else None
+        except ray.exceptions.RayError:
+            return None
 
     def _form(self, place: WorldAssignment) -> World:
         try:
-            store = dist.TCPStore(self._host, place.store_port, None, False, timeout=self._timeouts.form)
+            store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
         except RuntimeError as error:
             raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
         node = self._member.node
@@ -151,6 +184,8 @@ class RayRuntime:
             self._commands = commands
         # This is the heartbeats' thread. It looks at the world last: either the world is there, or the training thread,
         # which forms it, looks at the commands afterwards.
+        if commands is None or commands.aborted == self._attempt:
+            self._store = None  # which frees those who still form it
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()

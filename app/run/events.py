@@ -366,6 +366,15 @@ class Preemption(Event):
         return f"node {self.node[:8]} {when}: {plural(len(self.members), 'worker')} will leave it"
 
 
+class ProcessRestarted(Event):
+    """A process of the run that does not train has died, and the command goes on by itself."""
+
+    wording = "{process} has died: {follows}"
+
+    process: str  # "the coordinator", "Ray's controller", or of an embedded Ray "gcs_server", "raylet" ...
+    follows: str
+
+
 class NodeQuarantined(Event):
     """Workers keep dying young on a node, so it gets no more of them for a while."""
 

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from app.config import RecoveryConfig
+from app.config import RecoveryConfig, ScalingConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.heartbeat import Silence
 from app.orchestration.messages import Member
@@ -92,9 +92,9 @@ class Simulation:
         self.events: list[events.Event] = []
         record = subject.record
 
-        def remember(event: events.Event) -> None:
+        def remember(event: events.Event) -> asyncio.Future[None]:
             self.events.append(event)
-            record(event)
+            return record(event)
 
         subject.record = remember
 
@@ -185,7 +185,9 @@ async def begin(clock: Clock, seed: int) -> Simulation:
     directory = RunDirectory(MemoryStore())
     directory.check_writable()
     size = len(_NAMES)
-    subject = Coordinator(RecoveryConfig(), (1, size), directory, Ownership.claim(directory.store), size)
+    subject = Coordinator(
+        RecoveryConfig(), ScalingConfig(num_workers=(1, size)), directory, Ownership.claim(directory.store), size
+    )
     await asyncio.gather(*(subject.join(Member(name, None, name)) for name in _NAMES))
     parts = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)
     subject.record(events.AttemptStarted(attempt=1, step=0, source="start", world_size=size, **parts))

@@ -94,6 +94,10 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(on_head:
     assert running.scale("1").returncode == 0
     running.wait_for_event("attempt_started", attempt=3, world_size=1, source="rank 0")
     running.wait_until(lambda: running.worker_pids("SlotWorker") == [first], "end of the second worker")
+    useless = running.scale("2:7")
+    assert useless.returncode == 2
+    assert "a global batch" in useless.stderr
+    assert "is 6 microbatches (batch.global_size 48, batch.microbatch_size 8)" in useless.stderr
     check_stopped(running)
     refused = running.scale("2:1")
     assert (refused.returncode, refused.stderr.strip()) == (
@@ -164,3 +168,21 @@ def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run
     assert "inject.py" in finished.output
     fatal = [(e["step"], e["fatal"]) for e in running.events if e["event"] == "failure" and e["kind"] == "exception"]
     assert fatal == [(59, False), (89, False), (89, True)]
+
+
+@pytest.mark.timeout(240)
+def test_a_spare_takes_the_place_of_the_only_worker_before_another_one_has_started(on_head: Commands) -> None:
+    words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps")
+    running = on_head().start(FOR_EVER, *words)
+    running.wait_for_event("attempt_started", attempt=1, world_size=1, timeout_s=150)
+    running.wait_until(lambda: len(running.worker_pids("SlotWorker")) == 2, "a spare")
+    running.wait_for_step(running.history.last_step + 200)  # by then it has built its model, and waits
+    assert [event["event"] for event in running.events if event["event"] == "attempt_ended"] == []
+    killed, spare = running.worker_pids("SlotWorker")
+    os.kill(killed, signal.SIGKILL)
+    died_s = running.wait_for_event("failure")["time_s"]
+    started = running.wait_for_event("attempt_started", attempt=2, world_size=1, source="checkpoint")
+    print(f"a spare trains {started['time_s'] - died_s:.2f} s after the death")
+    assert running.worker_pids("SlotWorker")[0] == spare
+    running.wait_until(lambda: len(running.worker_pids("SlotWorker")) == 2, "another spare")
+    check_stopped(running, lost_steps=30)

@@ -70,6 +70,7 @@ TABLE: list[Event] = [
     events.Failure(error="waited 60 s", kind="ours", fatal=True),
     events.Failure(error="bug", kind="exception", member="a", node="b", step=3, budget="3 of 3", traceback="at x"),
     events.Preemption(node="0a1b2c3d", deadline_s=35.0, members=("a", "b")),
+    events.ProcessRestarted(process="the coordinator", follows="another one has taken its place"),
     events.NodeQuarantined(node="10.0.0.7"),
     events.Hang(ranks=(1, 2), phase="forward", step=60, seconds=3.2, stacks="runs/x/stacks"),
     events.Hang(ranks=(0,), phase="forward", step=60, seconds=3.2, stacks="runs/x", guess="slow", ends_s=600.0),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.orchestration.heartbeat import Commands, HeartbeatClient, HeartbeatServer, Silence
+from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, HeartbeatServer, Silence
 from app.world.timeouts import Timeouts
 
 TIMEOUTS = Timeouts(silence_s=0.25)
@@ -75,7 +75,9 @@ class Ends:
 
     def join(self, name: str, address: str = "127.0.0.1") -> HeartbeatClient:
         """Another worker, without a cable."""
-        return HeartbeatClient((address, self.port), name, self.server.admit(name), TIMEOUTS, dict, lambda _: None)
+        return HeartbeatClient(
+            Access((address, self.port), self.server.admit(name)), name, TIMEOUTS, dict, lambda _: None
+        )
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def ends() -> Iterator[Ends]:
     server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda *said: lost.put(said))
     port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1"), loop).result()
     cable = Cable(port)
-    client = HeartbeatClient(("127.0.0.1", cable.port), "a", server.admit("a"), TIMEOUTS, dict, heard.put)
+    client = HeartbeatClient(Access(("127.0.0.1", cable.port), server.admit("a")), "a", TIMEOUTS, dict, heard.put)
     assert heard.get(timeout=SOON_S) == Commands()  # the ends have met
     yield Ends(loop, server, port, client, cable, heard, lost, unhandled)
     assert unhandled == []
@@ -276,3 +278,30 @@ def test_probes_do_not_keep_a_worker_from_sending_heartbeats(ends: Ends) -> None
     with pytest.raises(queue.Empty):
         ends.lost.get(timeout=4 * TIMEOUTS.silence_s)
     probing.cancel()
+
+
+def test_a_client_goes_over_to_the_next_server_and_is_told_its_commands(ends: Ends) -> None:
+    lost: queue.Queue[tuple[str, str]] = queue.Queue()
+    next_server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda *said: lost.put(said))
+    next_server.commands = Commands(leave=7)
+    port = asyncio.run_coroutine_threadsafe(next_server.listen("127.0.0.1"), ends.loop).result()
+    refused = iter([1, port])  # nobody listens there yet, and then somebody does
+    secret = next_server.admit("a")
+    ends.client._find_again = lambda _: Access(("127.0.0.1", next(refused)), secret)
+    ends.cable.close()  # as the end of the first server's process does
+    assert ends.heard.get(timeout=SOON_S) == Commands(leave=7)
+    assert not ends.client.ended
+    ends.client.close()
+    assert lost.get(timeout=SOON_S)[0] == "a"
+    ends.call(next_server._server.close)
+    ends.call(next_server._watching.cancel)
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_a_client_that_nobody_wants_back_counts_itself_out(ends: Ends, in_time: bool) -> None:
+    ends.client._find_again = lambda _: None if in_time else Access(("127.0.0.1", 1), "")
+    began = time.monotonic()
+    ends.cable.close()
+    assert ends.heard.get(timeout=SOON_S) is None
+    assert ends.client.ended
+    assert (time.monotonic() - began < TIMEOUTS.lease_s / 2) == in_time

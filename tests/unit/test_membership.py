@@ -181,3 +181,30 @@ def test_members_of_a_node_sit_side_by_side_and_the_leader_stays() -> None:
         world.join(member, 2.0, node)
     world.lose("a3")
     assert world.decide(2.0) == Form(("b1", "b2", "b3", "c1"))
+
+
+def test_spares_wait_beside_a_full_world_and_take_the_place_of_one_that_is_lost() -> None:
+    world = formed("a", "b", largest=2)
+    world.spares = 1
+    assert world.wanted == 3
+    world.join("c", 1.0)
+    assert world.decide(9.0) == Keep()
+    world.lose("a")
+    world.join("b", 10.0)
+    assert world.decide(10.0) == Form(("b", "c"))
+
+
+def test_of_those_who_are_too_many_only_spares_stay() -> None:
+    world = formed("a", "b", "c", largest=3)
+    world.spares = 1
+    for member in ("d", "e"):
+        world.join(member, 1.0)
+    assert world.rescale(1, 3) == ["e"]
+    assert world.decide(1.0) == Keep()
+    assert world.rescale(1, 2) == []
+    assert world.decide(1.0) == Resize()
+    assert not world.join("c", 2.0)
+    world.join("a", 2.0)
+    world.join("b", 2.0)
+    assert world.decide(2.0) == Form(("a", "b"))
+    assert world.close() == ["d"]

@@ -264,13 +264,13 @@ def test_weights_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
-    from app.commands.scale import _check_work
+    from app.commands.scale import _check_useful
 
     directory = RunDirectory(LocalStore(tmp_path))
     directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: 8}"))
-    _check_work(directory, 10)
-    with pytest.raises(UsageError, match="99999 are too many: a step has 10 microbatches"):
-        _check_work(directory, 99999)
+    _check_useful(directory, 10)
+    with pytest.raises(UsageError, match="--workers up to 99999: a global batch .* is 10 microbatches"):
+        _check_useful(directory, 99999)
 
 
 def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:

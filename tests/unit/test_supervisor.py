@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import app.orchestration.supervisor
-from app.config import RecoveryConfig
+from app.config import RecoveryConfig, ScalingConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.heartbeat import Silence
 from app.orchestration.messages import Member
@@ -104,7 +104,13 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World],
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
         recovery = RecoveryConfig(stall_s=STALL_S)
-        subject = Coordinator(recovery, (1, len(names)), directory, Ownership.claim(directory.store), len(names))
+        subject = Coordinator(
+            recovery,
+            ScalingConfig(num_workers=(1, len(names))),
+            directory,
+            Ownership.claim(directory.store),
+            len(names),
+        )
         joining = [asyncio.ensure_future(subject.join(Member(name, None, name))) for name in names]
         await asyncio.gather(*joining)
         seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray._private.state
 from ray._private import services, utils, worker
 
@@ -41,6 +42,30 @@ def without_idle_actors(callbacks: list[Any]) -> list[Any]:
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
     return [each for each in callbacks if not isinstance(each, DatasetsCallback | PlacementGroupCleanerCallback)]
+
+
+def dead_processes() -> set[str]:
+    """Return which processes of the Ray that this one has embedded have died: "gcs_server", "raylet" and others."""
+    node = worker._global_node
+    return {kind for kind, _ in node.dead_processes()} if node is not None else set()
+
+
+def end_embedded() -> None:
+    """Kill what this process has embedded of Ray, and Ray's processes below it. Ray itself is not asked."""
+    workers = [each for each in psutil.Process().children(recursive=True) if _is_rays(each)]
+    node = worker._global_node
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    for each in workers:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+
+
+def _is_rays(process: psutil.Process) -> bool:
+    try:
+        return any(word.startswith("ray::") for word in process.cmdline()[:1])
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def draining_nodes() -> dict[str, float]:

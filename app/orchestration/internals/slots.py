@@ -37,6 +37,7 @@ _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
 _FIRST_DELAY_S = 0.5  # between the deaths of one that does not
 _LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
+_MOST_PENDING = 8  # slots that wait for room at a time, or as many as are filled
 
 # What is overridden or called below, and with which arguments.
 CONTRACT = {
@@ -127,7 +128,10 @@ class SlotWorkerGroup(WorkerGroup):
     def _open(self, count: int) -> None:
         # Workers are told by the coordinator to leave; only slots that nobody fills are closed here.
         opened = [slot for slot in self._slots if not slot.closed.is_set()]
-        for _ in range(count - len(opened)):
+        filled = sum(slot.worker is not None for slot in opened)
+        # Each is an actor that waits for room, and a thread that waits for the actor. More follow as these are filled.
+        may_wait = max(_MOST_PENDING, filled)
+        for _ in range(min(count, filled + may_wait) - len(opened)):
             slot = _Slot(len(self._slots))
             self._slots.append(slot)
             threading.Thread(target=self._keep, args=(slot,), daemon=True, name=f"slot-{slot.index}").start()

@@ -1,0 +1,57 @@
+"""Come back: where Ray has died under a command, its process begins the same command anew."""
+
+# Ray keeps threads and connections in this process that do not end without the rest of it, and some of them end the
+# process. So it is replaced, and not cleaned up: its number, its terminal and its children stay.
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import NoReturn, Self
+
+from app.errors import TrainingError
+from app.orchestration.reach import answers
+
+_VARIABLE = "STEADFAST_CAME_BACK"
+
+
+@dataclass(frozen=True)
+class Comebacks:
+    """How often this command has come back, and what it had been told by then."""
+
+    in_a_row: int = 0  # without a new step between two of them
+    furthest_step: int = 0  # at the last one
+    num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
+    cluster: str = ""  # the address of the GCS that has died; "" if it was this command's own
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Return what the process has left to itself; nothing in one that the user has started."""
+        record = json.loads(os.environ.get(_VARIABLE, "{}"))
+        bounds = record.pop("num_workers", None)
+        return cls(**record, num_workers=tuple(bounds) if bounds else None)
+
+    def check_cluster(self) -> None:
+        """Raise TrainingError if the cluster on which this command has come to grief is still not there."""
+        if self.cluster and not answers(self.cluster):
+            raise TrainingError(
+                f"the head of the cluster, {self.cluster}, does not answer any more. Start it again (ray up FILE, or "
+                "ray start --head), then give the same command again: it goes on from the newest checkpoint"
+            )
+
+    def after(self, step: int, num_workers: tuple[int, int] | None, cluster: str) -> Self:
+        """Return the next record, for a command that has done `step` when it comes back once more."""
+        in_a_row = self.in_a_row if step <= self.furthest_step else 0
+        return replace(
+            self,
+            in_a_row=in_a_row + 1,
+            furthest_step=max(step, self.furthest_step),
+            num_workers=num_workers or self.num_workers,
+            cluster=cluster,
+        )
+
+    def come_back(self) -> NoReturn:
+        """Replace this process by a new one of the same command."""
+        os.environ[_VARIABLE] = json.dumps(asdict(self))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

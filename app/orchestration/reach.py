@@ -1,0 +1,15 @@
+"""Whether a cluster is there, asked without Ray, which would wait for it."""
+
+import socket
+
+_CONNECT_S = 1.0
+
+
+def answers(address: str) -> bool:
+    """Return whether anybody listens at "host:port"."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True

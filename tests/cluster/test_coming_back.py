@@ -1,0 +1,89 @@
+"""Processes of a run that do not train are killed: the command goes on by itself, and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.checks import check_stopped
+from tests.cluster.test_endings import SHARED_MEMORY, mapped, wait_until_gone
+from tests.command import Commands, Running, descendants
+
+pytestmark = pytest.mark.ray
+
+FOR_EVER = "run.steps=1000000"
+
+
+def kill(running: Running, title: str) -> int:
+    """Kill the only process of this command whose title begins so. Return the last step before."""
+    (pid,) = running.worker_pids(title)
+    last = running.history.last_step
+    os.kill(pid, signal.SIGKILL)
+    return last
+
+
+@pytest.mark.timeout(240)
+def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) -> None:
+    words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "scaling.num_workers=[1,2]")
+    running = on_head().start(FOR_EVER, *words)
+    running.wait_for_event("attempt_started", attempt=1, world_size=2)
+    running.wait_for_step(20)
+    workers = running.worker_pids("SlotWorker")
+    last = kill(running, "ray::Coordinator")
+    running.wait_for_step(last + 40)
+    told = running.wait_for_event("process_restarted")
+    assert told["follows"] == "another one has taken its place, and 2 of 2 workers go on"
+    known = running.history.last_step
+    running.wait_for_step(known + 40)
+    assert running.worker_pids("SlotWorker") == workers
+    assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
+    assert any(event["event"] == "checkpoint" and event["step"] > known for event in running.events)
+
+    os.kill(workers[0], signal.SIGKILL)
+    restored = running.wait_for_event("restore", attempt=2)
+    running.wait_for_step(known + 80)
+    running.wait_until(lambda: running.history.lines[-1]["step"] > known + 80, "the steps that were lost")
+    check_stopped(running, lost_steps=restored["lost_steps"] + 20)
+    assert "the coordinator has died: another one has taken its place" in running.output_path.read_text()
+
+
+@pytest.mark.timeout(240)
+def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Commands) -> None:
+    running = on_head().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=[1,2]")
+    running.wait_for_event("checkpoint", timeout_s=150)
+    kill(running, "ray::SlotController")
+    restored = running.wait_for_event("restore", source="checkpoint")
+    running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
+    assert [event["process"] for event in running.events if event["event"] == "process_restarted"] == [
+        "Ray's controller"
+    ]
+    check_stopped(running, lost_steps=restored["lost_steps"])
+    said = running.output_path.read_text()
+    assert "Ray's controller has died: another one starts, and workers with it" in said
+    assert "class_name" not in said
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("title", "what"),
+    [("gcs_server", "Ray's GCS"), pytest.param("/raylet/raylet", "Ray's raylet", marks=pytest.mark.slow)],
+)
+def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
+    command: Commands, title: str, what: str
+) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    running = command().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=2")
+    running.wait_for_event("checkpoint", timeout_s=150)
+    assert running.scale("1:2").returncode == 0
+    of_the_first_ray = [pid for pid, _ in descendants(running.process.pid)]
+    kill(running, title)
+    restored = running.wait_for_event("restore", source="checkpoint", timeout_s=150)
+    if title == "gcs_server":  # whose death leaves the workers the time to save what they hold
+        assert restored["lost_steps"] == 0
+    running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
+    wait_until_gone(of_the_first_ray, 60)
+    check_stopped(running, lost_steps=restored["lost_steps"])
+    assert f"{what} has died: the command starts again from the newest state" in running.output_path.read_text()
+    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
