@@ -258,6 +258,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Return once all events are on storage. Nothing is recorded after it."""
+        self._supervisor.close()
         await self._journal.close()
 
     def _close_if_stopping(self) -> None:

@@ -139,7 +139,7 @@ def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
         get_node_id=lambda: "node",
         get_node_labels=dict,
     )
-    ray = SimpleNamespace(get_runtime_context=lambda: context, get=lambda answer: answer)
+    ray = SimpleNamespace(get_runtime_context=lambda: context, get=lambda answer, timeout=None: answer)
     port, secret = SimpleNamespace(remote=lambda: 1), SimpleNamespace(remote=lambda _: "secret")
     coordinator = SimpleNamespace(heartbeat_port=port, admit=secret)
     variables.setattr(worker_runtime, "ray", ray)

@@ -269,7 +269,7 @@ def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: 8}"))
     _check_useful(directory, 10)
-    with pytest.raises(UsageError, match="--workers up to 99999: a global batch .* is 10 microbatches"):
+    with pytest.raises(UsageError, match=r"--workers up to 99999: a global batch .* is 10 microbatches"):
         _check_useful(directory, 99999)
 
 
