@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from app.commands.options import add_run_argument, run_on_cluster
 from app.errors import RunConflict, UsageError
-from app.run.directory import RunDirectory, find_run
+from app.run.directory import find_run
 from app.run.events import Scale
 from app.run.owner import read_owner
 
@@ -33,7 +33,6 @@ def run(options: Namespace) -> int:
     owner = read_owner(directory.store)
     if owner is None or owner.gone:
         raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
-    _check_work(directory, largest)
 
     requested_s = time.time()
     directory.request_scale(smallest, largest)
@@ -50,20 +49,6 @@ def run(options: Namespace) -> int:
         f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
         "number of workers changes by a stop and another start"
     )
-
-
-def _check_work(directory: RunDirectory, largest: int) -> None:
-    """Raise UsageError for more workers than a step has work for, beyond those that the configuration allows."""
-    config = directory.stored_config()
-    if config is None:
-        return
-    num_microbatches = -(-config.batch.global_size // config.batch.microbatch_size)
-    if largest > max(num_microbatches, config.scaling.num_workers[1]):
-        raise UsageError(
-            f"--workers: {largest} are too many: a step has {num_microbatches} microbatches "
-            f"(batch.global_size={config.batch.global_size} in batch.microbatch_size="
-            f"{config.batch.microbatch_size}), and a worker without one has nothing to do"
-        )
 
 
 def _parse_bounds(workers: str) -> tuple[int, int]:

@@ -263,16 +263,6 @@ def test_weights_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert not Path("executed").exists()
 
 
-def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
-    from app.commands.scale import _check_work
-
-    directory = RunDirectory(LocalStore(tmp_path))
-    directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: 8}"))
-    _check_work(directory, 10)
-    with pytest.raises(UsageError, match="99999 are too many: a step has 10 microbatches"):
-        _check_work(directory, 99999)
-
-
 def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     command = f"cd {tmp_path}/gone && rmdir ../gone && {sys.executable} {ROOT}/main.py --config ddp.yaml"
