@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from types import TracebackType
@@ -20,6 +21,8 @@ class Bed:
     """A head that trains nothing, and nodes with room for one worker each."""
 
     def __init__(self, num_nodes: int) -> None:
+        # It tells that there is another cluster on this machine, to which nobody is to connect without its address.
+        logging.getLogger("ray").setLevel(logging.WARNING)
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[str] = []
