@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUM_STEPS = 1200
+NUM_STEPS = 1000
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
 LIMIT_S = 5  # after which a silent worker is dead, for every contender: recovery.silence_s at its default
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end
 SLOW_S = 3.0  # how long one worker is slow: stopped for two thirds of the time
 PACE_S = 0.024  # a forward of one microbatch; a step of two workers has three each
-HELD_S = 0.5  # the same while others have their turn, who need the processor
+HELD_S = 0.8  # the same while others have their turn, who need the processor
 
 
 @dataclass(frozen=True)
