@@ -30,6 +30,7 @@ from tests.chaos.contenders import OURS, TORCHRUN, Contender
 from tests.chaos.drills import Drills, Stream
 from tests.chaos.loop import Job
 from tests.chaos.matrix import CLAIMS, FAULTS, NUM_STEPS, SNAPSHOT_STEPS, TRAINING
+from tests.chaos.pace import set_pace
 from tests.chaos.report import Line, Row, broken, only_stalls, table
 from tests.chaos.yardstick import Yardstick
 
@@ -93,18 +94,14 @@ class Matrix:
         def drills_of(contender: Contender) -> Drills:
             return Drills(contender, self._say, self._pace(contender.folder.name), yardstick)
 
+        # To compare with at the end. Not at the start, where on a busy machine they would take the time of the faults.
         references = [
             drills_of(contenders.ours_undisturbed(self.words, self.folder)),
             drills_of(contenders.baseline_undisturbed(self._job("baseline-undisturbed"))),
         ]
-        self._say("undisturbed runs, while two Ray clusters of two nodes start")
-        for each in references:
-            each.contender.start()
-        bed, other_bed = Bed(2), Bed(2)
-        for each in references:
-            if not each.finish():
-                raise TrainingError(f"the undisturbed run failed: see {each.contender.folder}.log")
         undisturbed = references[1].contender.folder
+        self._say("two Ray clusters of two nodes start")
+        bed, other_bed = Bed(2), Bed(2)
         ours = drills_of(contenders.ours(self.words, self.folder, bed, str(self._pace(OURS))))
         # torchrun before ours, which is measured by it.
         rivals = [
@@ -123,7 +120,14 @@ class Matrix:
             self.tried.append(fault.name)
             for each in order:  # what is begun is done with all of them
                 each.drill(fault, partial(self._is_near, rivals[0]) if each is ours else lambda _: False)
-        self._say("all go on to their end")
+        self._say("all go on to their end, beside undisturbed runs to compare with")
+        for each in order:
+            set_pace(each.pace, None)
+        for each in references:
+            each.contender.start()
+        for each in references:
+            if not each.finish():
+                raise TrainingError(f"the undisturbed run failed: see {each.contender.folder}.log")
         equal = partial(_equal, partial(self._weights, "undisturbed"), partial(self._weights, OURS))
         rows = ours.end(self._planned, equal)
         for rival in rivals:

@@ -18,7 +18,7 @@ from tests.chaos.pace import set_pace
 from tests.chaos.report import Line, Row, measure, strayed
 from tests.chaos.yardstick import Yardstick
 
-_START_S, _RECOVER_S, _END_S = 90.0, 60.0, 120.0  # longest waits, on a machine that is busy otherwise
+_START_S, _RECOVER_S, _END_S = 120.0, 90.0, 240.0  # longest waits, on a machine that is busy otherwise
 _SETTLED = 8  # steps with a worker on every node, after which a fault is over
 _STEADY = 16  # before the next one, so that it is known how long they take
 _ALONE_S = 0.5  # between the deaths of the first workers and of the last
