@@ -8,7 +8,7 @@ from app.errors import UsageError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
-    minutes = "no fault begins later than this (4.1); 9 is enough for all of them"
+    minutes = "no fault begins later than this (4.1); 12 is enough for all of them"
     parser.add_argument("--minutes", type=float, default=4.1, metavar="N", help=minutes)
 
 

@@ -63,6 +63,8 @@ def _start_or_resume(
     for change in changes:
         if resumable and not change.identity and not change.free:
             say(f"changed {change.key}: {change.old} -> {change.new}")
+    if resumable and stored is None:
+        say(f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations")
     directory.record(RunStarted(time_s=started_s, launcher=launcher))
     directory.write_environment(environment())
     return True

@@ -170,12 +170,14 @@ class VariablesKept(Event):
 class AttemptEnded(Event):
     """The set of workers changes, or the run ends."""
 
-    wording = "attempt {attempt} ended after step {step}: {cause}"
-
     # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "exception" or what
     # was wrong with a step
     cause: str
     step: int | None = None  # the last one that was done
+
+    def line(self, verbose: bool = False) -> str:
+        after = f" after step {self.step}" if self.step is not None else ""
+        return f"attempt {self.attempt} ended{after}: {self.cause}"
 
 
 class Log(Event):

@@ -11,7 +11,6 @@ import argparse
 import os
 import pickle
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,8 +23,9 @@ from tests.chaos import contenders, processes
 from tests.chaos.contenders import RAY_TRAIN, TORCHRUN, Contender
 from tests.chaos.drills import Drills
 from tests.chaos.loop import Job
-from tests.chaos.matrix import FAULTS, PACE_S, SNAPSHOT_STEPS, TRAINING
+from tests.chaos.matrix import FAULTS, SNAPSHOT_STEPS, TRAINING
 from tests.chaos.report import Row
+from tests.chaos.yardstick import Yardstick
 
 NUM_WORKERS = 3
 LIMITS = {TORCHRUN: 0.15, RAY_TRAIN: 0.05}  # of the stall that a rival's workers have
@@ -50,7 +50,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[Row]]:
 
     def job(name: str) -> Path:
         path = folder / f"{name}.job"
-        path.write_bytes(pickle.dumps(Job(config, folder / name, SNAPSHOT_STEPS, str(pace), PACE_S)))
+        path.write_bytes(pickle.dumps(Job(config, folder / name, SNAPSHOT_STEPS, str(pace))))
         return path
 
     elastic = ("--standalone", "--nproc-per-node", str(NUM_WORKERS), "--max-restarts", "100")
@@ -72,8 +72,12 @@ def measure(rounds: int, folder: Path) -> dict[str, list[Row]]:
 
 def _drilled(contender: Contender, rounds: int, pace: Path) -> list[Row]:
     contender.faults = (replace(FAULTS[0], world_size=NUM_WORKERS),) * rounds
-    drills = Drills(contender, print, until_s=time.time() + 600)
-    return drills.run(pace, planned=dict, equal=lambda: True)  # the verb judges results, this compares stalls
+    with Yardstick() as yardstick:
+        drills = Drills(contender, print, pace, yardstick)
+        drills.begin()
+        for fault in contender.faults:
+            drills.drill(fault)
+        return drills.end(planned=dict, equal=lambda: True)  # the verb judges results, this compares stalls
 
 
 def main() -> None:

@@ -25,12 +25,13 @@ from app.run.ledger import Ledger, StepStats
 from app.storage import LocalStore
 from app.storage.jsonl import last_lines
 from app.telemetry.goodput import goodput, read_totals
-from tests.command import ROOT, SMALL, descendants
+from tests.command import ROOT, descendants
 
 _LINES_AT_ONCE = 100_000
 _LOOK_EVERY_S = 20.0
 _WARM_S = 60.0  # in which what is allocated once is allocated
 _MIB = 2**20
+_TWO_WORKERS = ["scaling.num_workers=2", "cluster.address=local", "validation.every=null"]
 
 
 def main() -> None:
@@ -104,10 +105,11 @@ def read(folder: Path) -> None:
 
 
 def steps(num_steps: int) -> None:
+    """Train so many steps of next to nothing, with a checkpoint and an event of it every now and then."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"run.storage={folder}", "run.name=long", f"run.steps={num_steps}", "checkpoint.every=200 steps"]
-        tiny = ["model={kind: mlp, layers: [64, 8, 10]}", "batch={global_size: 4, microbatch_size: 2}"]
-        command = [sys.executable, "main.py", "--config", "digits.yaml", *words, *tiny, *_on_two()]
+        words = [f"run.storage={folder}", "run.name=long", f"run.steps={num_steps}", "checkpoint.every=500 steps"]
+        tiny = ["batch={global_size: 4, microbatch_size: 2}", "model.hidden=[8]", "logging.every_steps=50"]
+        command = [sys.executable, "main.py", "--config", "digits.yaml", *words, *tiny, *_TWO_WORKERS]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": folder}
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
@@ -116,10 +118,6 @@ def steps(num_steps: int) -> None:
         finally:
             process.terminate()
             print(f"exit code {process.wait(60)}", (Path(folder) / "log").read_text()[-500:])
-
-
-def _on_two() -> list[str]:
-    return [word for word in SMALL if word.startswith(("scaling", "cluster", "validation"))]
 
 
 def _watch(process: subprocess.Popen[bytes], ledger: Path, num_steps: int) -> None:
@@ -137,9 +135,14 @@ def _watch(process: subprocess.Popen[bytes], ledger: Path, num_steps: int) -> No
                 resident[f"{name} {number}"] = psutil.Process(pid).memory_info().rss / _MIB
         if time.monotonic() - began > _WARM_S and not first:
             first = resident
-        done = ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+        done = _last_step(ledger)
         grown = {name: f"{size:.0f} ({size - first.get(name, size):+.1f})" for name, size in resident.items()}
         print(f"{time.monotonic() - began:.0f} s, step {done} of {num_steps}: MiB {grown}", flush=True)
+
+
+def _last_step(ledger: Path) -> int:
+    lines = last_lines(LocalStore(ledger.parent), ledger.name, 4096) if ledger.exists() else []
+    return int(lines[-1]["step"]) if lines else 0
 
 
 if __name__ == "__main__":

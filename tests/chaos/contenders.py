@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import processes
-from tests.chaos.matrix import FAULTS, LIMIT_S, PACE_S, Fault
+from tests.chaos.matrix import FAULTS, LIMIT_S, Fault
 
 OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
 _TORCHRUN = ("-m", "torch.distributed.run")
@@ -35,6 +35,7 @@ class Contender:
     command: tuple[str, ...]
     worker: str
     bed: Any = None
+    coordinator: str = ""  # what the title of the process holds that decides for all
     faults: tuple[Fault, ...] = FAULTS
     environment: dict[str, str] = field(default_factory=dict)
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -45,9 +46,25 @@ class Contender:
             self.bed.add()
         self._spawn()
 
+    def restore_nodes(self, number: int) -> None:
+        """Add or remove nodes until there are so many."""
+        while self.num_nodes < number:
+            self.add()
+        while self.num_nodes > number:
+            self.remove()
+
     def worker_pids(self) -> list[int]:
         titles = processes.descendants().items()
         return [pid for pid, title in titles if self.worker in title and _TORCHRUN[1] not in title]
+
+    def coordinator_pids(self) -> list[int]:
+        own = self.bed.pids()
+        return [pid for pid, title in processes.descendants().items() if pid in own and self.coordinator in title]
+
+    def replace_node(self) -> None:
+        """Kill all processes of the newest node at once. Another node takes its place."""
+        self.bed.kill(self.bed.nodes[-1])
+        self.add()
 
     @property
     def num_nodes(self) -> int:
@@ -101,6 +118,23 @@ class Agents(Contender):
     def num_nodes(self) -> int:
         return len(self.running)
 
+    def restore_nodes(self, number: int) -> None:
+        while self.running and self.num_nodes < number:
+            self.add()
+        while self.num_nodes > number:
+            self.remove()
+
+    def coordinator_pids(self) -> list[int]:
+        """Return the agent that has the store in which all meet."""
+        return [self.running[0].pid]
+
+    def replace_node(self) -> None:
+        agent = self.running.pop()
+        for pid in (agent.pid, *processes.descendants(agent.pid)):
+            processes.send(pid, signal.SIGKILL)
+        agent.wait()
+        self._spawn()
+
     def add(self) -> None:
         self._spawn()
 
@@ -119,9 +153,9 @@ class Agents(Contender):
 
 
 def ours(words: list[str], folder: Path, bed: Any, pace_file: str) -> Contender:
-    task = f'task={{target: "tests.chaos.pace:Paced", args: {{file: "{pace_file}", seconds: {PACE_S}}}}}'
+    task = f'task={{target: "tests.chaos.pace:Paced", args: {{file: "{pace_file}"}}}}'
     place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}"]
-    return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed)
+    return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed, "Coordinator")
 
 
 def ours_undisturbed(words: list[str], folder: Path) -> Contender:
@@ -133,7 +167,10 @@ def ours_undisturbed(words: list[str], folder: Path) -> Contender:
 
 
 def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
-    """Recommended: failures are looked for four times as often as by default, and silence is one."""
+    """Recommended: failures are looked for four times as often as by default, and silence is one.
+
+    With "notice", all ranks ask in each step whether a node is about to go, and save once it is.
+    """
     tuned = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
@@ -141,9 +178,14 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     }
     command = ("-m", "tests.chaos.ray_loop", str(job), bed.address, settings)
-    found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed)
-    found.environment = tuned if settings == "recommended" else {}
-    return found if settings == "recommended" else _by_default(found)
+    found = Contender(RAY_TRAIN, job.with_suffix(""), command, "ray::RayTrainWorker", bed, "TrainController")
+    if settings == "default":
+        return _by_default(found)
+    found.environment = tuned
+    if settings == "notice":
+        found.name = f"{RAY_TRAIN}, saves on notice"
+        found.faults = tuple(fault for fault in FAULTS if fault.name == "drain")
+    return found
 
 
 def torchrun(job: Path) -> Contender:

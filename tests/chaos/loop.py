@@ -40,7 +40,6 @@ class Job:
     folder: Path
     snapshot_steps: int
     pace_file: str
-    pace_s: float
 
 
 def train(
@@ -48,6 +47,7 @@ def train(
     wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module],
     restored: State | None,
     save: Callable[[State], None],
+    noticed: Callable[[], bool] = lambda: False,
 ) -> None:
     """One life of a worker, in the default process group, which its launcher has formed.
 
@@ -58,6 +58,7 @@ def train(
         wrap: makes the module data parallel within a group.
         restored: the newest snapshot, None for a start from step 0.
         save: takes a snapshot; called on all ranks at the same step.
+        noticed: whether all ranks have just been told that a node goes; called on all of them in each step.
     """
     config = job.config
     assert isinstance(config.model, GptConfig)
@@ -84,7 +85,7 @@ def train(
         ids = torch.tensor(list(sampler)[done * share : (done + 1) * share])
         parts = ids.split(size)
         for index, part in enumerate(parts):
-            pace(job.pace_file, job.pace_s)
+            pace(job.pace_file)
             inputs, targets = data.read_batch(part.numpy())
             with getattr(model, "no_sync", nullcontext)() if index < len(parts) - 1 else nullcontext():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -98,7 +99,8 @@ def train(
         if rank == 0:
             line = {"step": step, "attempt": attempt, "world_size": world_size, "time_s": time.time()}
             ledger.write([{**line, "ids": used.tolist()}])
-        if job.snapshot_steps and step % job.snapshot_steps == 0:
+        told = noticed()
+        if (job.snapshot_steps and step % job.snapshot_steps == 0) or told:
             save({"step": step, "model": plain(model).state_dict(), "optimizer": optimizer.state_dict()})
     if rank == 0:
         torch.save(plain(model).state_dict(), job.folder / "final.pt")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUM_STEPS = 500
+NUM_STEPS = 1000
 SNAPSHOT_STEPS = 25  # steps between two snapshots, of every contender
 LIMIT_S = 5  # after which a silent worker is dead, for every contender: recovery.silence_s at its default
 NOTICE_S = 4.0  # between the announcement that a node is taken away and its end
 SLOW_S = 3.0  # how long one worker is slow: stopped for two thirds of the time
 PACE_S = 0.024  # a forward of one microbatch; a step of two workers has three each
+HELD_S = 0.8  # the same while others have their turn, who need the processor
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,17 @@ class Fault:
     new_attempt: bool = True
 
 
+# The commonest ones first: if time is short, the first rows are whole.
 FAULTS = (
     Fault("kill worker"),
     Fault("kill all"),
-    Fault("slow worker", new_attempt=False),
+    Fault("kill last holder"),
     Fault("grow", world_size=3),
     Fault("drain"),
     Fault("hang"),
+    Fault("kill node"),
+    Fault("kill coordinator", new_attempt=False),
+    Fault("slow worker", new_attempt=False),
     Fault("shrink", world_size=1),
 )
 
@@ -36,6 +41,7 @@ FAULTS = (
 class Claim:
     """What this application promises. Besides: no sample lost or used twice, an equal result, and the run finishes.
 
+    stall_s: on a quiet machine. On a busy one all takes longer, by the factor that the yardstick shows meanwhile.
     of_torchrun: most of the stall, as a share of torchrun's under the same fault.
     """
 
@@ -48,10 +54,13 @@ class Claim:
 CLAIMS = (
     Claim("kill worker", redone=1, of_torchrun=0.15),
     Claim("kill all", redone=SNAPSHOT_STEPS + 5),  # the newest snapshot may be five steps short of whole
-    Claim("hang", redone=1, stall_s=LIMIT_S + 0.5),
-    Claim("slow worker", redone=0, stall_s=1.0),
-    Claim("grow", redone=0, stall_s=0.5),
+    Claim("kill last holder", redone=SNAPSHOT_STEPS + 5),
     Claim("drain", redone=0, stall_s=0.5),
+    Claim("grow", redone=0, stall_s=0.5),
+    Claim("hang", redone=1, stall_s=LIMIT_S + 0.5),
+    Claim("kill node", redone=1),
+    Claim("kill coordinator", redone=0, stall_s=1.0),
+    Claim("slow worker", redone=0, stall_s=1.0),
     Claim("shrink", redone=1, stall_s=1.0),
 )
 

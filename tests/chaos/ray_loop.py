@@ -42,18 +42,28 @@ def train_loop(settings: dict[str, Any]) -> None:
         wrapped: nn.Module = prepare_model(model, parallel_strategy_kwargs={"process_group": group})
         return wrapped
 
-    train(settings["job"], wrap, restored, save)
+    told = False
+
+    def noticed() -> bool:
+        """As Ray's documentation has it: a checkpoint of its own once a preemption is announced."""
+        nonlocal told
+        if told or not settings["heeds_notice"] or ray.train.get_preemption_info() is None:
+            return False
+        told = True
+        return True
+
+    train(settings["job"], wrap, restored, save, noticed)
 
 
 def main(job_file: str, address: str, settings: str) -> None:
     job: Job = pickle.loads(Path(job_file).read_bytes())
-    tuned = settings == "recommended"
+    tuned = settings != "default"
     # What the controller reads, and Ray does not hand on to it: a worker that is silent cannot leave its group either.
     patience = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(LIMIT_S)} if tuned else {}
     ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": patience})
     TorchTrainer(
         train_loop,
-        train_loop_config={"job": job},
+        train_loop_config={"job": job, "heeds_notice": settings == "notice"},
         scaling_config=ScalingConfig(
             num_workers=(1, 3) if tuned else 2,
             elastic_resize_monitor_interval_s=1.0 if tuned else 60.0,

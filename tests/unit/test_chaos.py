@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.chaos.matrix import CLAIMS, FAULTS
-from tests.chaos.report import Row, broken, measure, strayed, table
+from tests.chaos.report import Row, broken, measure, only_stalls, strayed, table
+from tests.chaos.yardstick import Yardstick
 
 NAMES = [fault.name for fault in FAULTS]
 PROVEN = [Row(name, "ours", 0, 0, 0.1, True, True) for name in NAMES]
@@ -84,7 +86,7 @@ def test_every_claim_holds() -> None:
 def test_each_claim_breaks_by_itself(fault: str, worse: dict[str, Any], said: str) -> None:
     rows = [replace(row, **worse) if row.fault == fault else row for row in PROVEN]
     found = broken([*rows, RIVAL], CLAIMS, "ours", "theirs")
-    if fault == "kill all" and "stall_s" in worse:
+    if fault in ("kill all", "kill last holder", "kill node") and "stall_s" in worse:
         assert found == []  # starting processes takes what it takes
     else:
         assert len(found) == 1
@@ -96,6 +98,46 @@ def test_a_killed_worker_stalls_a_fraction_of_what_it_stalls_the_yardstick() -> 
     rows = [replace(row, stall_s=0.7 if row.fault == "kill worker" else 0.1) for row in PROVEN]
     (found,) = broken([*rows, RIVAL], CLAIMS, "ours", "theirs")
     assert found == "kill worker: stall 0.70 s, claimed at most 0.60 s"
+
+
+def test_a_limit_in_seconds_is_stretched_on_a_busy_machine_and_a_share_is_not() -> None:
+    proven = [replace(row, slowdown=3.0) for row in PROVEN]
+    rows = [replace(row, stall_s={"grow": 1.4, "kill worker": 0.55}.get(row.fault, 0.1)) for row in proven]
+    assert broken([*rows, RIVAL], CLAIMS, "ours", "theirs") == []
+    rows = [replace(row, stall_s={"grow": 1.6, "kill worker": 0.65}.get(row.fault, 0.1)) for row in proven]
+    assert broken([*rows, RIVAL], CLAIMS, "ours", "theirs") == [
+        "kill worker: stall 0.65 s, claimed at most 0.60 s",
+        "grow: stall 1.60 s, claimed at most 1.50 s (0.50 s on a machine that is not 3.0 times as slow as alone)",
+    ]
+
+
+def test_of_two_tries_the_better_one_counts_and_both_are_shown() -> None:
+    again = [replace(row, former_s=0.51) if row.fault == "grow" else row for row in PROVEN]
+    assert broken([*again, RIVAL], CLAIMS, "ours", "theirs") == []
+    assert "0.51 and again 0.10" in table(again, NAMES)
+    worse = [replace(row, stall_s=0.6, former_s=0.51) if row.fault == "grow" else row for row in PROVEN]
+    (found,) = broken([*worse, RIVAL], CLAIMS, "ours", "theirs")
+    assert found == "grow: stall 0.51 and again 0.60 s, claimed at most 0.50 s"
+
+
+@pytest.mark.parametrize(
+    ("worse", "expected"),
+    [({}, False), ({"stall_s": 7.0}, True), ({"stall_s": 7.0, "redone": 1}, False), ({"redone": 1}, False)],
+)
+def test_only_a_stall_is_worth_another_try(worse: dict[str, Any], expected: bool) -> None:
+    rows = [replace(row, **worse) if row.fault == "grow" else row for row in PROVEN]
+    assert only_stalls(broken([*rows, RIVAL], CLAIMS, "ours", "theirs")) is expected
+
+
+def test_the_yardstick_is_one_on_a_quiet_machine_and_more_on_a_busy_one() -> None:
+    began = time.time()
+    with Yardstick() as yardstick:
+        time.sleep(0.5)
+    assert 1.0 <= yardstick.slowdown(began, time.time()) <= 10.0
+    assert yardstick.slowdown(0.0, 1.0) == 1.0
+    yardstick._takes = [(5.0, 0.03, 0.01), (6.0, 0.05, 0.01), (50.0, 9.0, 0.01)]
+    assert yardstick.slowdown(4.0, 7.0) == pytest.approx(4.0)
+    assert yardstick.slowdown(49.0, 51.0) == 10.0
 
 
 def test_a_claim_that_was_not_measured_does_not_hold() -> None:

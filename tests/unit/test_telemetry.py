@@ -170,6 +170,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             AttemptEnded(attempt=1, step=43, cause="worker lost"),
             "attempt 1 ended after step 43: worker lost",
         ),
+        (AttemptEnded(attempt=1, cause="all workers lost"), "attempt 1 ended: all workers lost"),
         (
             changed(SHARES, microbatch_ms=(10.0, 30.1)),
             "shares (8, 8) -> (12, 4) from step 60: rank 1 is 3.0x slower",
