@@ -228,13 +228,13 @@ class HeartbeatClient:
         # The thread calls both: one for what a heartbeat says, one with what comes, and None once nothing can come.
         self._beat = beat
         self._on_commands = on_commands
+        self._member = member
+        self._secret = secret
         self._lease_s = timeouts.lease_s
         self._lateness = Lateness(timeouts.heartbeat_s)
         self._socket = socket.create_connection(address, timeout=timeouts.form.total_seconds())
         # A heartbeat is small, and must not wait until there is more to send.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        challenge, _, self._unread = self._read_first_line().partition(b"\n")
-        self._socket.sendall(f"{member} {_proof(secret, challenge.decode(), member)}\n".encode())
         self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
@@ -245,14 +245,18 @@ class HeartbeatClient:
     def close(self) -> None:
         self._socket.close()
 
-    def _read_first_line(self) -> bytes:
-        line = b""
-        while b"\n" not in line:
+    def _introduce(self) -> bytes:
+        """Answer the server's challenge. Return what came behind it."""
+        self._socket.settimeout(self._lease_s)  # a server that is stopped meanwhile is no reason to give up
+        said = b""
+        while b"\n" not in said:
             received = self._socket.recv(_CHUNK_BYTES)
             if not received:
-                raise ConnectionError("the coordinator has closed the connection for heartbeats")
-            line += received
-        return line
+                raise ConnectionError
+            said += received
+        challenge, _, unread = said.partition(b"\n")
+        self._socket.sendall(f"{self._member} {_proof(self._secret, challenge.decode(), self._member)}\n".encode())
+        return unread
 
     def _begin_interval(self) -> float:
         """Begin the wait for the next heartbeat. Return when it is due."""
@@ -260,10 +264,10 @@ class HeartbeatClient:
         return time.monotonic() + self._lateness.interval_s
 
     def _run(self) -> None:
-        unread = self._unread
         unheard_s = 0.0
-        due_s = self._begin_interval()
         try:
+            unread = self._introduce()
+            due_s = self._begin_interval()
             # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
             # it for dead and go on without it, so it must not go on by itself. What it was stopped for does not count:
             # the answers of that time lie unread.

@@ -75,7 +75,11 @@ class Ends:
 
     def join(self, name: str, address: str = "127.0.0.1") -> HeartbeatClient:
         """Another worker, without a cable."""
-        return HeartbeatClient((address, self.port), name, self.server.admit(name), TIMEOUTS, dict, lambda _: None)
+        met = threading.Event()
+        secret = self.server.admit(name)
+        client = HeartbeatClient((address, self.port), name, secret, TIMEOUTS, dict, lambda _: met.set())
+        assert met.wait(SOON_S)
+        return client
 
 
 @pytest.fixture
