@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -280,3 +284,16 @@ def test_probes_do_not_keep_a_worker_from_sending_heartbeats(ends: Ends) -> None
     with pytest.raises(queue.Empty):
         ends.lost.get(timeout=4 * TIMEOUTS.silence_s)
     probing.cancel()
+
+
+ALONE = ["unshare", "--map-root-user", "--net"]  # a network of its own, without being root
+
+
+def test_a_machine_that_answers_no_more_is_told_from_a_process_that_is_stopped() -> None:
+    if not shutil.which("ip") or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs ip, and a kernel that lets everybody have a network of his own")
+    command = [*ALONE, sys.executable, "-m", "tests.dist.partition"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout)
+    assert (found["stopped"], found["cut off"]) == (True, False)
+    assert found["cause"].startswith("not heard of for 1.")
