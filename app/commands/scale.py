@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from app.commands.options import add_run_argument, run_on_cluster
 from app.errors import RunConflict, UsageError
-from app.run.directory import find_run
+from app.run.directory import RunDirectory, find_run
 from app.run.events import Scale
 from app.run.owner import read_owner
 

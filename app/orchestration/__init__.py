@@ -3,7 +3,7 @@
 How a run outlives the death of a worker B (`recovery.mode=slots`, the default):
 
     B                dies, and its machine closes the connection on which it sent heartbeats
-    HeartbeatServer  reads the end of it, or has heard nothing for `recovery.silence_s`, and tells the coordinator
+    HeartbeatServer  reads the end of it, or B's machine answers no more for `recovery.silence_s`; tells the coordinator
     Coordinator      kills what may be left of B, and sends Commands(aborted=attempt) to all others
     A's RayRuntime   aborts A's process groups, so the collective in which A waits for B raises, and train() unwinds
     A's RayRuntime   reports PeerLost, which ends the attempt, and asks for an assignment to the next world

@@ -243,7 +243,6 @@ class HeartbeatClient:
         self._lateness = Lateness(timeouts.heartbeat_s)
         self._closing = threading.Event()
         self._unheard_s = 0.0  # since the coordinator has been heard of
-        self._unread = b""
         self._socket = self._connect(access)
         self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
@@ -258,15 +257,9 @@ class HeartbeatClient:
 
     def _connect(self, access: Access) -> socket.socket:
         connection = socket.create_connection(access.address, timeout=self._timeouts.form.total_seconds())
-        try:
-            # A heartbeat is small, and must not wait until there is more to send.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            challenge, _, self._unread = _read_first_line(connection).partition(b"\n")
-            proof = _proof(access.secret, challenge.decode(), self._member)
-            connection.sendall(f"{self._member} {proof}\n".encode())
-        except BaseException:
-            connection.close()
-            raise
+        # A heartbeat is small, and must not wait until there is more to send.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._secret = access.secret
         self._unheard_s = 0.0
         return connection
 
@@ -281,8 +274,9 @@ class HeartbeatClient:
 
     def _converse(self) -> None:
         """Send heartbeats and pass commands on until the connection ends, or nothing has come for `lease_s`."""
-        due_s = self._begin_interval()
         with contextlib.suppress(OSError):
+            unread = self._introduce()
+            due_s = self._begin_interval()
             # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
             # it for dead and go on without it, so it must not go on by itself. What it was stopped for does not count:
             # the answers of that time lie unread.
@@ -302,10 +296,23 @@ class HeartbeatClient:
                 if not received:
                     break
                 self._unheard_s = 0.0
-                *lines, self._unread = (self._unread + received).split(b"\n")
+                *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
                     if line:  # an empty one only answers a heartbeat
                         self._on_commands(Commands(**json.loads(line)))
+
+    def _introduce(self) -> bytes:
+        """Answer the server's challenge. Return what came behind it."""
+        self._socket.settimeout(self._timeouts.lease_s)  # a server that is stopped meanwhile is no reason to give up
+        said = b""
+        while b"\n" not in said:
+            received = self._socket.recv(_CHUNK_BYTES)
+            if not received:
+                raise ConnectionError
+            said += received
+        challenge, _, unread = said.partition(b"\n")
+        self._socket.sendall(f"{self._member} {_proof(self._secret, challenge.decode(), self._member)}\n".encode())
+        return unread
 
     def _begin_interval(self) -> float:
         """Begin the wait for the next heartbeat. Return when it is due."""
@@ -325,16 +332,6 @@ class HeartbeatClient:
                 return True
             self._closing.wait(self._timeouts.heartbeat_s)
         return False
-
-
-def _read_first_line(connection: socket.socket) -> bytes:
-    line = b""
-    while b"\n" not in line:
-        received = connection.recv(_CHUNK_BYTES)
-        if not received:
-            raise ConnectionError("the coordinator has closed the connection for heartbeats")
-        line += received
-    return line
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Supervisor:
         self._told: _Told | None = None
         self._silent: set[str] = set()  # workers whose silence has been told
         self._aborted = (0, 0.0)  # an attempt that was ended because all hung, and for how long they had done so
+        self._hung: Counter[tuple[str, int]] = Counter()  # workers ended, by the phase and step that they hung in
         self._progress: dict[str, ProgressReport] = {}  # the newest of each worker
         self._stretches: dict[str, float] = {}  # how late each worker's heartbeats are
         self._compared: dict[str, ProgressReport] = {}  # at the last look for stragglers
@@ -238,8 +240,12 @@ class Supervisor:
             self._aborted = (attempt, hang.seconds)
             self._run.abort()
             return
+        # One after the other at the same place is more likely the step's samples than the workers.
+        place = (hang.phase, hang.step)
+        again = f", as {self._hung[place]} before it after step {hang.step}" if self._hung[place] else ""
         for name in hang.members:
-            self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s", "hang")
+            self._hung[place] += 1
+            self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", "hang")
 
     def _tell(self, hang: Hang, attempt: int, limit_s: float) -> None:
         told = events.Hang(

@@ -169,7 +169,8 @@ def serve_store(host: str) -> dist.TCPStore:
     """Serve a store for the members of one world, on one address of this machine."""
     # Torch's server asks nobody for anything, and lists its keys to whoever wants them, so no secret in their names
     # would help. All that can be done is to listen on one interface, which is the loopback where all workers are local.
-    listener = socket.create_server((host, 0), backlog=1024)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
     # It closes the descriptor that it is given.
     return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

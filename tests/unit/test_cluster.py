@@ -112,3 +112,20 @@ def test_where_no_ray_answers_one_error_says_so_soon(
             find_cluster("auto")
     assert "correct RAY_ADDRESS" in str(raised.value)
     assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        ({"CPU": 4.0, "GPU": 2.0}, "Ray: 192.0.2.10:6379, 2 nodes, 4 CPUs, 2 GPUs"),
+        ({"CPU": 1.0}, "Ray: 192.0.2.10:6379, 2 nodes, 4 CPUs (1 free), 2 GPUs (0 free)"),
+    ],
+)
+def test_the_first_line_says_what_a_command_will_wait_for(
+    monkeypatch: pytest.MonkeyPatch, free: dict[str, float], expected: str
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "GPU": 1.0}}] * 2
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
+    monkeypatch.setattr("ray.available_resources", lambda: free)
+    assert cluster.describe_cluster("192.0.2.10:6379") == expected

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from app.world.communicator import NcclCommunicator
-from app.world.groups import Groups, PeerLost
+from app.world.groups import Groups, PeerLost, serve_store
 
 SOON_S = 10.0
 
@@ -84,3 +87,20 @@ def test_a_process_that_cannot_abort_nccl_in_time_ends_itself(monkeypatch: pytes
     NcclCommunicator(group, lambda: may_end.wait(SOON_S), 0.05).abort()
     assert ended.wait(SOON_S)
     may_end.set()
+
+
+def test_a_store_listens_on_one_address_and_ends_with_its_last_reference() -> None:
+    store = serve_store("127.0.0.1")
+    port = store.port
+    own = [
+        each.laddr
+        for each in psutil.Process().net_connections("tcp")
+        if each.laddr.port == port and each.status == psutil.CONN_LISTEN
+    ]
+    assert [address.ip for address in own] == ["127.0.0.1"]
+    client = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=10))
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    del client, store
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
+        pass

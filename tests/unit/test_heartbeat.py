@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,9 +79,11 @@ class Ends:
 
     def join(self, name: str, address: str = "127.0.0.1") -> HeartbeatClient:
         """Another worker, without a cable."""
-        return HeartbeatClient(
-            Access((address, self.port), self.server.admit(name)), name, TIMEOUTS, dict, lambda _: None
-        )
+        met = threading.Event()
+        access = Access((address, self.port), self.server.admit(name))
+        client = HeartbeatClient(access, name, TIMEOUTS, dict, lambda _: met.set())
+        assert met.wait(SOON_S)
+        return client
 
 
 @pytest.fixture
@@ -305,3 +311,16 @@ def test_a_client_that_nobody_wants_back_counts_itself_out(ends: Ends, in_time: 
     assert ends.heard.get(timeout=SOON_S) is None
     assert ends.client.ended
     assert (time.monotonic() - began < TIMEOUTS.lease_s / 2) == in_time
+
+
+ALONE = ["unshare", "--map-root-user", "--net"]  # a network of its own, without being root
+
+
+def test_a_machine_that_answers_no_more_is_told_from_a_process_that_is_stopped() -> None:
+    if not shutil.which("ip") or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs ip, and a kernel that lets everybody have a network of his own")
+    command = [*ALONE, sys.executable, "-m", "tests.dist.partition"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout)
+    assert (found["stopped"], found["cut off"]) == (True, False)
+    assert found["cause"].startswith("not heard of for 1.")
