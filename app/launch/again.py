@@ -5,7 +5,8 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+import uuid
+from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn, Self
 
 from app.errors import TrainingError
@@ -18,6 +19,8 @@ _VARIABLE = "STEADFAST_CAME_BACK"
 class Comebacks:
     """How often this command has come back, and what it had been told by then."""
 
+    # Of its claim on the run, which it does not release: what is left of the former Ray may renew it for a moment.
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
     in_a_row: int = 0  # without a new step between two of them
     furthest_step: int = 0  # at the last one
     num_workers: tuple[int, int] | None = None  # bounds that `scale` has set

@@ -27,7 +27,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
-    ownership = Ownership.claim(directory.store)
+    ownership = Ownership.claim(directory.store, before.token)
     try:
         if not start_or_resume(config, directory, "ray", started_s, console.line):
             return 0
@@ -100,7 +100,6 @@ def _run(
         console.line(restarted.line())
         console.close()
         end_embedded()
-        ownership.release()
         after.come_back()
     finally:
         ray.shutdown()
