@@ -64,17 +64,23 @@ def _run(
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     importing.start()
-    address = connect(config, console.verbose)
+    try:
+        address = connect(config, console.verbose)
+    except Exception as error:
+        if before.cluster:
+            raise before.not_there(error) from error
+        raise
     importing.join()
 
     interrupts.on_abort = ray.shutdown
     # Again, because connecting has put Ray's own signal handlers in their place.
     interrupts.install()
     from app.orchestration.internals import end_embedded
-    from app.orchestration.trainer import Fit, RayDied, build_trainer, recovery_mode, start_coordinator
+    from app.orchestration.trainer import Fit, RayDied, build_trainer, head_host, recovery_mode, start_coordinator
 
     try:
         console.line(describe_cluster(address))
+        head_host()  # without it nothing can begin, and Ray would wait
         embedded = address == EMBEDDED
         if embedded and config.cluster.pip:
             console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
