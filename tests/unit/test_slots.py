@@ -29,5 +29,5 @@ def test_only_some_slots_wait_for_room_at_a_time_whatever_is_asked_for(count: in
         group._open(count)
         assert len(group._slots) == min(count, expected)
         for slot in group._slots:
-            slot.worker = object()  # type: ignore[assignment]
+            slot.worker = object()
     assert threading.active_count() - threads < 4 * _MOST_PENDING

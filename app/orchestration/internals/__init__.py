@@ -26,7 +26,7 @@ def without_idle_actors(callbacks: list[Any]) -> list[Any]:
 
 
 def dead_processes() -> set[str]:
-    """Return what of Ray has died: the "raylet" of this machine, and if this process has embedded it "gcs_server" too."""
+    """Return what of Ray has died: the "raylet" of this machine, and the "gcs_server" where Ray is embedded."""
     node = worker._global_node
     if node is None:
         return set()
