@@ -5,7 +5,8 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+import uuid
+from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn, Self
 
 from app.errors import TrainingError
@@ -18,6 +19,8 @@ _VARIABLE = "STEADFAST_CAME_BACK"
 class Comebacks:
     """How often this command has come back, and what it had been told by then."""
 
+    # Of its claim on the run, which it does not release: what is left of the former Ray may renew it for a moment.
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
     in_a_row: int = 0  # without a new step between two of them
     furthest_step: int = 0  # at the last one
     num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
@@ -33,10 +36,15 @@ class Comebacks:
     def check_cluster(self) -> None:
         """Raise TrainingError if the cluster on which this command has come to grief is still not there."""
         if self.cluster and not answers(self.cluster):
-            raise TrainingError(
-                f"the head of the cluster, {self.cluster}, does not answer any more. Start it again (ray up FILE, or "
-                "ray start --head), then give the same command again: it goes on from the newest checkpoint"
-            )
+            raise self.not_there("it does not answer any more")
+
+    def not_there(self, why: object) -> TrainingError:
+        """Return the error that says what to do where the cluster has not come back."""
+        return TrainingError(
+            f"the cluster at {self.cluster} cannot be joined again: {str(why).partition(chr(10))[0]}. Start its Ray "
+            "again (ray up FILE, or ray start on this machine), then give the same command again: it goes on from the "
+            "newest checkpoint"
+        )
 
     def after(self, step: int, num_workers: tuple[int, int] | None, cluster: str) -> Self:
         """Return the next record, for a command that has done `step` when it comes back once more."""

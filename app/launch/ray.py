@@ -27,7 +27,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
-    ownership = Ownership.claim(directory.store, say=console.line)
+    ownership = Ownership.claim(directory.store, before.token, say=console.line)
     try:
         if not start_or_resume(config, directory, "ray", started_s, console.line):
             return 0
@@ -62,18 +62,24 @@ def _run(
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     importing.start()
-    with interrupts.spared():
-        address = connect(config, console.verbose)
+    try:
+        with interrupts.spared():
+            address = connect(config, console.verbose)
+    except Exception as error:
+        if before.cluster:
+            raise before.not_there(error) from error
+        raise
     importing.join()
 
     interrupts.on_abort = ray.shutdown
     # Again, because connecting has put Ray's own signal handlers in their place.
     interrupts.install()
     from app.orchestration.internals import end_embedded
-    from app.orchestration.trainer import Fit, RayDied, build_trainer, recovery_mode, start_coordinator
+    from app.orchestration.trainer import Fit, RayDied, build_trainer, head_host, recovery_mode, start_coordinator
 
     try:
         console.line(describe_cluster(address))
+        head_host()  # without it nothing can begin, and Ray would wait
         embedded = address == EMBEDDED
         if embedded and config.cluster.pip:
             console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
@@ -99,7 +105,6 @@ def _run(
         console.line(restarted.line())
         console.close()
         end_embedded()
-        ownership.release()
         after.come_back()
     finally:
         ray.shutdown()

@@ -90,6 +90,16 @@ def start_coordinator(
     return named.remote(config.recovery, config.scaling, directory, ownership, expected)
 
 
+def head_host() -> str:
+    """Return the address of the head node, where the coordinator runs. Raises TrainingError if it is dead."""
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return str(node["NodeManagerAddress"])
+    raise TrainingError(
+        "the cluster's head node is dead. Start it again (ray up FILE, or ray start --head). " + _REMEDY
+    )
+
+
 def build_trainer(
     mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int
 ) -> TorchTrainer:
@@ -99,8 +109,7 @@ def build_trainer(
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
-    head = next(node for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
-    spec = WorkerSpec(config, directory, coordinator, head["NodeManagerAddress"], Path.cwd())
+    spec = WorkerSpec(config, directory, coordinator, head_host(), Path.cwd())
     # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
     directory.store.delete("checkpoint_manager_snapshot.json")
     return mode.trainer(

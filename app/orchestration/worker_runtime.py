@@ -1,6 +1,7 @@
 """The worker's side of a run on Ray: its `Runtime`, and the function that Ray Train calls in every worker."""
 
 import os
+import socket
 import traceback
 import uuid
 from dataclasses import asdict, dataclass, replace
@@ -157,8 +158,10 @@ class RayRuntime:
 
     def _form(self, place: WorldAssignment) -> World:
         try:
+            # A leader that has died refuses at once, and a TCPStore would go on trying for twice its time-out.
+            socket.create_connection(place.store, self._timeouts.silence_s).close()
             store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
         node = self._member.node
         return form_world(

@@ -1,6 +1,7 @@
 """Everything of Ray that is not public API. tests/cluster/test_internals.py fails first when an upgrade moves it."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +46,14 @@ def without_idle_actors(callbacks: list[Any]) -> list[Any]:
 
 
 def dead_processes() -> set[str]:
-    """Return which processes of the Ray that this one has embedded have died: "gcs_server", "raylet" and others."""
+    """Return what of Ray has died: the "raylet" of this machine, and the "gcs_server" where Ray is embedded."""
     node = worker._global_node
-    return {kind for kind, _ in node.dead_processes()} if node is not None else set()
+    if node is None:
+        return set()
+    dead = {kind for kind, _ in node.dead_processes()}
+    if not _listens(node.raylet_socket_name):
+        dead.add("raylet")
+    return dead
 
 
 def end_embedded() -> None:
@@ -59,6 +65,17 @@ def end_embedded() -> None:
     for each in workers:
         with contextlib.suppress(psutil.Error):
             each.kill()
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it has no time to accept
+            return True
+    return True
 
 
 def _is_rays(process: psutil.Process) -> bool:

@@ -1,0 +1,266 @@
+"""What the death of any one process costs: steps that are done again, and seconds until the next new step.
+
+python -m tests.benchmarks.deaths --rounds 5
+
+Three workers on two real raylets of one machine, beside a head that trains nothing; then a run with a Ray of its own,
+whose raylet and GCS are killed. Each round kills each kind of process once, by SIGKILL, in a run that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from tests.benchmarks.statistics import table
+from tests.chaos import processes
+from tests.command import Command, Running, descendants, is_alive
+
+WORLD_SIZE = 3
+STRATEGIES = ("ddp", "fsdp")
+_WORDS = ["run.steps=10000000", "logging.every_steps=1000", "trackers=[]", "validation.every=null"]
+_STORE_BYTES = 80 * 2**20
+_BETWEEN_STEPS = 60  # that a run trains before the next death
+_LIMIT_S = 240.0
+
+
+@dataclass
+class Nodes:
+    """A head without room for workers, and two nodes with room for two each. `running` is what runs there now."""
+
+    command: Command
+    words: list[str]
+    running: Running = field(init=False)
+
+    def __post_init__(self) -> None:
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            self.add()
+        self.start()
+
+    def add(self) -> None:
+        self.cluster.add_node(num_cpus=2, object_store_memory=_STORE_BYTES)
+
+    def start(self) -> None:
+        self.running = self.command.start(*_WORDS, *self.words, f"cluster.address={self.cluster.address}")
+
+    def workers(self) -> dict[int, list[int]]:
+        """Return the pids of the workers below each raylet."""
+        raylets = [pid for pid, title in descendants(os.getpid()) if "raylet/raylet " in title]
+        return {raylet: _below(raylet, "SlotWorker") for raylet in raylets}
+
+    def of_one_node(self) -> tuple[int, list[int]]:
+        """Return a node that holds workers, the first of them if both do: its raylet, and its workers."""
+        return next((raylet, pids) for raylet, pids in self.workers().items() if pids)
+
+    def replace_lost(self) -> None:
+        """Take the node whose raylet is dead out of the cluster, and put a new one in its place."""
+        for node in list(self.cluster.worker_nodes):
+            if "raylet" in {kind for kind, _ in node.dead_processes()}:
+                self.cluster.remove_node(node, allow_graceful=False)
+                self.add()
+
+    def close(self) -> None:
+        self.running.end()
+        self.cluster.shutdown()
+
+
+def a_worker(nodes: Nodes) -> float:
+    return kill(nodes.of_one_node()[1][0])
+
+
+def all_workers_of_a_node(nodes: Nodes) -> float:
+    return kill(*nodes.of_one_node()[1])
+
+
+def all_workers(nodes: Nodes) -> float:
+    return kill(*(pid for pids in nodes.workers().values() for pid in pids))
+
+
+def the_last_survivor(nodes: Nodes) -> float:
+    """Kill all but one, and that one as soon as it trains alone: others are starting."""
+    survivor, *others = [pid for pids in nodes.workers().values() for pid in pids]
+    kill(*others)
+
+    def alone() -> bool:  # or taken for dead itself, on a machine that is busy with the newcomers
+        return nodes.running.history.lines[-1]["world_size"] == 1 or not is_alive(survivor)
+
+    nodes.running.wait_until(alone, "a world of one", _LIMIT_S)
+    return kill(survivor)
+
+
+def coordinator(nodes: Nodes) -> float:
+    told = _num_restarted(nodes.running)
+    killed_s = kill(*_below(os.getpid(), "ray::Coordinator"))
+    nodes.running.wait_until(lambda: _num_restarted(nodes.running) > told, "another coordinator", _LIMIT_S)
+    return killed_s
+
+
+def controller(nodes: Nodes) -> float:
+    return kill(*_below(os.getpid(), "ray::SlotController"))
+
+
+def driver(nodes: Nodes) -> float:
+    killed_s = kill(nodes.running.process.pid)
+    nodes.running.process.wait()
+    nodes.start()
+    return killed_s
+
+
+def raylet_of_a_node(nodes: Nodes) -> float:
+    killed_s = kill(nodes.of_one_node()[0])
+    nodes.replace_lost()
+    return killed_s
+
+
+def a_node(nodes: Nodes) -> float:
+    raylet, workers = nodes.of_one_node()
+    killed_s = kill(raylet, *workers)
+    nodes.replace_lost()
+    return killed_s
+
+
+# What is killed -> how, and whether a person gives the command again.
+KINDS: dict[str, tuple[Callable[[Nodes], float], bool]] = {
+    "worker": (a_worker, False),
+    "all workers of a node": (all_workers_of_a_node, False),
+    "all workers": (all_workers, False),
+    "last survivor, while newcomers start": (the_last_survivor, False),
+    "coordinator": (coordinator, False),
+    "controller": (controller, False),
+    "driver": (driver, True),
+    "raylet of a worker's node": (raylet_of_a_node, False),
+    "node": (a_node, False),
+}
+OWN = {"raylet of an embedded Ray": "raylet/raylet", "GCS of an embedded Ray": "gcs_server"}
+
+
+@dataclass(frozen=True)
+class Death:
+    seconds: float  # from the kill to the end of the first step that had not been done before
+    redone: int
+
+
+def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
+    words = [f"parallel.kind={kind}", f"scaling.num_workers=[1,{WORLD_SIZE}]", f"checkpoint.every={every}"]
+    nodes = Nodes(Command(folder, name=kind), words)
+    found: dict[str, list[Death]] = {}
+    try:
+        for _ in range(rounds):
+            for name in names:
+                if name in KINDS:
+                    _train(nodes.running, WORLD_SIZE)
+                    death = _measured(lambda: nodes.running, lambda name=name: KINDS[name][0](nodes))  # type: ignore[misc]
+                    found.setdefault(name, []).append(death)
+                    print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
+    except Exception:  # what has been measured is worth showing
+        traceback.print_exc()
+    finally:
+        nodes.close()
+    return found
+
+
+def measure_embedded(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
+    words = [f"parallel.kind={kind}", f"scaling.num_workers={WORLD_SIZE}", f"checkpoint.every={every}"]
+    found: dict[str, list[Death]] = {}
+    wanted = [name for name in OWN if name in names]
+    if not wanted:
+        return found
+    running = Command(folder, name=f"{kind}-embedded").start(*_WORDS, *words)
+    try:
+        for _ in range(rounds):
+            for name in wanted:
+                _train(running, WORLD_SIZE)
+                victims = _below(running.process.pid, OWN[name])
+                death = _measured(lambda: running, lambda victims=victims: kill(*victims))  # type: ignore[misc]
+                found.setdefault(name, []).append(death)
+                print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        running.end()
+    return found
+
+
+def _train(running: Running, world_size: int) -> None:
+    """Wait until all workers have trained together for some steps."""
+
+    def together() -> bool:
+        lines = running.history.lines[-_BETWEEN_STEPS:]
+        sizes = {(line["attempt"], line["world_size"]) for line in lines}
+        return len(lines) == _BETWEEN_STEPS and len(sizes) == 1 and sizes.pop()[1] == world_size
+
+    running.wait_until(together, f"{_BETWEEN_STEPS} steps of {world_size} workers", _LIMIT_S)
+
+
+def _measured(running: Callable[[], Running], strike: Callable[[], float]) -> Death:
+    """Kill, and wait for the first new step after it."""
+    lost = running().history.num_lost
+    killed_s = strike()
+    last = _last_before(running(), killed_s)
+    running().wait_until(lambda: bool(_after(running(), last, killed_s)), f"a step beyond {last}", _LIMIT_S)
+    first = _after(running(), last, killed_s)[0]
+    time.sleep(2.0)  # a second restore may follow, as newcomers join
+    return Death(first["time_s"] - killed_s, running().history.num_lost - lost)
+
+
+def _last_before(running: Running, until_s: float) -> int:
+    """Return the furthest step that had ended by then."""
+    return max(int(line["step"]) for line in running.history.lines if line["time_s"] <= until_s)
+
+
+def _after(running: Running, step: int, since_s: float) -> list[dict[str, Any]]:
+    return [line for line in running.history.lines if line["step"] > step and line["time_s"] > since_s]
+
+
+def kill(*pids: int) -> float:
+    """Kill processes. Return when, as Unix time."""
+    killed_s = time.time()
+    for pid in pids:
+        processes.send(pid, signal.SIGKILL)
+    return killed_s
+
+
+def _num_restarted(running: Running) -> int:
+    return sum(event["event"] == "process_restarted" for event in running.events)
+
+
+def _below(root: int, title: str) -> list[int]:
+    return [pid for pid, name in descendants(root) if title in name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--every", default="1 minutes", help="checkpoint.every")
+    parser.add_argument("--only", nargs="+", default=[*KINDS, *OWN], metavar="KIND")
+    options = parser.parse_args()
+    processes.adopt_orphans()
+    rows = [["what is killed", "strategy", "steps redone", "seconds", "all seconds", "goes on"]]
+    with tempfile.TemporaryDirectory(prefix="deaths-") as folder:
+        os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        for kind in options.strategies:
+            given = Path(folder), kind, options.every, options.rounds, options.only
+            for name, deaths in {**measure_nodes(*given), **measure_embedded(*given)}.items():
+                seconds = [death.seconds for death in deaths]
+                by = "by hand: the same command" if KINDS.get(name, (None, False))[1] else "by itself"
+                redone = median(death.redone for death in deaths)
+                each = " ".join(f"{each:.1f}" for each in seconds)
+                rows.append([name, kind, f"{redone:g}", f"{median(seconds):.2f}", each, by])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
