@@ -40,15 +40,17 @@ class AtRisk(NamedTuple):
 
     worker: int
     workers_of_node: int  # all processes of it; the machine stays
+    workers: int  # all of them; the machines stay
     node: int
     everything: int  # but storage
 
     @classmethod
     def of(cls, step: int, newest: int, committed: int, replicated: bool, num_ranks: int, num_nodes: int) -> Self:
         """Return what a loss after `step` costs, with the `newest` state in node memory and one `committed`."""
-        risk = cls(step - newest, step - newest, step - committed, step - committed)
+        in_memory = step - newest
+        risk = cls(in_memory, in_memory, in_memory, step - committed, step - committed)
         if num_nodes > 1:
-            risk = risk._replace(node=step - newest)
+            risk = risk._replace(node=in_memory)
         # Of a replicated state each rank has all.
         if replicated and num_ranks > 1:
             risk = risk._replace(worker=0)

@@ -79,12 +79,14 @@ class Costs:
                 self._sharded = True
             case events.Checkpoint(step=step):
                 self._saved = max(self._saved, step)
+            case events.Log(step=step, at_risk={"workers": int(lost_steps)}):
+                self._saved = max(self._saved, step - lost_steps)
             case events.AttemptStarted():
                 self._reform_s.append(event.formed_s + event.built_s + event.restored_s + event.first_step_s)
                 del self._reform_s[:-_REMEMBERED]
                 self._first = None
                 self._step = event.step
-                if event.source in ("checkpoint", "start"):
+                if event.source in ("checkpoint", "snapshot", "start"):
                     self._saved = event.step
 
     def reached(self, step: int, now_s: float) -> None:

@@ -313,13 +313,14 @@ class AtRisk(Event):
     """What a loss would cost now, in finished steps that would be done again: told once an attempt."""
 
     wording = (
-        "a loss now would cost, in steps: a worker {worker}, all workers of a node {workers_of_node}, a node {node}, "
-        "everything {everything}"
+        "a loss now would cost, in steps: a worker {worker}, all workers of a node {workers_of_node}, all workers "
+        "{workers}, a node {node}, everything {everything}"
     )
 
     step: int
     worker: int
     workers_of_node: int  # all processes of it; the machine stays
+    workers: int  # all of them; the machines stay
     node: int
     everything: int  # but storage
 

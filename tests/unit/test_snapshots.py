@@ -12,12 +12,12 @@ from app.config import Every
 @pytest.mark.parametrize(
     ("replicated", "num_ranks", "num_nodes", "expected"),
     [
-        (True, 1, 1, AtRisk(3, 3, 60, 60)),
-        (True, 2, 1, AtRisk(0, 3, 60, 60)),
-        (True, 2, 2, AtRisk(0, 0, 0, 60)),
-        (False, 1, 1, AtRisk(3, 3, 60, 60)),
-        (False, 2, 1, AtRisk(3, 3, 60, 60)),
-        (False, 4, 2, AtRisk(3, 3, 3, 60)),
+        (True, 1, 1, AtRisk(3, 3, 3, 60, 60)),
+        (True, 2, 1, AtRisk(0, 3, 3, 60, 60)),
+        (True, 2, 2, AtRisk(0, 0, 3, 0, 60)),
+        (False, 1, 1, AtRisk(3, 3, 3, 60, 60)),
+        (False, 2, 1, AtRisk(3, 3, 3, 60, 60)),
+        (False, 4, 2, AtRisk(3, 3, 3, 3, 60)),
     ],
 )
 def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(

@@ -7,6 +7,7 @@ import pytest
 from app.faults.verdicts import Costs, Guess, Price, patience_s
 from app.run import events
 from app.world.lateness import Lateness
+from tests.unit.test_events import LOG
 
 STALL_S = 60.0
 CHEAP = Price(reform_s=2.0)
@@ -78,6 +79,14 @@ def test_the_last_holder_costs_the_steps_since_the_newest_checkpoint_and_one_of_
     costs.record(started(40, "checkpoint", seconds=3.0))
     assert costs.price(["b"], ["b"]).lost_steps == 1
     assert Costs().price(["b"], ["b"]).lost_steps == 0
+
+
+def test_a_copy_in_node_memory_outlives_the_last_holder() -> None:
+    costs = Costs()
+    costs.record(started(0, "start"))
+    costs.reached(50, now_s=110.0)
+    costs.record(LOG.model_copy(update={"step": 48, "at_risk": {"workers": 5, "everything": 48}}))
+    assert costs.price(["b"], ["b"]).lost_steps == 7
 
 
 def test_sharded_state_is_lost_with_any_member() -> None:
