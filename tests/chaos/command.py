@@ -30,7 +30,6 @@ from tests.chaos.contenders import OURS, TORCHRUN, Contender
 from tests.chaos.drills import Drills, Stream
 from tests.chaos.loop import Job
 from tests.chaos.matrix import CLAIMS, FAULTS, NUM_STEPS, SNAPSHOT_STEPS, TRAINING
-from tests.chaos.pace import set_pace
 from tests.chaos.report import Line, Row, broken, only_stalls, table
 from tests.chaos.yardstick import Yardstick
 
@@ -120,9 +119,7 @@ class Matrix:
             self.tried.append(fault.name)
             for each in order:  # what is begun is done with all of them
                 each.drill(fault, partial(self._is_near, rivals[0]) if each is ours else lambda _: False)
-        self._say("all go on to their end, beside undisturbed runs to compare with")
-        for each in order:
-            set_pace(each.pace, None)
+        self._say("undisturbed runs to compare with, then all go on to their end")
         for each in references:
             each.contender.start()
         for each in references:
