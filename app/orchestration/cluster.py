@@ -37,6 +37,12 @@ _ANSWER_S = 10.0  # in which a cluster that was named must answer
 _ADDRESS = re.compile(r"(?:ray://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})/?")
 # The first bytes of any client of gRPC: HTTP/2's preface, and its settings, none. A server answers with its own.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+# Who says where the cluster is -> how to say otherwise.
+_CORRECT = {
+    "cluster.address": "in the configuration",
+    "RAY_ADDRESS": "in the environment",
+    "ray_current_cluster": "in /tmp/ray, by ray stop, and ray start where it belongs to a cluster",
+}
 _SETTINGS = 4  # the type of that frame, the fourth byte of its head
 
 
@@ -78,9 +84,12 @@ def find_cluster(wanted: str) -> str | None:
     if named == "local":
         return None
     if named == "auto":
-        # What `ray start` wrote down may be left of a cluster that was killed.
         found = current_cluster()
-        return found if found is not None and _answers(found, within_s=0.0) else None
+        # What `ray start` wrote down may be left of a cluster that was killed. One that is only slow must not be taken
+        # for that: the run would train on the head alone.
+        if found is None or _refuses(found):
+            return None
+        named, by = found, "ray_current_cluster"
     if not _ADDRESS.fullmatch(named):
         raise UsageError(
             f"{by}={named} is no address: it must be HOST:PORT, as `ray start --head` prints it, auto or local"
@@ -88,17 +97,31 @@ def find_cluster(wanted: str) -> str | None:
     if not _answers(named, _ANSWER_S):
         raise UsageError(
             f"{by}={named}: no Ray answers there after {_ANSWER_S:g} s. Start it (ray start --head --port=6379), open "
-            f"the port, correct {by}, or train on this machine alone with cluster.address=local"
+            f"the port, correct {by} ({_CORRECT[by]}), or train on this machine alone with cluster.address=local"
         )
     return named
 
 
+def _refuses(address: str) -> bool:
+    """Return whether nothing listens at an address, as its machine says."""
+    host, port = _split(address)
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _split(address: str) -> tuple[str, int]:
+    match = _ADDRESS.fullmatch(address)
+    return (match[1].strip("[]"), int(match[2])) if match else ("", 0)
+
+
 def _answers(address: str, within_s: float) -> bool:
     """Return whether a server of gRPC listens at an address, tried at least once."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        return False
-    host, port = match[1].strip("[]"), int(match[2])
+    host, port = _split(address)
     until_s = time.monotonic() + within_s
     while True:
         # Ray's own client would warn for a minute.

@@ -210,6 +210,7 @@ async def _simulate(clock: Clock, hours: float, hangs: int, seed: int) -> int:
         simulation.run_step()
     lasted_s = clock.now_s - began_s
     alarms = sum(len(simulation.told(name)) for name in _ENDING)
+    await simulation.subject.close()
     named_s, ended_s = [], []
     for number in range(hangs):
         hung = await begin(clock, seed + 1 + number)
@@ -219,6 +220,7 @@ async def _simulate(clock: Clock, hours: float, hangs: int, seed: int) -> int:
         assert found["ranks"] == (number % len(_NAMES),)
         named_s.append(found["seconds"])
         ended_s.append(clock.now_s - injected_s)
+        await hung.subject.close()
     rows = [["what", "count"], ["hours", f"{lasted_s / 3600:.1f}"], ["steps", f"{simulation.step}"]]
     rows += [[what, str(count)] for what, count in sorted(simulation.strange.items())]
     rows += [[f"told: {name}", str(len(simulation.told(name)))] for name in ("hang", "hang_over", "silent")]

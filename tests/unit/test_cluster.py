@@ -74,6 +74,13 @@ def test_what_is_left_of_a_cluster_that_was_killed_does_not_count(tmp_path: Path
     assert find_cluster("auto") is None
 
 
+def test_a_cluster_that_is_only_slow_is_not_taken_for_one_that_was_killed(tmp_path: Path) -> None:
+    with serve(SSH) as address:
+        written_down(tmp_path, address)
+        with pytest.raises(UsageError, match=r"ray_current_cluster=.*ray stop"):
+            find_cluster("auto")
+
+
 def test_the_variable_comes_before_it_and_the_configuration_before_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
