@@ -18,7 +18,7 @@ from app.launch.again import Comebacks
 before = Comebacks.of_this_process()
 print(before.in_a_row, before.furthest_step, before.num_workers, sys.argv[1:], flush=True)
 if before.in_a_row < 2:
-    before.after(step=7, num_workers=(1, 2) if before.in_a_row == 0 else None, cluster="").come_back()
+    before.after("Ray", 7, (1, 2) if before.in_a_row == 0 else None).come_back()
 print(before.token)
 """
 
@@ -32,17 +32,24 @@ def test_the_next_process_is_the_same_one_with_the_same_words_and_knows_of_the_l
 
 
 def test_a_new_step_between_two_begins_the_count_anew() -> None:
-    first = Comebacks().after(5, None, "")
-    assert first.after(5, None, "").in_a_row == 2
-    assert first.after(6, None, "").in_a_row == 1
-    assert first.after(6, None, "").token == first.token
+    first = Comebacks().after("Ray", 5)
+    assert first.after("Ray", 5).in_a_row == 2
+    assert first.after("Ray", 6).in_a_row == 1
+    assert first.after("Ray", 6).token == first.token
+
+
+def test_one_that_has_come_back_too_often_says_what_has_died_and_what_to_do() -> None:
+    twice = Comebacks().after("Ray's GCS", 5).after("Ray's GCS", 5)
+    twice.check(2)
+    with pytest.raises(TrainingError, match=r"Ray's GCS has died 2 times and no step beyond 5; recovery allows 1"):
+        twice.check(1)
 
 
 def test_a_cluster_that_does_not_answer_is_told_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         address = f"127.0.0.1:{there.getsockname()[1]}"
-        Comebacks(cluster=address).check_cluster()
+        Comebacks(cluster=address).check(0)
     with pytest.raises(TrainingError, match=r"Start its Ray again .* then give the same command again"):
-        Comebacks(cluster=address).check_cluster()
-    Comebacks().check_cluster()
+        Comebacks(cluster=address).check(0)
+    Comebacks().check(0)
     assert "STEADFAST_CAME_BACK" not in os.environ
