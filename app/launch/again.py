@@ -21,6 +21,7 @@ class Comebacks:
 
     # Of its claim on the run, which it does not release: what is left of the former Ray may renew it for a moment.
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    what: str = ""  # had died
     in_a_row: int = 0  # without a new step between two of them
     furthest_step: int = 0  # at the last one
     num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
@@ -33,8 +34,14 @@ class Comebacks:
         bounds = record.pop("num_workers", None)
         return cls(**record, num_workers=tuple(bounds) if bounds else None)
 
-    def check_cluster(self) -> None:
-        """Raise TrainingError if the cluster on which this command has come to grief is still not there."""
+    def check(self, allowed: int) -> None:
+        """Raise TrainingError if the command has come back more often than is `allowed`, or its cluster has not."""
+        if self.in_a_row > allowed:
+            raise TrainingError(
+                f"{self.what} has died {self.in_a_row} times and no step beyond {self.furthest_step}; recovery allows "
+                f"{allowed} in a row. Give the same command again: it goes on from the newest checkpoint. -v shows "
+                "Ray's own messages"
+            )
         if self.cluster and not answers(self.cluster):
             raise self.not_there("it does not answer any more")
 
@@ -46,11 +53,12 @@ class Comebacks:
             "newest checkpoint"
         )
 
-    def after(self, step: int, num_workers: tuple[int, int] | None, cluster: str) -> Self:
+    def after(self, what: str, step: int, num_workers: tuple[int, int] | None = None, cluster: str = "") -> Self:
         """Return the next record, for a command that has done `step` when it comes back once more."""
         in_a_row = self.in_a_row if step <= self.furthest_step else 0
         return replace(
             self,
+            what=what,
             in_a_row=in_a_row + 1,
             furthest_step=max(step, self.furthest_step),
             num_workers=num_workers or self.num_workers,

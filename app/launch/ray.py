@@ -6,6 +6,7 @@ from functools import partial
 from importlib import import_module
 
 from app.config import Config
+from app.errors import SteadfastError
 from app.launch.again import Comebacks
 from app.launch.resume import let_go, start_or_resume
 from app.run import events
@@ -23,7 +24,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         ResourcesMissing: the cluster has no room for the smallest number of workers.
     """
     before = Comebacks.of_this_process()
-    before.check_cluster()
+    before.check(config.recovery.max_failures)
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # Before anything in the directory is read, which another command might change.
@@ -68,7 +69,10 @@ def _run(
     except Exception as error:
         if before.cluster:
             raise before.not_there(error) from error
-        raise
+        if not before.in_a_row or isinstance(error, SteadfastError):
+            raise
+        # On a busy machine an embedded Ray may need longer for its start than it allows itself.
+        before.after("Ray", before.furthest_step).come_back()
     importing.join()
 
     interrupts.on_abort = ray.shutdown
@@ -97,14 +101,12 @@ def _run(
         limit = config.recovery.max_failures
         return Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster).result()
     except RayDied as died:
-        after = before.after(died.step, died.num_workers, died.cluster)
-        if after.in_a_row > config.recovery.max_failures:
-            raise
         restarted = events.ProcessRestarted(process=died.what, follows="the command starts again from the newest state")
         directory.record(restarted)
         console.line(restarted.line())
         console.close()
         end_embedded()
-        after.come_back()
+        # Also where it has died too often: a process in which Ray has died may wait for it at its end.
+        before.after(died.what, died.step, died.num_workers, died.cluster).come_back()
     finally:
         ray.shutdown()

@@ -144,7 +144,7 @@ class RayDied(TrainingError):
     """Ray has died under the run. What ends here can begin anew."""
 
     def __init__(self, what: str, step: int, num_workers: tuple[int, int] | None, cluster: str) -> None:
-        super().__init__(f"{what} has died again and again, without a new step. {_REMEDY}")
+        super().__init__(f"{what} has died. {_REMEDY}")
         self.what = what
         self.step = step  # the last one that was done
         self.num_workers = num_workers  # bounds that `scale` has set

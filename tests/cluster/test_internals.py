@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 import ray._private.state
 from ray._private import services, utils, worker
+from ray._private.node import Node
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
-from app.orchestration.internals import current_cluster, on_loopback, remember_head, without_idle_actors
+from app.orchestration.internals import (
+    current_cluster,
+    dead_processes,
+    on_loopback,
+    remember_head,
+    without_idle_actors,
+)
 from app.orchestration.internals.slots import find_incompatibility
 
 
@@ -36,6 +44,20 @@ def test_the_list_of_nodes_that_go_can_be_read_and_added_to() -> None:
     assert not inspect.signature(ray._private.state.state.get_draining_nodes).parameters
     assert callable(InnerGcsClient.drain_node)  # which GcsClient hands on to
     assert autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+
+
+def test_ray_that_a_process_has_embedded_can_be_looked_at_and_killed() -> None:
+    assert hasattr(worker, "_global_node")
+    assert list(inspect.signature(Node.dead_processes).parameters) == ["self"]
+    assert list(inspect.signature(Node.kill_all_processes).parameters) == [
+        "self",
+        "check_alive",
+        "allow_graceful",
+        "wait",
+    ]
+    assert isinstance(Node.raylet_socket_name, property)
+    assert (PROCESS_TYPE_RAYLET, PROCESS_TYPE_GCS_SERVER) == ("raylet", "gcs_server")
+    assert dead_processes() == set(), "there is none"
 
 
 def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(

@@ -66,6 +66,8 @@ BAD = [
      "found [4, 2]"),
     ("scaling: {num_workers: [4]}", "x.yaml:1: scaling.num_workers.1: missing"),
     ("scaling: {num_workers: [0, 2]}", "x.yaml:1: scaling.num_workers.0: must be greater than 0, found 0"),
+    ("scaling:\n  num_workers: 9", "x.yaml:2: scaling.num_workers: at least 9 workers have only 6 microbatches in a "
+     "global batch; ask for fewer, or lower batch.microbatch_size"),
     ("batch: {global_size: 4}", "x.yaml:1: batch.microbatch_size: must be at most batch.global_size (4), found 8"),
     ("batch: {balance: sped}", "x.yaml:1: batch.balance: must be 'even' or 'speed', found \"sped\"; nearest is speed"),
     ("batch: {balance: {A100: 0}}", "x.yaml:1: batch.balance.A100: must be greater than 0, found 0"),
