@@ -214,6 +214,7 @@ def _measured(running: Callable[[], Running], strike: Callable[[], float], resta
     _train(running(), killed_s)
 
     furthest = max(int(line["step"]) for line in running().history.lines if line["time_s"] <= killed_s)
+    running().wait_until(lambda: running().history.last_step > furthest, "a new step", _LIMIT_S)
     ends_s = [killed_s]
     for line in running().history.lines:
         if line["time_s"] > killed_s and line["step"] > furthest:
