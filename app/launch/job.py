@@ -11,7 +11,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from app.config import Config
 from app.config.variables import taken_variables
-from app.errors import UsageError
+from app.errors import TrainingError, UsageError
 from app.launch.handover import taking, write_variables
 from app.run.directory import RunDirectory
 from app.run.interrupts import EXIT_STOPPED
@@ -37,7 +37,13 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
     if job is None:
         job = _submit(client, config, run, arguments, variables)
     print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
-    return asyncio.run(_follow(client, job))
+    try:
+        return asyncio.run(_follow(client, job))
+    except (OSError, RuntimeError) as error:  # of requests, and of the websocket
+        raise TrainingError(
+            "the connection to the head was lost. What runs there goes on, and the same command shows it. If the head "
+            "is gone, start it again (ray up FILE, or ray start --head): the same command then resumes the run"
+        ) from error
 
 
 def _submit(

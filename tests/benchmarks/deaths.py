@@ -1,4 +1,4 @@
-"""What the death of any one process costs: steps that are done again, and seconds until the next new step.
+"""What the death of any one process costs: steps that are done again, and seconds without a new step.
 
 python -m tests.benchmarks.deaths --rounds 5
 
@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ray.cluster_utils import Cluster
 
@@ -101,14 +102,11 @@ def the_last_survivor(nodes: Nodes) -> float:
 
 
 def coordinator(nodes: Nodes) -> float:
-    told = _num_restarted(nodes.running)
-    killed_s = kill(*_below(os.getpid(), "ray::Coordinator"))
-    nodes.running.wait_until(lambda: _num_restarted(nodes.running) > told, "another coordinator", _LIMIT_S)
-    return killed_s
+    return _kill_below(os.getpid(), "ray::Coordinator")
 
 
 def controller(nodes: Nodes) -> float:
-    return kill(*_below(os.getpid(), "ray::SlotController"))
+    return _kill_below(os.getpid(), "ray::SlotController")
 
 
 def driver(nodes: Nodes) -> float:
@@ -143,12 +141,13 @@ KINDS: dict[str, tuple[Callable[[Nodes], float], bool]] = {
     "raylet of a worker's node": (raylet_of_a_node, False),
     "node": (a_node, False),
 }
+RESTARTED = ("coordinator", "controller")
 OWN = {"raylet of an embedded Ray": "raylet/raylet", "GCS of an embedded Ray": "gcs_server"}
 
 
 @dataclass(frozen=True)
 class Death:
-    seconds: float  # from the kill to the end of the first step that had not been done before
+    seconds: float  # longest time in which no step ended that had not been done before
     redone: int
 
 
@@ -160,8 +159,8 @@ def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[
         for _ in range(rounds):
             for name in names:
                 if name in KINDS:
-                    _train(nodes.running, WORLD_SIZE)
-                    death = _measured(lambda: nodes.running, lambda name=name: KINDS[name][0](nodes))  # type: ignore[misc]
+                    strike, restarts = partial(KINDS[name][0], nodes), name in RESTARTED
+                    death = _measured(lambda: nodes.running, strike, restarts)
                     found.setdefault(name, []).append(death)
                     print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
     except Exception:  # what has been measured is worth showing
@@ -181,9 +180,8 @@ def measure_embedded(folder: Path, kind: str, every: str, rounds: int, names: li
     try:
         for _ in range(rounds):
             for name in wanted:
-                _train(running, WORLD_SIZE)
-                victims = _below(running.process.pid, OWN[name])
-                death = _measured(lambda: running, lambda victims=victims: kill(*victims))  # type: ignore[misc]
+                strike = partial(_kill_below, running.process.pid, OWN[name])
+                death = _measured(lambda: running, strike, restarts=True)
                 found.setdefault(name, []).append(death)
                 print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
     except Exception:
@@ -193,35 +191,37 @@ def measure_embedded(folder: Path, kind: str, every: str, rounds: int, names: li
     return found
 
 
-def _train(running: Running, world_size: int) -> None:
-    """Wait until all workers have trained together for some steps."""
+def _train(running: Running, since_s: float = 0.0) -> None:
+    """Wait until all workers have trained together for some steps, and that after a Unix time."""
 
     def together() -> bool:
-        lines = running.history.lines[-_BETWEEN_STEPS:]
+        lines = [line for line in running.history.lines[-_BETWEEN_STEPS:] if line["time_s"] > since_s]
         sizes = {(line["attempt"], line["world_size"]) for line in lines}
-        return len(lines) == _BETWEEN_STEPS and len(sizes) == 1 and sizes.pop()[1] == world_size
+        return len(lines) == _BETWEEN_STEPS and len(sizes) == 1 and sizes.pop()[1] == WORLD_SIZE
 
-    running.wait_until(together, f"{_BETWEEN_STEPS} steps of {world_size} workers", _LIMIT_S)
+    running.wait_until(together, f"{_BETWEEN_STEPS} steps of {WORLD_SIZE} workers", _LIMIT_S)
 
 
-def _measured(running: Callable[[], Running], strike: Callable[[], float]) -> Death:
-    """Kill, and wait for the first new step after it."""
+def _measured(running: Callable[[], Running], strike: Callable[[], float], restarts: bool) -> Death:
+    """Kill, wait until all workers train together again, and look back. `restarts`: a process is started again."""
+    _train(running())
     lost = running().history.num_lost
+    told = _num_restarted(running())
     killed_s = strike()
-    last = _last_before(running(), killed_s)
-    running().wait_until(lambda: bool(_after(running(), last, killed_s)), f"a step beyond {last}", _LIMIT_S)
-    first = _after(running(), last, killed_s)[0]
-    time.sleep(2.0)  # a second restore may follow, as newcomers join
-    return Death(first["time_s"] - killed_s, running().history.num_lost - lost)
+    if restarts:
+        running().wait_until(lambda: _num_restarted(running()) > told, "the restart", _LIMIT_S)
+        _train(running(), time.time())
+    _train(running(), killed_s)
 
-
-def _last_before(running: Running, until_s: float) -> int:
-    """Return the furthest step that had ended by then."""
-    return max(int(line["step"]) for line in running.history.lines if line["time_s"] <= until_s)
-
-
-def _after(running: Running, step: int, since_s: float) -> list[dict[str, Any]]:
-    return [line for line in running.history.lines if line["step"] > step and line["time_s"] > since_s]
+    furthest = max(int(line["step"]) for line in running().history.lines if line["time_s"] <= killed_s)
+    running().wait_until(lambda: running().history.last_step > furthest, "a new step", _LIMIT_S)
+    ends_s = [killed_s]
+    for line in running().history.lines:
+        if line["time_s"] > killed_s and line["step"] > furthest:
+            furthest = line["step"]
+            ends_s.append(line["time_s"])
+    longest_s = max(later - earlier for earlier, later in pairwise(ends_s))
+    return Death(longest_s, running().history.num_lost - lost)
 
 
 def kill(*pids: int) -> float:
@@ -234,6 +234,10 @@ def kill(*pids: int) -> float:
 
 def _num_restarted(running: Running) -> int:
     return sum(event["event"] == "process_restarted" for event in running.events)
+
+
+def _kill_below(root: int, title: str) -> float:
+    return kill(*_below(root, title))
 
 
 def _below(root: int, title: str) -> list[int]:

@@ -1,0 +1,32 @@
+"""A command that follows a job, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray.job_submission import JobStatus
+
+from app.config import Config, RunConfig
+from app.errors import TrainingError
+from app.launch import job as subject
+from app.run.directory import RunDirectory
+
+
+def test_a_head_that_is_gone_is_told_in_one_message_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(run=RunConfig(storage=str(tmp_path)))
+    metadata = {"run": RunDirectory.of(config).uri}
+
+    async def tail(_: str) -> AsyncIterator[str]:
+        yield "step 10\n"
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    under_way = SimpleNamespace(metadata=metadata, status=JobStatus.RUNNING, submission_id="run-1")
+    client = SimpleNamespace(list_jobs=lambda: [under_way], tail_job_logs=tail)
+    monkeypatch.setattr(subject, "JobSubmissionClient", lambda: client)
+    with pytest.raises(TrainingError, match=r"connection to the head was lost\. .* the same command then resumes"):
+        subject.run_as_job(config, [])
