@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class World:
 
     def told(self) -> list[tuple[Any, ...]]:
         """Return the events about hangs, silence and failures so far."""
+        with contextlib.suppress(RuntimeError):  # it is closed: all is written
+            self.subject._journal._thread.submit(int).result()  # events are written in their order
         found: list[tuple[Any, ...]] = []
         for line in event_lines(self.directory):
             match line["event"]:
