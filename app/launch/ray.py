@@ -58,23 +58,9 @@ def _run(
     """Connect to a cluster, wait for room on it and train there until the run ends."""
     import ray
 
-    from app.orchestration.cluster import EMBEDDED, await_room, connect, describe_cluster, gpus_per_worker
+    from app.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
 
-    # What follows needs torch and Ray Train; their import runs while Ray's processes start.
-    importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
-    importing.start()
-    try:
-        with interrupts.spared():
-            address = connect(config, console.verbose)
-    except Exception as error:
-        if before.cluster:
-            raise before.not_there(error) from error
-        if not before.in_a_row or isinstance(error, SteadfastError):
-            raise
-        # On a busy machine an embedded Ray may need longer for its start than it allows itself.
-        before.after("Ray", before.furthest_step).come_back()
-    importing.join()
-
+    address = _connect(config, console, interrupts, before)
     interrupts.on_abort = ray.shutdown
     # Again, because connecting has put Ray's own signal handlers in their place.
     interrupts.install()
@@ -85,9 +71,8 @@ def _run(
         console.line(describe_cluster(address))
         head_host()  # without it nothing can begin, and Ray would wait
         embedded = address == EMBEDDED
-        if embedded and config.cluster.pip:
-            console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
-            config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})
+        if embedded:
+            config = _without_packages(config, console)
         console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
         gpus = gpus_per_worker(config, embedded)
         expected = await_room(config, gpus, ownership, interrupts, embedded)
@@ -110,3 +95,32 @@ def _run(
         before.after(died.what, died.step, died.num_workers, died.cluster).come_back()
     finally:
         ray.shutdown()
+
+
+def _connect(config: Config, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
+    """Connect to a cluster, or embed one. Return which."""
+    from app.orchestration.cluster import connect
+
+    # What follows needs torch and Ray Train; their import runs while Ray's processes start.
+    importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
+    importing.start()
+    try:
+        with interrupts.spared():
+            address = connect(config, console.verbose)
+    except Exception as error:
+        if before.cluster:
+            raise before.not_there(error) from error
+        if not before.in_a_row or isinstance(error, SteadfastError):
+            raise
+        # On a busy machine an embedded Ray may need longer for its start than it allows itself.
+        before.after("Ray", before.furthest_step).come_back()
+    importing.join()
+    return address
+
+
+def _without_packages(config: Config, console: Console) -> Config:
+    """Return the configuration of a run whose workers are all of this command's own Python."""
+    if not config.cluster.pip:
+        return config
+    console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})

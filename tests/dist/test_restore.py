@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.checkpoint.durable import Checkpoints
+from app.checkpoint.node_memory import ProcessMemory
 from app.checkpoint.restore import restore
 from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import HeldState
@@ -18,7 +19,7 @@ from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
 from app.storage import LocalStore
 from app.world.groups import PeerLost
-from app.world.runtime import form_world
+from app.world.runtime import Outcome, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 
@@ -64,6 +65,54 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         return replica.step, float(replica.weights[0]), "lost"
     finally:
         world.groups.destroy()
+
+
+class Lasting(ProcessMemory):
+    """Memory that a worker which has lost its state finds again, as the machine's is."""
+
+    lasting = True
+
+
+def come_back(member: Member, attempt: int, path: str, copied: int, committed: int, known: bool) -> tuple[int, str]:
+    """(step, source) that workers without a state find, of a copy and a checkpoint of these steps.
+
+    Args:
+        known: they are those that have written the checkpoint.
+    """
+    memory, writer = Lasting(), Writer()
+    replica = Replica(NO_STATE, member.number)
+    state = {"model": {"w": replica.weights}}
+    directory = RunDirectory(LocalStore(Path(path)))
+    for number in range(2):
+        world = form_world(member.store, member.number, 3, attempt + number, CPU)
+        try:
+            parallel = ReplicatedParallelism(DdpConfig(), world)
+            checkpoints = Checkpoints(Config(), directory, world, "", parallel, writer if known else Writer())
+            snapshots = Snapshots(world, memory, parallel, state)
+            if number == 1:
+                restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
+                assert float(replica.weights[0]) == restored.step
+                return restored.step, restored.source
+            replica.weights.fill_(committed)
+            checkpoints.save(committed, state, {}, Outcome("finished", committed))
+            replica.weights.fill_(copied)
+            snapshots.take(copied, state)
+            replica.weights.fill_(-1)
+        finally:
+            world.groups.destroy()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("first", "copied", "committed", "expected"),
+    [(10, 30, 20, (30, "snapshot")), (20, 20, 30, (30, "checkpoint")), (30, 30, 30, (30, "snapshot"))],
+)
+def test_the_newer_of_copy_and_checkpoint_is_restored(
+    gang: Gang, tmp_path: Path, known: bool, first: int, copied: int, committed: int, expected: tuple[int, str]
+) -> None:
+    found = gang.run(come_back, first + 100 * known, str(tmp_path), copied, committed, known)
+    assert found == [expected] * 3
 
 
 def _formed(attempt: int, number: int) -> str:
