@@ -187,15 +187,19 @@ def free_bytes() -> int:
             limits.append(1024 * int(line.split()[1]))
     for folder, limit, used in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            most, now, statistics = (_read(f"{folder}/{name}") for name in (limit, used, "memory.stat"))
-            limits.append(max(0, int(most) - int(now) + _file_cache_bytes(statistics)))
+            used_bytes = int(_read(f"{folder}/{used}")) - _file_cache_bytes(_read(f"{folder}/memory.stat"))
+            limits.append(max(0, int(_read(f"{folder}/{limit}")) - used_bytes))
     return min(limits)
 
 
 def _file_cache_bytes(statistics: str) -> int:
     """Return what a container's `memory.stat` counts as used, and what goes as soon as somebody needs it."""
-    fields = dict(line.split() for line in statistics.splitlines())
-    return int(fields["active_file"]) + int(fields["inactive_file"])
+    num_bytes = 0
+    for line in statistics.splitlines():
+        name, _, number = line.partition(" ")
+        if name in ("active_file", "inactive_file"):
+            num_bytes += int(number)
+    return num_bytes
 
 
 def _read(path: str) -> str:

@@ -170,7 +170,7 @@ class Snapshots:
         layout = self._layout(state)
         self._lost = False
         try:
-            self._memory.keep([each for each in (self._whole, snapshot) if each])
+            self._memory.keep([snapshot] if self._whole is None else [self._whole, snapshot])
             own = self._memory.take(layout.num_bytes)
             told: events.Snapshot | events.NoSnapshots | None = None
         except OSError as error:
@@ -265,8 +265,11 @@ class Snapshots:
     def _stored(self) -> dict[int, Label]:
         # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a
         # state is of no use to a world that leaves out other steps than its own did.
-        stored = self._memory.stored() if self._memory else {}
-        return {number: label for number, label in stored.items() if label == self._label(label.snapshot, label.files)}
+        found = {}
+        for number, label in self._memory.stored().items() if self._memory else ():
+            if label == self._label(label.snapshot, label.files):
+                found[number] = label
+        return found
 
     def find(self) -> Found | None:
         """Return the newest snapshot that the living hold all of, None if there is none. A collective."""
@@ -287,7 +290,8 @@ class Snapshots:
         if newest is None:
             return None
         self._whole = newest
-        everywhere = all((newest, rank) in answer for answer in answers for rank in sources[newest])
+        needed = {(newest, rank) for rank in sources[newest]}
+        everywhere = all(needed <= answer.keys() for answer in answers)
         return Found(newest, sources[newest], everywhere)
 
     def load(self, found: Found, state: State) -> None:
