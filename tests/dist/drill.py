@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,7 +26,17 @@ from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 from tests.events import event_lines
 
-PATIENT = Timeouts(silence_s=40.0)  # who is not in a world waits for the next one all the time that it takes
+
+class _Patient(Timeouts):
+    """Limits for processes of which those outside of a world wait for the next one, all the time that it takes."""
+
+    @property
+    def connect(self) -> timedelta:
+        # By then all are there. Gloo waits five times as long for one that has died at this moment.
+        return timedelta(seconds=10)
+
+
+PATIENT = _Patient(silence_s=40.0)
 Members = int | Sequence[int]  # of a world: the processes 0 to n - 1, or these, in the order of their ranks
 
 
