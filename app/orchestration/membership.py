@@ -66,14 +66,21 @@ class Membership:
     def join(self, member: str, now_s: float, node: str = "") -> bool:
         """Let `member` wait for the next world; if it was in the world, it has left it. False if it is to go."""
         if member in self._leaving:
-            self.lose(member)
+            self._remove(member)
             return False
         self._waiting[member] = now_s
         self._nodes[member] = node
         return True
 
     def lose(self, member: str) -> bool:
-        """Remove `member`. Return whether the world under way counted on it."""
+        """Remove `member`, which has not gone as it was asked to. Return whether the world under way counted on it."""
+        was_in = self._remove(member)
+        if self._leaving >= set(self.world):
+            # Those who were to stay are gone, and with those who were to leave the state would be lost.
+            self._leaving.difference_update(self.world[: self.largest])
+        return was_in
+
+    def _remove(self, member: str) -> bool:
         was_in = member in self.world
         self._waiting.pop(member, None)
         self._nodes.pop(member, None)
@@ -86,7 +93,7 @@ class Membership:
         going = set(members)
         waiting = sorted(going & self._waiting.keys())
         for member in waiting:
-            self.lose(member)
+            self._remove(member)
         self._leaving |= going & set(self.world)
         return waiting
 

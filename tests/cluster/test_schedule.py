@@ -73,6 +73,7 @@ def kill_newest() -> None:
 
 
 def trains(running: Running, size: int, after: float) -> bool:
-    """Whether a world of that size has committed a step."""
+    """Whether a world of that size has done a step itself."""
     last = running.history.lines[-1]
-    return bool(last["world_size"] == size and last["time_s"] > after)
+    done = last.get("confirmed") is not False  # or it is one that its members have brought along
+    return bool(done and last["world_size"] == size and last["time_s"] > after)

@@ -57,6 +57,15 @@ def test_a_survivor_that_dies_on_the_way_is_not_waited_for(lost: str) -> None:
     assert world.decide(1.0) == Form((left,))
 
 
+def test_where_the_one_that_was_to_stay_is_lost_another_that_holds_the_state_stays() -> None:
+    world = formed("a", "b", "c")
+    assert world.rescale(1, 1) == []  # b and c are to leave
+    world.lose("a")
+    assert world.join("b", 1.0)
+    assert not world.join("c", 1.0)
+    assert world.decide(1.0) == Form(("b",))
+
+
 def test_a_newcomer_asks_once_others_have_had_time_to_come_too() -> None:
     world = formed("a", "b")
     world.join("c", 10.0)
