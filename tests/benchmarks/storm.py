@@ -89,7 +89,7 @@ def kill_any(chance: random.Random) -> bool:
     """Any process of the run but those of Ray itself. False while there is none."""
     victims = []
     for pid, title in descendants(os.getpid()):
-        if "SlotWorker" in title:
+        if "SlotWorker" in title or title.startswith("ray::Coordinator"):
             victims.append(pid)
     if victims:
         os.kill(chance.choice(victims), signal.SIGKILL)
