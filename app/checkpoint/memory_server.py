@@ -119,6 +119,9 @@ class MemoryServer:
                 return self._take(int(request["bytes"]), writer)
             case "commit":
                 buffer = self._buffers[request["buffer"]]
+                # One that a former server gave out may have the number of another worker's by now.
+                if buffer.writer != writer:
+                    raise KeyError(request["buffer"])
                 buffer.label = dict(request["label"])
                 buffer.writer = None
             case "give back":

@@ -173,6 +173,18 @@ def test_one_that_was_killed_is_replaced(name: str) -> None:
     assert [label.snapshot for label in memory.stored().values()] == [NEW]
 
 
+def test_what_a_killed_one_gave_out_is_not_taken_for_what_its_successor_did(name: str) -> None:
+    first, second = memory_of(name), memory_of(name)
+    buffer = first.take(NUM_BYTES)
+    (server,) = servers(name)
+    server.kill()
+    wait_until(lambda: not servers(name))
+    assert second.take(NUM_BYTES).number == buffer.number
+    with pytest.raises(OSError, match="has ended"):
+        first.commit(buffer, label(OLD))
+    assert second.stored() == {}
+
+
 def test_one_that_is_stopped_makes_training_wait_for_seconds_only_and_comes_back(name: str) -> None:
     memory = memory_of(name)
     fill(memory, OLD)
