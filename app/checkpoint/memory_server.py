@@ -257,7 +257,8 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
         return
     # Twice, and in a session of its own: neither the end of the worker that has started it, nor what ends the worker's
     # children or its process group, ends this one.
-    if os.fork():
+    if child := os.fork():
+        os.waitpid(child, 0)  # when the command returns, this run's server is the only process that bears its name
         return
     os.setsid()
     if os.fork():
