@@ -21,6 +21,7 @@ _CHAOS = "do every fault to this application, stock Ray Train and torchrun on th
 VERBS = {
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
+    "status": Verb("look", "status [RUN] [--watch]", "how a run is now and what its failures cost, or a line for each"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
     "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),

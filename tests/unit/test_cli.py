@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 TAKES = {
     "train": ["--config FILE", "key=value", "--job"],
     "scale": ["RUN", "--workers MIN:MAX"],
+    "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
     "doctor": ["RUN"],
     "export": ["RUN", "--out FILE", "--step N"],

@@ -1,0 +1,236 @@
+"""`status [RUN] [--watch]`: how runs are now, from any machine that sees their directories."""
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from app.commands.options import add_run_argument, run_on_cluster
+from app.config.schema import RunConfig
+from app.errors import StorageError, UsageError
+from app.run.directory import RunDirectory, find_run
+from app.run.owner import read_owner
+from app.telemetry.incidents import Incident
+from app.telemetry.status import Status, StatusReader
+from app.units import compact, duration, in_words, joined, number, plural, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_EVERY_S = 1.0
+_NUM_INCIDENTS = 8  # that are shown; all are in --json
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_argument(parser)
+    parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="for scripts: one object, or a list of all runs")
+    parser.add_argument("--storage", metavar="PLACE", default=RunConfig().storage, help="where all runs are looked for")
+
+
+def run(options: Namespace) -> int:
+    """Print how a run is, or a line for each run of a place."""
+    if len(options.runs) > 1 or (options.watch and options.json):
+        raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
+    if options.cluster:
+        return run_on_cluster(options)
+    show = _one(options.runs[0]) if options.runs else _all(options.storage)
+    if options.json:
+        print(json.dumps(show(True)))
+    elif options.watch:
+        _watch(lambda: show(False))
+    else:
+        _print(show(False))
+    return 0
+
+
+def _one(name: str) -> Callable[[bool], object]:
+    reader = StatusReader(find_run(name))
+
+    def show(as_json: bool) -> object:
+        status = _read(reader)
+        return status.to_json() if as_json else page(status)
+
+    return show
+
+
+def _all(storage: str) -> Callable[[bool], object]:
+    place = RunDirectory.at(storage)  # of all runs
+
+    def show(as_json: bool) -> object:
+        statuses = [_read(StatusReader(directory), brief=True) for directory in _runs(place)]
+        if not statuses:
+            raise UsageError(f"no run below {place.uri}; --storage names another place")
+        return [status.to_json() for status in statuses] if as_json else overview(statuses)
+
+    return show
+
+
+def _runs(place: RunDirectory) -> list[RunDirectory]:
+    runs = []
+    with _reading(place):
+        for name in place.store.list(""):
+            directory = RunDirectory.at(place / name)
+            if read_owner(directory.store):
+                runs.append(directory)
+    return runs
+
+
+def _read(reader: StatusReader, brief: bool = False) -> Status:
+    with _reading(reader.directory):
+        return reader.read(brief)
+
+
+@contextmanager
+def _reading(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{directory.uri} cannot be read: {error.strerror or error}") from error
+
+
+def _watch(show: Callable[[], object]) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    # The alternate screen: what stood in the terminal is there again afterwards.
+    with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(show(), refresh=True)  # type: ignore[arg-type]
+            time.sleep(_EVERY_S)
+
+
+def _print(page: object) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(page)
+
+
+def overview(statuses: list[Status]) -> "RenderableType":
+    """Return a table with a line for each run, the one that was heard of last at its top."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("run", "state", "step", "loss", "rate", "workers", "where"):
+        table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
+    for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
+        log = status.log
+        # What stood in the figures is past where nothing runs.
+        live = log if status.state == "running" else None
+        table.add_row(
+            status.uri.rpartition("/")[2],
+            status.state,
+            _progress(status),
+            number(log.loss) if log else "",
+            f"{compact(live.units_per_s)} {live.unit}/s" if live else "",
+            str(live.world_size) if live else "",
+            f"{status.host} {status.pid}" if status.host else "",
+        )
+    return table
+
+
+def page(status: Status) -> "RenderableType":
+    """Return all that is known of one run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _lines(status):
+        if text:
+            table.add_row(name, Text(text))
+    return table
+
+
+def _lines(status: Status) -> Iterator[tuple[str, str]]:
+    yield "run", status.uri
+    yield "state", _state(status)
+    yield "progress", _progress_in_words(status)
+    yield from _figures(status)
+    yield "validation", in_words(status.metrics or {})
+    yield "checkpoint", _checkpoint(status)
+    yield "at risk", _at_risk(status)
+    if status.goodput:
+        found = status.goodput
+        stalled = f"stalled {duration(found['stall_s'])}"
+        yield "goodput", joined([f"{found['goodput']:.1%} of {duration(found['wall_s'])}", stalled])
+    yield "incidents", "\n".join(_incidents(status))
+    yield "events", "\n".join(f"{_clock(event.time_s)} {event.line()}" for event in status.latest)
+
+
+def _state(status: Status) -> str:
+    where = f"on {status.host}, pid {status.pid}" if status.host else ""
+    heard = ""
+    if status.state == "silent" and status.heard_s is not None:
+        heard = f"not heard of for {duration(status.heard_s)}; the same command takes it over"
+    elif status.state == "killed":
+        heard = "it ended without a word; the same command resumes it"
+    return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
+
+
+def _progress(status: Status) -> str:
+    return f"{status.step}/{status.log.total_steps}" if status.log else str(status.step)
+
+
+def _progress_in_words(status: Status) -> str:
+    log = status.log
+    if log is None:
+        return f"step {status.step}"
+    left = f"eta {duration(log.eta_s)}" if status.state == "running" else ""
+    age = f"last step {duration(status.step_age_s)} ago" if status.step_age_s is not None else ""
+    return joined([f"step {_progress(status)} {100 * status.step // log.total_steps}%", age, left])
+
+
+def _figures(status: Status) -> Iterator[tuple[str, str]]:
+    log = status.log
+    if log is None:
+        return
+    yield "loss", joined([number(log.loss), in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
+    rate = f"{compact(log.units_per_s)} {log.unit}/s"
+    yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
+    yield "data wait", f"{log.data_wait:.0%}"
+    yield "memory", f"{size(log.memory_bytes)}, peak of the leader"
+    yield "world", plural(log.world_size, "worker")
+
+
+def _checkpoint(status: Status) -> str:
+    newest = status.checkpoint
+    if newest is None:
+        return "none yet"
+    age = f", {duration(time.time() - newest.time_s)} ago" if newest.time_s else ""
+    return f"step {newest.step}{age} | {size(newest.bytes)} in {newest.seconds:.1f} s | {newest.path}"
+
+
+def _at_risk(status: Status) -> str:
+    if status.log is None or status.state not in ("running", "starting"):
+        return ""
+    losses = [f"{name.replace('_', ' ')} {steps}" for name, steps in status.log.at_risk.items()]
+    return f"steps that a loss would cost: {', '.join(losses)}" if losses else ""
+
+
+def _incidents(status: Status) -> list[str]:
+    lines = [_incident(incident) for incident in status.incidents[-_NUM_INCIDENTS:]]
+    if len(status.incidents) > _NUM_INCIDENTS:
+        lines.insert(0, f"... {len(status.incidents) - _NUM_INCIDENTS} before these")
+    return lines
+
+
+def _incident(incident: Incident) -> str:
+    cause = "; ".join(incident.causes) or "workers joined or left"
+    if incident.back_s is None or incident.world_sizes is None:
+        return f"{_clock(incident.time_s)} {cause} | not back yet"
+    before, after = incident.world_sizes
+    back = f"back in {incident.back_s:.1f} s"
+    size = f"{before} -> {after} workers" if before != after else plural(after, "worker")
+    return joined([f"{_clock(incident.time_s)} {cause}", size, back, f"{plural(incident.lost_steps, 'step')} redone"])
+
+
+def _clock(time_s: float | None) -> str:
+    if time_s is None:
+        return ""
+    today = time.strftime("%Y-%m-%d", time.localtime())
+    day, clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)).split()
+    return clock if day == today else f"{day} {clock}"

@@ -1,0 +1,147 @@
+"""How a run is now, read from what it has written down: by any machine that sees its directory."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.run.directory import METRICS, RunDirectory
+from app.run.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Checkpoint,
+    Event,
+    Failure,
+    Finished,
+    Log,
+    Snapshot,
+    Validation,
+    Waiting,
+    parse_event,
+)
+from app.run.owner import Owner, read_owner
+from app.storage.jsonl import last_lines
+from app.telemetry.goodput import goodput, read_totals
+from app.telemetry.incidents import Incident, read_incidents
+
+_SILENT_S = 20.0  # as long as a claim holds that is not renewed
+_GOODPUT_EVERY = 30  # times as long as it takes to read
+_NUM_LATEST = 8
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment. What is not known is None."""
+
+    uri: str
+    state: str  # "running", "starting", "waiting for workers", "finished", "stopped", "failed", "killed", "silent"
+    host: str | None  # where the command runs, or ran last
+    pid: int | None
+    heard_s: float | None  # since the command has shown life, by this machine's clock
+    attempt: int
+    step: int
+    step_age_s: float | None
+    log: Log | None  # the newest figures
+    metrics: dict[str, float] | None  # of the newest validation
+    checkpoint: Checkpoint | None
+    incidents: tuple[Incident, ...]
+    latest: tuple[Event, ...]
+    goodput: dict[str, float] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        found: dict[str, Any] = dict(vars(self))
+        found["log"] = self.log.to_line() if self.log else None
+        found["checkpoint"] = self.checkpoint.to_line() if self.checkpoint else None
+        found["incidents"] = [vars(incident) for incident in self.incidents]
+        found["latest"] = [event.to_line() for event in self.latest]
+        return found
+
+
+class StatusReader:
+    """Reads the status of one run, again and again."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self._goodput: dict[str, float] | None = None
+        self._read_again_s = 0.0
+
+    def read(self, brief: bool = False) -> Status:
+        """Return how the run is now; without what takes long to read if `brief`. Raises OSError as storage does."""
+        events = list(self.directory.all_events())
+        owner = read_owner(self.directory.store)
+        last_line = self.directory.last_step_line()
+        now_s = time.time()
+        return Status(
+            uri=self.directory.uri,
+            state=state_of(events, owner, self.directory.summary()),
+            host=owner.host if owner else None,
+            pid=owner.pid if owner else None,
+            heard_s=owner.age_s if owner and owner.renewed else None,
+            attempt=owner.attempt if owner else 0,
+            step=int(last_line.get("step", 0)),
+            step_age_s=now_s - last_line["time_s"] if "time_s" in last_line else None,
+            log=_last_log(self.directory),
+            metrics=_last_metrics(events),
+            checkpoint=_last(events, Checkpoint),
+            incidents=tuple(read_incidents(events)),
+            latest=tuple(event for event in events if not isinstance(event, Snapshot))[-_NUM_LATEST:],
+            goodput=None if brief else self._read_goodput(),
+        )
+
+    def _read_goodput(self) -> dict[str, float]:
+        # The ledger of a long run takes a minute to read.
+        if self._goodput is None or time.monotonic() >= self._read_again_s:
+            began_s = time.monotonic()
+            self._goodput = goodput(read_totals(self.directory))
+            self._read_again_s = time.monotonic() + _GOODPUT_EVERY * (time.monotonic() - began_s)
+        return self._goodput
+
+
+def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, Any] | None) -> str:
+    """Return what a run is doing, by its events, its claim and its summary."""
+    if summary is not None:
+        return str(summary["status"])
+    if owner is None or owner.gone:
+        # It has written its end, or was killed before it could.
+        failed = any(isinstance(event, Failure) and event.fatal for event in _of_last_command(events))
+        return "failed" if failed else "killed"
+    if owner.age_s > _SILENT_S:
+        return "silent"
+    for event in reversed(events):
+        match event:
+            case AttemptStarted():
+                return "running"
+            case Waiting():
+                return "waiting for workers"
+            case AttemptEnded():
+                return "starting"
+    return "starting"
+
+
+def _of_last_command(events: Sequence[Event]) -> Sequence[Event]:
+    for index in reversed(range(len(events))):
+        if events[index].name == "run_started":
+            return events[index:]
+    return events
+
+
+def _last(events: Sequence[Event], kind: type) -> Any:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _last_metrics(events: Sequence[Event]) -> dict[str, float] | None:
+    for event in reversed(events):
+        if isinstance(event, Validation):
+            return dict(event.metrics)
+        if isinstance(event, Finished):
+            return dict(event.summary.get("metrics") or {}) or None
+    return None
+
+
+def _last_log(directory: RunDirectory) -> Log | None:
+    for line in reversed(last_lines(directory.store, METRICS)):
+        event = parse_event(line)
+        if isinstance(event, Log):
+            return event
+    return None
