@@ -297,5 +297,10 @@ class Fit:
 
 
 def _in_short(error: BaseException) -> str:
-    """Return the first line of an error of Ray, which goes on for ten."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. {_REMEDY}"
+    """Return the one line of an error of Ray, which goes on for ten, that says what is wrong."""
+    first, *_ = str(error).splitlines() or [""]
+    if isinstance(error, ray.train.WorkerGroupError):
+        # Its own first line only says that something else has failed: the traceback of that ends with what it was.
+        for failure in error.worker_failures.values():
+            first = (str(failure).strip().splitlines() or [first])[-1]
+    return f"{type(error).__name__}: {first}. {_REMEDY}"

@@ -214,13 +214,20 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
 
     runtime = runtime_class(spec)
     try:
-        # From the working directory that Ray has brought: one of the same name may be older.
-        install_packages(spec.config.cluster.pip, Path.cwd())
-        if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
-            os.chdir(spec.folder)
-        spec.directory.check_shared()
-    except SteadfastError as error:
-        runtime.failed(0, error)  # which ends the run
-    work(spec.config, runtime, spec.directory)
+        _settle(spec)
+    except Exception as error:
+        runtime.failed(0, error)  # which ends the run, or this worker
+    else:
+        work(spec.config, runtime, spec.directory)
     runtime.close()
     return runtime.leave_reason.value
+
+
+def _settle(spec: WorkerSpec) -> None:
+    """Prepare this process to run the user's code. Raises SteadfastError for what no other worker would do better."""
+    # From the working directory that Ray has brought: one of the same name may be older. A node that is going may have
+    # deleted it, so nobody asks for its name.
+    install_packages(spec.config.cluster.pip, Path())
+    if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
+        os.chdir(spec.folder)
+    spec.directory.check_shared()

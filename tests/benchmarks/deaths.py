@@ -20,6 +20,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ray.cluster_utils import Cluster
 
@@ -67,10 +68,14 @@ class Nodes:
 
     def replace_lost(self) -> None:
         """Take the node whose raylet is dead out of the cluster, and put a new one in its place."""
-        for node in list(self.cluster.worker_nodes):
-            if "raylet" in {kind for kind, _ in node.dead_processes()}:
-                self.cluster.remove_node(node, allow_graceful=False)
-                self.add()
+        self.running.wait_until(lambda: bool(self._lost()), "dead raylet", _LIMIT_S)  # a signal takes its time
+        for node in self._lost():
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.add()
+
+    def _lost(self) -> list[Any]:
+        nodes = list(self.cluster.worker_nodes)
+        return [node for node in nodes if "raylet" in {kind for kind, _ in node.dead_processes()}]
 
     def close(self) -> None:
         self.running.end()
@@ -113,6 +118,12 @@ def driver(nodes: Nodes) -> float:
     killed_s = kill(nodes.running.process.pid)
     nodes.running.process.wait()
     nodes.start()
+
+    def begun() -> bool:  # workers outlive the command by a moment, and go on writing
+        times_s = [event["time_s"] for event in nodes.running.events if event["event"] == "attempt_started"]
+        return bool(times_s) and times_s[-1] > killed_s
+
+    nodes.running.wait_until(begun, "an attempt of the new command", _LIMIT_S)
     return killed_s
 
 

@@ -1,0 +1,75 @@
+"""What a worker does before it trains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.train
+
+from app.errors import UsageError
+from app.orchestration import trainer, worker_runtime
+from app.orchestration.messages import Leave
+
+
+class Runtime:
+    """Stands for a worker's connection to the coordinator."""
+
+    leave_reason = Leave.RELEASED
+    told: list[BaseException]
+
+    def __init__(self, spec: Any) -> None:
+        Runtime.told = []
+
+    def failed(self, step: int, error: BaseException) -> None:
+        self.told.append(error)
+        if isinstance(error, UsageError):  # which ends the run
+            raise error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    trained: list[str] = []
+    monkeypatch.setattr("app.worker.work", lambda *_: trained.append(os.getcwd()))
+    return trained
+
+
+def spec(folder: Path, check: Any = lambda: None) -> Any:
+    directory = SimpleNamespace(check_shared=check)
+    return SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(pip=[])), folder=folder, directory=directory)
+
+
+def test_a_working_directory_that_a_dying_node_has_deleted_is_not_asked_for(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    worker_runtime.train_loop(Runtime, spec(tmp_path))  # type: ignore[arg-type]
+    assert trained == [str(tmp_path)]
+    assert Runtime.told == []
+
+
+def test_whatever_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(
+    trained: list[str], tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        raise OSError("the disk is gone")
+
+    worker_runtime.train_loop(Runtime, spec(tmp_path, refuse))  # type: ignore[arg-type]
+    assert [str(error) for error in Runtime.told] == ["the disk is gone"]
+    assert trained == []
+
+
+def test_the_error_of_a_worker_group_is_told_by_what_its_worker_has_raised() -> None:
+    failure = RuntimeError("Traceback (most recent call last):\n  File x\nFileNotFoundError: [Errno 2] No such file")
+    line = trainer._in_short(ray.train.WorkerGroupError("Training failed due to worker errors:", {0: failure}))
+    assert line.startswith("WorkerGroupError: FileNotFoundError: [Errno 2] No such file. Give the same command again")
+    assert trainer._in_short(ValueError("one\ntwo")).startswith("ValueError: one. ")
