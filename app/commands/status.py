@@ -12,12 +12,13 @@ from app.config.schema import RunConfig
 from app.errors import StorageError, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.run.owner import read_owner
-from app.telemetry.incidents import Incident
-from app.telemetry.status import Status, StatusReader
 from app.units import compact, duration, in_words, joined, number, plural, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from app.telemetry.incidents import Incident
+    from app.telemetry.status import Status, StatusReader
 
 _EVERY_S = 1.0
 _NUM_INCIDENTS = 8  # that are shown; all are in --json
@@ -47,6 +48,8 @@ def run(options: Namespace) -> int:
 
 
 def _one(name: str) -> Callable[[bool], object]:
+    from app.telemetry.status import StatusReader
+
     reader = StatusReader(find_run(name))
 
     def show(as_json: bool) -> object:
@@ -57,6 +60,8 @@ def _one(name: str) -> Callable[[bool], object]:
 
 
 def _all(storage: str) -> Callable[[bool], object]:
+    from app.telemetry.status import StatusReader
+
     place = RunDirectory.at(storage)  # of all runs
 
     def show(as_json: bool) -> object:
@@ -78,7 +83,7 @@ def _runs(place: RunDirectory) -> list[RunDirectory]:
     return runs
 
 
-def _read(reader: StatusReader, brief: bool = False) -> Status:
+def _read(reader: "StatusReader", brief: bool = False) -> "Status":
     with _reading(reader.directory):
         return reader.read(brief)
 
@@ -108,7 +113,7 @@ def _print(page: object) -> None:
     Console(highlight=False).print(page)
 
 
-def overview(statuses: list[Status]) -> "RenderableType":
+def overview(statuses: list["Status"]) -> "RenderableType":
     """Return a table with a line for each run, the one that was heard of last at its top."""
     from rich.table import Table
 
@@ -131,7 +136,7 @@ def overview(statuses: list[Status]) -> "RenderableType":
     return table
 
 
-def page(status: Status) -> "RenderableType":
+def page(status: "Status") -> "RenderableType":
     """Return all that is known of one run."""
     from rich.table import Table
     from rich.text import Text
@@ -145,7 +150,7 @@ def page(status: Status) -> "RenderableType":
     return table
 
 
-def _lines(status: Status) -> Iterator[tuple[str, str]]:
+def _lines(status: "Status") -> Iterator[tuple[str, str]]:
     yield "run", status.uri
     yield "state", _state(status)
     yield "progress", _progress_in_words(status)
@@ -161,7 +166,7 @@ def _lines(status: Status) -> Iterator[tuple[str, str]]:
     yield "events", "\n".join(f"{_clock(event.time_s)} {event.line()}" for event in status.latest)
 
 
-def _state(status: Status) -> str:
+def _state(status: "Status") -> str:
     where = f"on {status.host}, pid {status.pid}" if status.host else ""
     heard = ""
     if status.state == "silent" and status.heard_s is not None:
@@ -171,11 +176,11 @@ def _state(status: Status) -> str:
     return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
 
 
-def _progress(status: Status) -> str:
+def _progress(status: "Status") -> str:
     return f"{status.step}/{status.log.total_steps}" if status.log else str(status.step)
 
 
-def _progress_in_words(status: Status) -> str:
+def _progress_in_words(status: "Status") -> str:
     log = status.log
     if log is None:
         return f"step {status.step}"
@@ -184,7 +189,7 @@ def _progress_in_words(status: Status) -> str:
     return joined([f"step {_progress(status)} {100 * status.step // log.total_steps}%", age, left])
 
 
-def _figures(status: Status) -> Iterator[tuple[str, str]]:
+def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     log = status.log
     if log is None:
         return
@@ -196,7 +201,7 @@ def _figures(status: Status) -> Iterator[tuple[str, str]]:
     yield "world", plural(log.world_size, "worker")
 
 
-def _checkpoint(status: Status) -> str:
+def _checkpoint(status: "Status") -> str:
     newest = status.checkpoint
     if newest is None:
         return "none yet"
@@ -204,21 +209,21 @@ def _checkpoint(status: Status) -> str:
     return f"step {newest.step}{age} | {size(newest.bytes)} in {newest.seconds:.1f} s | {newest.path}"
 
 
-def _at_risk(status: Status) -> str:
+def _at_risk(status: "Status") -> str:
     if status.log is None or status.state not in ("running", "starting"):
         return ""
     losses = [f"{name.replace('_', ' ')} {steps}" for name, steps in status.log.at_risk.items()]
     return f"steps that a loss would cost: {', '.join(losses)}" if losses else ""
 
 
-def _incidents(status: Status) -> list[str]:
+def _incidents(status: "Status") -> list[str]:
     lines = [_incident(incident) for incident in status.incidents[-_NUM_INCIDENTS:]]
     if len(status.incidents) > _NUM_INCIDENTS:
         lines.insert(0, f"... {len(status.incidents) - _NUM_INCIDENTS} before these")
     return lines
 
 
-def _incident(incident: Incident) -> str:
+def _incident(incident: "Incident") -> str:
     cause = "; ".join(incident.causes) or "workers joined or left"
     if incident.back_s is None or incident.world_sizes is None:
         return f"{_clock(incident.time_s)} {cause} | not back yet"

@@ -1,0 +1,137 @@
+"""What `status` says of runs: of those that run, have ended, or were killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from app.run import events
+from app.run.directory import EVENTS, METRICS, STEPS, RunDirectory
+from app.storage import LocalStore
+from app.storage.documents import write_json
+from app.storage.jsonl import open_stream
+from app.telemetry.incidents import read_incidents
+from app.telemetry.status import state_of
+
+NOW_S = time.time()
+PARTS = {"formed_s": 0.2, "built_s": 0.1, "restored_s": 0.1, "first_step_s": 0.1}
+FIRST = events.AttemptStarted(
+    time_s=NOW_S - 50, attempt=1, step=0, source="start", world_size=3, detected_s=5.0, **PARTS
+)
+SECOND = events.AttemptStarted(
+    time_s=NOW_S - 30, attempt=2, step=90, source="rank 1", world_size=2, detected_s=1.5, **PARTS
+)
+LOST = events.Failure(time_s=NOW_S - 31, attempt=1, error="reset", kind="worker", member="m1", node="0123456789")
+ENDED = events.AttemptEnded(time_s=NOW_S - 31, attempt=1, cause="worker lost", step=90)
+LOG = events.Log(
+    time_s=NOW_S - 10,
+    attempt=2,
+    step=100,
+    total_steps=400,
+    loss=2.5,
+    lr=1e-3,
+    grad_norm=1.0,
+    unit="tok",
+    memory_bytes=2**30,
+    world_size=2,
+    step_ms=20.0,
+    units_per_s=39_800.0,
+    samples_per_s=10.0,
+    eta_s=600.0,
+    at_risk={"worker": 0, "everything": 40},
+)
+
+
+def run_at(path: Path, pid: int, *told: events.Event, renewed: float | None = None) -> RunDirectory:
+    store = LocalStore(path)
+    owner = {"attempt": 2, "token": "t", "host": os.uname().nodename, "pid": pid, "renewed": renewed or time.time()}
+    write_json(store, "owner.json", owner)
+    for name, lines in (
+        (EVENTS, [event.to_line() for event in told]),
+        (METRICS, [LOG.to_line()]),
+        (STEPS, [{"step": 100, "attempt": 2, "num_samples": 8, "step_s": 0.02, "time_s": NOW_S - 10}]),
+    ):
+        stream = open_stream(store, name)
+        stream.write(lines)
+        stream.close()
+    return RunDirectory(store)
+
+
+def started() -> events.RunStarted:
+    return events.RunStarted(time_s=NOW_S - 60, launcher="ray")
+
+
+def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_at(tmp_path / "run", os.getpid(), started(), FIRST, LOST, ENDED, SECOND)
+    assert main(0.0, ["status", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"running on {os.uname().nodename}, pid {os.getpid()} | attempt 2" in shown
+    assert "step 100/400 25% | last step 10s ago | eta 10m" in shown
+    assert "39.8k tok/s | 20 ms a step" in shown
+    assert "worker of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s | 0 steps redone" in shown
+    assert "steps that a loss would cost: worker 0, everything 40" in shown
+
+
+def test_for_scripts_it_is_one_object_and_all_runs_are_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_at(tmp_path / "one", os.getpid(), started(), FIRST)
+    run_at(tmp_path / "two", 2**30, started(), FIRST)
+    assert main(0.0, ["status", str(tmp_path / "one"), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["log"]["loss"]) == ("running", 100, 2.5)
+    assert main(0.0, ["status", "--storage", str(tmp_path), "--json"]) == 0
+    states = {each["uri"].rpartition("/")[2]: each["state"] for each in json.loads(capsys.readouterr().out)}
+    assert states == {"one": "running", "two": "killed"}
+    assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
+    assert "39.8k tok/s" in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_and_two_runs_are_one_message_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(0.0, ["status", "--storage", str(tmp_path)]) == 2
+    assert f"no run below {tmp_path}; --storage names another place" in capsys.readouterr().err
+    assert main(0.0, ["status", "a", "b"]) == 2
+    assert "status takes one run or none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("told", "alive", "age_s", "state"),
+    [
+        ([started()], True, 0.0, "starting"),
+        ([started(), FIRST], True, 0.0, "running"),
+        ([started(), FIRST, LOST, ENDED], True, 0.0, "starting"),
+        ([started(), events.Waiting(workers=1, needed=2)], True, 0.0, "waiting for workers"),
+        ([started(), FIRST], True, 60.0, "silent"),
+        ([started(), FIRST], False, 0.0, "killed"),
+        ([started(), FIRST, LOST.model_copy(update={"fatal": True})], False, 0.0, "failed"),
+        ([LOST.model_copy(update={"fatal": True}), started(), FIRST], False, 0.0, "killed"),
+    ],
+)
+def test_the_state_follows_from_events_and_claim(
+    told: list[events.Event], alive: bool, age_s: float, state: str, tmp_path: Path
+) -> None:
+    from app.run.owner import read_owner
+
+    directory = run_at(tmp_path, os.getpid() if alive else 2**30, *told, renewed=time.time() - age_s)
+    assert state_of(told, read_owner(directory.store), None) == state
+    assert state_of(told, None, {"status": "finished"}) == "finished"
+
+
+def test_an_incident_is_what_was_told_between_two_attempts() -> None:
+    restore = events.Restore(step=60, source="snapshot", lost_steps=30)
+    again = events.RunStarted(time_s=NOW_S - 5, launcher="ray")
+    (lost, resumed) = read_incidents([started(), FIRST, LOST, ENDED, restore, SECOND, again])
+    assert (lost.causes, lost.world_sizes, lost.lost_steps) == (("worker of worker m1 on node 01234567",), (3, 2), 30)
+    assert lost.back_s == pytest.approx(2.0)
+    assert (resumed.causes, resumed.back_s) == (("the command was given again",), None)
+    assert read_incidents([started(), FIRST, events.AttemptEnded(cause="finished")]) == []
