@@ -12,12 +12,12 @@ from app.config.schema import Config
 _HEAD = """\
 # Reference
 
-Written by `make docs` from `app/config/schema.py`; change that file, not this one. `python main.py config [SECTION ...]`
-prints the same as YAML that can be edited.
+Written by `make docs` from `app/config/schema.py`; change that file, not this one. The same as YAML that can be edited
+prints `python main.py config [SECTION ...]`.
 
 Each part is a section of the configuration's file. Where it has several kinds, `kind` chooses one; `target` is a piece
-of your own code in its place. A key whose default is `...` must be given. A *period* is a count and a unit: `200 steps`,
-`1 epoch`, `2.5 minutes`, `30 seconds`.
+of your own code in its place. A key whose default is `...` must be given. A *period* is a count and a unit: `200
+steps`, `1 epoch`, `2.5 minutes`, `30 seconds`.
 """
 _TABLE = ["| key | takes | default | meaning |", "|---|---|---|---|"]
 _WORDS = {"boolean": "true or false", "integer": "integer", "null": "null", "number": "number", "string": "text"}
