@@ -11,7 +11,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow test-all e2e gpu check
+.PHONY: install train unit test test-slow test-all e2e gpu check docs
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -65,3 +65,7 @@ check: .venv/.dev
 	$(BIN)/ruff format --check app cluster main.py tests
 	$(BIN)/mypy --strict app cluster tests main.py
 	$(BIN)/lint-imports
+
+# The pages that are made from the code: docs/events.md and docs/reference.md.
+docs: .venv/.dev
+	$(BIN)/python -m tests.documents

@@ -1,4 +1,7 @@
-"""Write docs/events.md from app/run/events.py: `python -m tests.documents`. A unit test says whether it is current."""
+"""Write docs/events.md from app/run/events.py, and docs/reference.md from the schema: `make docs`.
+
+A unit test says whether they are current.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ import tokenize
 from pathlib import Path
 
 from app.run import events
+from tests.reference import reference_page
 
 ROOT = Path(__file__).parents[1]
 EVENTS = ROOT / "docs" / "events.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 
 _HEAD = """\
 # Events
 
-Written by `python -m tests.documents` from `app/run/events.py`; change that file, not this one.
+Written by `make docs` from `app/run/events.py`; change that file, not this one.
 
 `events.jsonl` in a run directory has one line of JSON for each event, oldest first, `log` excepted: its lines are in
 `metrics.jsonl`. Scripts may rely on names and fields. Beside the fields below each line has `event` (the name),
@@ -88,3 +93,4 @@ def _comment_of(field: ast.AnnAssign, comments: dict[int, tuple[bool, str]]) -> 
 
 if __name__ == "__main__":
     EVENTS.write_text(events_page())
+    REFERENCE.write_text(reference_page())

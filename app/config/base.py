@@ -14,6 +14,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.types import PositiveFloat, PositiveInt
@@ -104,7 +105,8 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(_as_writable)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 Value = Annotated[str, BeforeValidator(_as_text)]
-Range = Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_as_range)]
+_Ends = tuple[PositiveInt, PositiveInt]
+Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=PositiveInt | _Ends)]
 
 # Pydantic is told by the value's type which of the two is meant: it would report the errors of both otherwise.
 BALANCES = ("a known balance", "weights")
@@ -143,4 +145,6 @@ class Every:
         return text.removesuffix("s") if self.count == 1 else text
 
 
-Interval = Annotated[Every, PlainValidator(Every.parse), PlainSerializer(str)]
+Interval = Annotated[
+    Every, PlainValidator(Every.parse), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "period"})
+]

@@ -22,12 +22,12 @@ def describe(sections: Iterable[str]) -> str:
     for name in sections:
         value = getattr(config, name)
         if not isinstance(value, Section):  # a list of sections
-            lines += map(_in_one_line, _kinds(Config.model_fields[name].annotation))
+            lines += map(_in_one_line, kinds_in(Config.model_fields[name].annotation))
             lines += [f"{name}: {_as_yaml(config.model_dump(mode='json')[name])}", ""]
             continue
         lines.append(f"{name}:")
         lines += _indented(_keys(type(value), value), "  ")
-        for other in _kinds(Config.model_fields[name].annotation):
+        for other in kinds_in(Config.model_fields[name].annotation):
             if other is not type(value):
                 lines.append("  # or")
                 lines += _indented(_keys(other, None), "  # ")
@@ -42,22 +42,23 @@ def _keys(section: type[Section], value: Section | None) -> Iterator[str]:
     for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] != "kind"):
         if field.description:
             yield f"# {' '.join(field.description.split())}"
-        yield from map(_in_one_line, _kinds(field.annotation))
-        yield f"{name}: {_as_yaml(known[name]) if name in known else _default(field)}"
+        yield from map(_in_one_line, kinds_in(field.annotation))
+        yield f"{name}: {_as_yaml(known[name]) if name in known else default_of(field)}"
 
 
-def _kinds(annotation: Any) -> list[type[Section]]:
+def kinds_in(annotation: Any) -> list[type[Section]]:
     """Return the sections that a value of this type may be or hold."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [kind for member in get_args(annotation) for kind in _kinds(member)]
+    return [kind for member in get_args(annotation) for kind in kinds_in(member)]
 
 
 def _in_one_line(kind: type[Section]) -> str:
-    return f"# {{{', '.join(f'{name}: {_default(field)}' for name, field in kind.model_fields.items())}}}"
+    return f"# {{{', '.join(f'{name}: {default_of(field)}' for name, field in kind.model_fields.items())}}}"
 
 
-def _default(field: FieldInfo) -> str:
+def default_of(field: FieldInfo) -> str:
+    """Return the default of a key as YAML; "..." for a key that has to be given."""
     if field.is_required():
         return _REQUIRED
     value = field.get_default(call_default_factory=True)

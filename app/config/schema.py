@@ -493,6 +493,21 @@ class TensorBoardConfig(Section):
     kind: Literal["tensorboard"] = "tensorboard"
 
 
+class WandbConfig(Section):
+    """Weights & Biases. All attempts and resumes of a run are one run there; its id is in `wandb/run.json`."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: Text = "steadfast"
+    """where the run belongs"""
+    entity: Text | None = None
+    """a user or a team; null for the one that the key belongs to"""
+    tags: Texts = ()
+    """words to find the run by"""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else it is online where there is
+    a key, in WANDB_API_KEY or by `wandb login`"""
+
+
 class EmaConfig(Section):
     """An exponential moving average of the weights, which validation and export take."""
 
@@ -516,7 +531,7 @@ class EarlyStoppingConfig(Section):
 ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
 OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
 # A tracker of the user's own is called with `location` (of the run directory), `first_step` and `args`.
-TrackerConfig = Annotated[TensorBoardConfig | Target, Field(discriminator="kind")]
+TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
 AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
 # What a hook of the user's own may have is told by `app.components.hook.Hook`.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]

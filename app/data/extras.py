@@ -1,6 +1,7 @@
-"""Packages that only some kinds of data need, and that come with an extra of this program."""
+"""Packages that only some sections need, and that come with an extra of this program."""
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 from app.errors import ConfigError, Problem
@@ -12,5 +13,15 @@ def import_extra(module: str, extra: str, key: str) -> Any:
         return importlib.import_module(module)
     # Of another release than torch's, torchvision raises a RuntimeError.
     except (ImportError, RuntimeError) as error:
-        what = f"needs {module.partition('.')[0]}: pip install -c constraints.txt -e '.[{extra}]' ({error})"
-        raise ConfigError([Problem("", f"{key}.kind", what)]) from error
+        raise _missing(module, extra, key, f" ({error})") from error
+
+
+def require_extra(module: str, extra: str, key: str) -> None:
+    """Check that a package is there without the time that its import takes. Raises ConfigError as import_extra does."""
+    if find_spec(module) is None:
+        raise _missing(module, extra, key)
+
+
+def _missing(module: str, extra: str, key: str, why: str = "") -> ConfigError:
+    what = f"needs {module.partition('.')[0]}: pip install -c constraints.txt -e '.[{extra}]'{why}"
+    return ConfigError([Problem("", f"{key}.kind", what)])

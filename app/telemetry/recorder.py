@@ -26,6 +26,7 @@ from app.run.ledger import Ledger, StepStats
 from app.storage.jsonl import open_stream
 from app.tasks import Task
 from app.telemetry.goodput import goodput, read_totals
+from app.telemetry.markers import Markers
 from app.telemetry.meters import Meters
 from app.telemetry.startup import StartupTimer
 from app.telemetry.throughput import total_peak_flops
@@ -81,7 +82,8 @@ class Recorder:
             self._publish(snapshots.refused)
         self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
-        self._trackers = build_trackers(self._config.trackers, self._directory.store, restored.step + 1)
+        self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
+        self._trackers.begin(self._config, restored.step, Markers.read(self._directory))
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         if restored.source == "start":
@@ -236,9 +238,9 @@ class Recorder:
         """Close the attempt, and at the run's end write its summary and show what `whole`, a model, has learnt."""
         self._world.progress.enter("end")
         self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step))
-        self._trackers.close()
         self._worker.close_attempt()
         if outcome.kind == "resized":
+            self._trackers.close()
             return
         # On every rank, since it is a collective where state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
@@ -248,6 +250,9 @@ class Recorder:
             summary = self._summary(outcome, hashes)
             self._directory.write_summary(summary)
             sample = _sample(self._worker.task, whole, self._worker.precision.device)
+            if sample:
+                self._trackers.text(outcome.step, "sample", sample)
+            self._trackers.close()
             self._publish(events.Finished(summary=summary, sample=sample))
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from app.config import TensorBoardConfig, TrackerConfig
+from app.config import Config, TensorBoardConfig, WandbConfig, dump_config
 from app.config.target import build_target
 from app.errors import ConfigError
 from app.run.events import Log, Validation
 from app.storage import Store
+from app.telemetry.markers import Markers
 from app.telemetry.tensorboard import TensorBoardTracker
+from app.telemetry.wandb import WandbTracker
 
 _log = logging.getLogger(__name__)
 
@@ -26,17 +28,22 @@ class Tracker(Protocol):
         """Keep the distribution of many numbers."""
         ...
 
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Keep some lines. One of the user's own need not have this."""
+        ...
+
     def close(self) -> None:
         """Return once everything is kept."""
         ...
 
 
 class MemoryTracker:
-    """The twin for tests: `values[tag][step]` and `histograms[tag][step]`."""
+    """The twin for tests: `values[tag][step]`, `histograms[tag][step]` and `texts[tag][step]`."""
 
     def __init__(self) -> None:
         self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self.histograms: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+        self.texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self.closed = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -45,6 +52,9 @@ class MemoryTracker:
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         self.histograms[tag][step] = list(values)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self.texts[tag][step] = text
 
     def close(self) -> None:
         self.closed = True
@@ -66,6 +76,21 @@ class Trackers:
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         self._tell(lambda tracker: tracker.histogram(step, tag, values))
 
+    def text(self, step: int, tag: str, text: str) -> None:
+        def tell(tracker: Tracker) -> None:
+            if hasattr(tracker, "text"):
+                tracker.text(step, tag, text)
+
+        self._tell(tell)
+
+    def begin(self, config: Config, step: int, markers: Markers) -> None:
+        """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
+        public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
+        self.text(step, "configuration", dump_config(public))
+        self.scalars(step, {"events/failures": markers.num_failures, "events/resizes": markers.num_resizes})
+        if markers.lines:
+            self.text(step, "events", "\n".join(markers.lines))
+
     def close(self) -> None:
         self._tell(lambda tracker: tracker.close())
 
@@ -79,13 +104,15 @@ class Trackers:
                 _warn(type(tracker).__name__, error)
 
 
-def build_trackers(configs: Sequence[TrackerConfig], store: Store, first_step: int) -> Trackers:
+def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
     """Return one attempt's trackers, each in its folder of the run directory; the attempt begins with `first_step`."""
     trackers: list[Tracker] = []
-    for config in configs:
+    for config in run.trackers:
         try:
             if isinstance(config, TensorBoardConfig):
                 trackers.append(TensorBoardTracker(store, first_step))
+            elif isinstance(config, WandbConfig):
+                trackers.append(WandbTracker(config, run, store))
             else:
                 arguments = {"location": store.uri, "first_step": first_step, **config.args}
                 trackers.append(build_target(config.target, arguments, "trackers"))

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.documents import EVENTS, ROOT, events_page
+from tests.documents import EVENTS, REFERENCE, ROOT, events_page
+from tests.reference import reference_page
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/reference.md"]
 
 
 def quoted(page: str) -> Iterator[str]:
@@ -21,7 +22,29 @@ def quoted(page: str) -> Iterator[str]:
 
 
 def test_the_page_of_events_is_what_would_be_written_now() -> None:
-    assert EVENTS.read_text() == events_page(), "run: python -m tests.documents"
+    assert EVENTS.read_text() == events_page(), "run: make docs"
+
+
+def test_the_reference_is_what_would_be_written_now() -> None:
+    assert REFERENCE.read_text() == reference_page(), "run: make docs"
+
+
+@pytest.mark.parametrize(
+    ("heading", "row"),
+    [
+        ("## `run`", "| `epochs` | integer above 0 or null | `null` | length of the run in passes"),
+        ("## `scaling`", "| `num_workers` | integer above 0 or [integer above 0, integer above 0] | `[1, 8]` | how"),
+        ("## `batch`", "| `balance` | `even`, `speed` or number above 0 by name | `even` | how"),
+        ("### `model`, kind mlp", "| `in_features` | integer above 0 | `...` | numbers in one input |"),
+        ("## `checkpoint`", "| `every` | period | `5 minutes` | how often to write a checkpoint"),
+        ("### `checkpoint.keep_best`", "| `mode` | `min`, `max` | `min` | whether the least or the greatest"),
+        ("#### `faults.inject`, kind kill_at", "| `phase` | `loader`, `forward`, `collective`, `checkpoint` |"),
+    ],
+)
+def test_the_reference_says_of_a_key_what_it_takes_its_default_and_its_meaning(heading: str, row: str) -> None:
+    _, found, after = reference_page().partition(f"\n{heading}\n")
+    assert found
+    assert f"\n{row}" in after.partition("\n#")[0]
 
 
 @pytest.mark.parametrize("page", PAGES)

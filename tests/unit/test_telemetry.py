@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.schema import TensorBoardConfig
+from app.config import parse_config
 from app.run.events import (
     AttemptEnded,
     AttemptStarted,
@@ -449,7 +449,7 @@ def drawn(directory: Path) -> list[tuple[int, float]]:
 
 def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
     for first_step, value in ((1, 1.0), (3, 2.0)):
-        trackers = build_trackers([TensorBoardConfig()], LocalStore(tmp_path), first_step)
+        trackers = build_trackers(parse_config(""), LocalStore(tmp_path), first_step)
         for step in range(first_step, 5):
             trackers.record(changed(LOG, step=step, total_steps=4, loss=value))
         trackers.close()
