@@ -25,5 +25,6 @@ VERBS = {
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
     "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
+    "audit": Verb("prove", "audit RUN [--json]", "that a run has used every sample as planned, from its ledger"),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
 }

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Callable
 
 import torch
@@ -198,15 +197,7 @@ class WorkerState:
     @property
     def num_steps(self) -> int:
         """Return the length of the run in optimizer steps."""
-        run = self._config.run
-        return run.steps or math.ceil((run.epochs or 0) * self.order.num_train / self._config.batch.global_size)
-
-    @property
-    def num_train_samples(self) -> int | None:
-        """Return where the stream of samples ends, None for a run counted in steps."""
-        run = self._config.run
-        # A run counted in epochs ends with the last sample of the last one, so its last step may be short.
-        return None if run.steps else (run.epochs or 0) * self.order.num_train
+        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size)
 
     def plan(self, world_size: int, parallel: Parallel) -> Plan:
         """Return the plan of the steps of an attempt, with even shares."""
@@ -215,7 +206,7 @@ class WorkerState:
             self._config.batch.microbatch_size,
             world_size,
             equal_forwards=parallel.equal_forwards,
-            num_samples=self.num_train_samples,
+            num_samples=self._config.run.num_samples(self.order.num_train),
             skip=self.skip,
         )
 

@@ -60,6 +60,15 @@ class RunConfig(Section):
             return None
         return steps or 2000
 
+    def num_steps(self, num_train: int, global_size: int) -> int:
+        """Return the length of the run in steps, given how many samples are trained on and how many are in a step."""
+        return self.steps or -(-(self.epochs or 0) * num_train // global_size)
+
+    def num_samples(self, num_train: int) -> int | None:
+        """Return where the stream of samples ends, None for a run counted in steps."""
+        # A run counted in epochs ends with the last sample of the last one, so its last step may be short.
+        return None if self.steps else (self.epochs or 0) * num_train
+
 
 class ClusterConfig(Section):
     address: Text = "auto"

@@ -27,6 +27,7 @@ from app.run.events import RunStarted
 from app.worker import work
 from app.world.groups import is_peer_loss
 from app.world.runtime import World
+from tests.checks import check_audit
 from tests.dist.drill import Attempt, Drilled, DrillRuntime, what_is_left
 from tests.dist.gang import Gang, Member
 from tests.dist.like_nccl import Death, behave_like_nccl
@@ -143,6 +144,8 @@ def survive(config: Config, plotted: Plot, mutation: Callable[[], None] | None =
     with Gang(5, mutation) as gang:
         answers = gang.run(_survive, config, plotted, mortal=mortal)
     held = [each for answer in answers for each in answer or []]
+    if mutation is None:
+        check_audit(directory, config)
     return Survived(held, what_is_left(config, directory, []))
 
 

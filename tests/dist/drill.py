@@ -22,6 +22,7 @@ from app.worker import work
 from app.world.progress import Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
+from tests.checks import check_audit
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 from tests.events import event_lines
@@ -85,6 +86,7 @@ def drill(
     leave_after: Sequence[int] = (),
     stop_after: int | None = None,
     patch: Callable[[], None] | None = None,
+    audited: bool = True,
 ) -> Drilled:
     """Trains in each world in turn, in processes that live through all of them, and reads what they left.
 
@@ -93,9 +95,11 @@ def drill(
             agreed on one step later.
         stop_after: the same for the last world and the wish to stop; None lets it finish.
         patch: called in every process before anything else, to break something on purpose.
+        audited: whether the audit must pass; not where samples are broken on purpose.
 
     Raises:
         MemberFailed: a process raised.
+        CounterExample: the audit did not pass.
     """
     directory = RunDirectory.of(config)
     directory.check_writable()
@@ -107,6 +111,8 @@ def drill(
     ]
     with Gang(1 + max(number for attempt in schedule for number in attempt.members), patch) as gang:
         seats = gang.run(_take_part, config, schedule)
+    if audited:
+        check_audit(directory, config)
     return what_is_left(config, directory, sorted(seat for each in seats for seat in each))
 
 

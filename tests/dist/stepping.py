@@ -55,7 +55,8 @@ def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[
     world = arrange(world, config.parallel)
     parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch
-    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, worker.num_train_samples)
+    num_samples = config.run.num_samples(worker.order.num_train)
+    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, num_samples)
     model = parallel.wrap(worker.model)
     stepper = Stepper(
         model,

@@ -22,6 +22,7 @@ TAKES = {
     "scale": ["RUN", "--workers MIN:MAX"],
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
+    "audit": ["RUN", "--samples N", "--json"],
     "doctor": ["RUN"],
     "export": ["RUN", "--out FILE", "--step N"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
@@ -131,9 +132,7 @@ def test_an_unknown_verb_is_refused_with_the_known_ones(
 ) -> None:
     assert main(0.0, words) == 2
     said = capsys.readouterr().err
-    assert said.startswith(
-        "error: unknown verb tarin; there are: train, scale, status, config, doctor, export, chaos. "
-    )
+    assert said.startswith(f"error: unknown verb tarin; there are: {', '.join(VERBS)}. ")
     assert "Overrides are written key=value" in said
     assert not trained
 

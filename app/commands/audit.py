@@ -1,0 +1,68 @@
+"""`audit RUN`: prove from its ledger that a run has used every sample as planned, or show where it has not."""
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from app.commands.options import add_run_argument, run_on_cluster
+from app.config import Config
+from app.errors import DataError, UsageError
+from app.run.directory import RunDirectory, find_run
+from app.units import plural
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_argument(parser)
+    length = "length of the dataset, held-out samples included, where the dataset is not on this machine"
+    parser.add_argument("--samples", type=int, metavar="N", help=length)
+    parser.add_argument("--json", action="store_true", help="print the numbers as one line of JSON")
+
+
+def run(options: Namespace) -> int:
+    """Print the numbers of the proof. Return 1, with the first counter-example, if it does not hold."""
+    if len(options.runs) != 1:
+        raise UsageError("audit takes one run, for example: audit ddp")
+    if options.cluster:
+        return run_on_cluster(options)
+    from app.telemetry.audit import CounterExample, audit
+
+    directory = find_run(options.runs[0])
+    config = directory.stored_config()
+    if config is None:
+        raise UsageError(f"{directory.uri} has no config.yaml, which says what was planned")
+    num_samples = _num_samples(config, options.samples)
+    try:
+        found = audit(directory, config, num_samples).to_line()
+    except CounterExample as error:
+        if not options.json:
+            raise
+        print(json.dumps({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
+        return error.exit_code
+    print(json.dumps({"run": directory.uri, "proved": True, **found}) if options.json else _table(directory, found))
+    return 0
+
+
+def _num_samples(config: Config, given: int | None) -> int:
+    """Return the length of the dataset: as given, else that of the dataset itself."""
+    if given is not None:
+        if given < 1:
+            raise UsageError(f"--samples {given}: must be at least 1")
+        return given
+    from app.data import build_dataset
+
+    try:
+        return len(build_dataset(config.data))
+    except DataError as error:
+        raise UsageError(f"{error}. Where the data are not at hand, give their length: --samples N") from error
+
+
+def _table(directory: RunDirectory, found: dict[str, int]) -> str:
+    left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
+    rows = {
+        "steps": f"1 to {found['steps']}, each once; {plural(found['redone'], 'line')} redone by a later attempt",
+        "samples": f"{found['samples']} used, {found['epoch_samples']} in an epoch",
+        "epochs": f"{found['epochs']} finished, with every training sample at one place of each",
+        "digests": f"{found['digests']} compared, all as planned; {plural(found['unconfirmed'], 'step')} unconfirmed",
+        "left out": left_out if found["left_out"] else "nothing",
+    }
+    lines = [f"{name:<9} {row}" for name, row in rows.items()]
+    return "\n".join([f"proved: {directory.uri}", *lines])

@@ -1,0 +1,238 @@
+"""`audit`: what it proves of a ledger, and each way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.cli import main
+from app.config import Config, parse_config
+from app.data.order import SampleOrder, samples_digest
+from app.plan import Plan
+from app.run.directory import STEPS, RunDirectory
+from app.run.events import AttemptStarted, Rollback
+from app.run.ledger import Ledger, StepStats
+from app.run.owner import Ownership
+from app.storage import LocalStore
+from app.storage.jsonl import Line, open_stream, read_lines
+from app.telemetry.audit import CounterExample, audit
+
+NUM_SAMPLES = 61  # of tests.dist.small.Tokens; 55 of them are trained on
+RUN = """
+run: {epochs: 3}
+batch: {global_size: 13, microbatch_size: 2}
+data: {target: 'tests.dist.small:Tokens'}
+"""
+LAST = 13  # of 9 samples: where the third epoch ends
+Break = Callable[[list[Line]], None]
+
+
+class Written:
+    """A run directory whose ledger and events are written as a run writes them."""
+
+    def __init__(self, folder: Path, text: str = RUN, num_samples: int = NUM_SAMPLES) -> None:
+        self.config: Config = parse_config(text)
+        self.directory = RunDirectory(LocalStore(folder))
+        self.directory.write_config(self.config)
+        self.num_samples = num_samples
+        self._order = SampleOrder(num_samples, self.config.data.held_out_fraction, self.config.run.seed)
+        self._end = self.config.run.num_samples(self._order.num_train)
+
+    def attempt(self, number: int, first: int, last: int, as_planned: tuple[int, ...] = ()) -> None:
+        """Write the lines of steps `first` to `last`, those `as_planned` without a message of their own."""
+        batch = self.config.batch
+        skip = self.directory.skipped_steps()
+        plan = Plan.even(batch.global_size, batch.microbatch_size, 2, num_samples=self._end, skip=skip)
+        with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
+            for step in range(first, last + 1):
+                digest = self._digest(*plan.positions(step))
+                if step in skip or step in as_planned:
+                    ledger.as_planned(step, digest)
+                else:
+                    stats = StepStats(step, 2.5, 13, 1.0, plan.num_samples_in(step), digest, finite=True)
+                    ledger.commit([(stats, 0.01, 100.0 + step)])
+
+    def _digest(self, start: int, stop: int) -> int:
+        positions = np.arange(start, stop)
+        return samples_digest(self._order.train(positions), positions, self.config.run.seed)
+
+    def rewrite(self, breaks: Break) -> None:
+        lines = list(read_lines(self.directory.store, STEPS))
+        breaks(lines)
+        self.directory.store.delete(STEPS)
+        with closing(open_stream(self.directory.store, STEPS)) as stream:
+            stream.write(lines)
+
+    def audit(self) -> dict[str, int]:
+        found: dict[str, int] = audit(self.directory, self.config, self.num_samples).to_line()
+        return found
+
+    def started(self, attempt: int, step: int) -> None:
+        times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
+        self.directory.record(AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    """Three attempts: the second does two steps again and one whose message was lost, the third leaves a step out."""
+    written = Written(tmp_path)
+    written.attempt(1, 1, 6)
+    written.started(2, 4)
+    written.attempt(2, 5, 9, as_planned=(7,))
+    written.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
+    written.started(3, 8)
+    written.attempt(3, 9, LAST)
+    written.directory.write_summary({"status": "finished", "step": LAST, "metrics": {}})
+    return written
+
+
+def test_the_numbers_of_a_proof(run: Written) -> None:
+    assert run.audit() == {
+        "steps": 13,
+        "samples": 3 * 55 - 13,
+        "epochs": 3,
+        "epoch_samples": 55,
+        "digests": 14,
+        "redone": 3,
+        "unconfirmed": 1,
+        "left_out": 1,
+        "left_out_samples": 13,
+    }
+
+
+def test_lines_of_a_leader_that_was_cut_off_may_come_late(run: Written) -> None:
+    before = run.audit()
+    run.rewrite(lambda lines: lines.append(lines.pop(5)))
+    assert run.audit() == before
+
+
+def remove(index: int) -> Break:
+    return lambda lines: lines.__delitem__(index)
+
+
+def repeat(index: int, place: int | None = None) -> Break:
+    return lambda lines: lines.insert(index if place is None else place, dict(lines[index]))
+
+
+def change(index: int, **fields: object) -> Break:
+    return lambda lines: lines[index].update(fields)
+
+
+def shift(index: int) -> Break:
+    """A digest is that of samples one place further on."""
+
+    def shifted(lines: list[Line]) -> None:
+        order = SampleOrder(NUM_SAMPLES, 0.1, 1)
+        positions = np.arange(13) + 13 * (lines[index]["step"] - 1)
+        lines[index]["samples_digest"] = f"{samples_digest(order.train(positions + 1), positions + 1, 1):016x}"
+
+    return shifted
+
+
+# Of 16 lines: steps 1 to 6, 5 to 9 and 9 to 13.
+BROKEN = {
+    "the first step removed": (remove(0), "step 1: expected a line, found none"),
+    "one step removed": (remove(2), "step 3: expected a line, found step 4 as attempt 1's next one"),
+    "one step removed that was done again": (remove(4), "step 5: expected a line, found step 6"),
+    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as attempt 2's"),
+    "the last step removed": (remove(-1), "step 13: expected a line, found none"),
+    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second one of attempt 1"),
+    "one step twice, far from each other": (repeat(2, -1), "step 3: expected one line of an attempt, found a second"),
+    "one step twice, after a later attempt's": (repeat(5, 14), "step 6: expected one line of an attempt, found a sec"),
+    "one digest changed": (change(7, samples_digest="00000000deadbeef"), "step 6: expected samples_digest "),
+    "no digest": (change(7, samples_digest=None), "step 6: expected samples_digest "),
+    "one sample range shifted": (shift(3), "step 4: expected samples_digest "),
+    "too few samples": (change(3, num_samples=12), "step 4: expected num_samples 13, found 12"),
+    "a full last step": (change(-1, num_samples=13), "step 13: expected num_samples 9, found 13"),
+    "a range shifted that was left out": (change(11, positions=[105, 118]), "step 9: expected positions [104, 117]"),
+    "left out for no reason": (change(12, skipped=True), "step 10: expected its samples, as no rollback leaves it out"),
+    "not left out": (
+        change(11, skipped=False),
+        "step 9: expected left out since the rollback in attempt 2, found used",
+    ),
+    "a step behind the end": (change(-1, step=14, attempt=4), "step 14: expected no step after 13, found step 14"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_ledger_is_refuted(run: Written, name: str) -> None:
+    breaks, said = BROKEN[name]
+    run.rewrite(breaks)
+    with pytest.raises(CounterExample) as refuted:
+        run.audit()
+    assert str(refuted.value).startswith(said)
+
+
+def test_a_line_that_was_cut_short_is_a_missing_step(run: Written) -> None:
+    steps = Path(run.directory / STEPS)
+    steps.write_bytes(steps.read_bytes().replace(b'{"step":3,', b'{"step":3,,'))
+    with pytest.raises(CounterExample, match="step 3: expected a line, found step 4"):
+        run.audit()
+
+
+def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all digests are as planned: workers and audit have the same order."""
+    honest = SampleOrder.train
+    monkeypatch.setattr(SampleOrder, "train", lambda self, places: honest(self, np.where(places == 60, 61, places)))
+    run = Written(tmp_path)
+    run.attempt(1, 1, LAST)
+    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 has not each training sample once"):
+        run.audit()
+
+
+def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run.audit()
+    monkeypatch.setattr("app.telemetry.audit._PIECE", 26)
+    monkeypatch.setattr("app.telemetry.audit._CHUNK", 4)
+    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 500)
+    assert run.audit() == before
+    run.rewrite(remove(9))
+    with pytest.raises(CounterExample, match="step 8"):
+        run.audit()
+
+
+@pytest.fixture
+def claimed(run: Written) -> str:
+    Ownership.claim(run.directory.store).release()
+    return run.directory.uri
+
+
+def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["audit", claimed]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"proved: {claimed}",
+        "steps     1 to 13, each once; 3 lines redone by a later attempt",
+        "samples   152 used, 55 in an epoch",
+        "epochs    3 finished, with every training sample at one place of each",
+        "digests   14 compared, all as planned; 1 step unconfirmed",
+        "left out  1 step of 13 samples, by rollbacks",
+    ]
+
+
+def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rewrite(remove(2))
+    assert main(0.0, ["audit", claimed]) == 1
+    assert "error: step 3: expected a line, found step 4" in capsys.readouterr().err
+    assert main(0.0, ["audit", claimed, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["proved"], found["counter_example"]["step"]) == (False, 3)
+
+
+def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.directory.write_config(
+        parse_config(RUN.replace("target: 'tests.dist.small:Tokens'", "path: gone, kind: tokens"))
+    )
+    assert main(0.0, ["audit", claimed]) == 2
+    assert "Where the data are not at hand, give their length: --samples N" in capsys.readouterr().err
+    assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 13
+
+
+def test_a_run_without_steps_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="has no steps yet"):
+        Written(tmp_path).audit()
