@@ -16,13 +16,14 @@ class Verb(NamedTuple):
 
 
 _EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt; or for from_pretrained"
+_DOCTOR = "check the machines before a run; with RUN, read its checkpoints and compare them with what was written"
 _CHAOS = "do every fault to this application, stock Ray Train and torchrun on this machine, and compare"
 
 VERBS = {
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
-    "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
+    "doctor": Verb("look", "doctor [RUN]", _DOCTOR),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
 }
