@@ -21,7 +21,7 @@ TAKES = {
     "train": ["--config FILE", "key=value", "--job"],
     "scale": ["RUN", "--workers MIN:MAX"],
     "config": ["SECTION"],
-    "doctor": ["RUN"],
+    "doctor": ["RUN", "--config FILE", "key=value", "--json"],
     "export": ["RUN", "--out FILE", "--step N"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
 }
