@@ -1,5 +1,7 @@
 """What is wrong with the machines of a run, and what to do about it. Pure: facts and figures in, findings out."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -72,6 +74,17 @@ class Link:
     @property
     def name(self) -> str:
         return f"{self.first} - {self.second}"
+
+    def or_better(self, again: Link) -> Link:
+        """Return what holds of this link after it was measured again: the better figures, but the error if any."""
+        if self.figures is None or again.figures is None:
+            return self if self.figures is None else again
+        best = LinkFigures(
+            latency_s=min(self.figures.latency_s, again.figures.latency_s),
+            bytes_per_s=max(self.figures.bytes_per_s, again.figures.bytes_per_s),
+            intact=self.figures.intact and again.figures.intact,
+        )
+        return Link(self.first, self.second, best)
 
 
 @dataclass(frozen=True)
@@ -285,7 +298,7 @@ def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
 def judge_links(links: Sequence[Link]) -> list[Finding]:
     """Judge the links of all pairs of nodes against the best of them."""
     findings = []
-    slow = _slow(links)
+    slow = slow_links(links)
     shared = _shared_node(slow)
     for link in links:
         figures = link.figures
@@ -305,7 +318,8 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
     return findings
 
 
-def _slow(links: Iterable[Link]) -> list[Link]:
+def slow_links(links: Iterable[Link]) -> list[Link]:
+    """Return the links that are much slower than the best of them, or slow by themselves."""
     measured = [(link, link.figures) for link in links if link.figures]
     best_bytes_per_s = max((figures.bytes_per_s for _, figures in measured), default=0.0)
     best_latency_s = min((figures.latency_s for _, figures in measured), default=0.0)

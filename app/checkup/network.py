@@ -21,7 +21,7 @@ from app.world.timeouts import Timeouts
 
 SIZES_BYTES = (2**10, 2**16, 2**22)  # not larger: rank 0 holds as many messages as there are ranks
 _NUM_PINGS = 20
-_NUM_TIMES = 3  # of which the fastest counts: whatever else the machines do only makes them slower
+_NUM_TIMES = 5  # of which the fastest counts: whatever else the machines do only makes them slower
 _LONG_S = 0.25  # after which no larger message is tried
 _BYTES_PER_ELEMENT = 4
 _PERIOD = 997  # of the values sent: a prime, so that no two blocks of a message are the same

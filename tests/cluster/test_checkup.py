@@ -41,7 +41,8 @@ def test_a_healthy_cluster_gives_no_alarm(config: Config, tmp_path: Path) -> Non
     checks = [finding.check for finding in findings]
     for check in ("cluster", "versions", "clocks", "run directory", "links", "node", "collectives"):
         assert check in checks
-    assert "3 pairs of nodes" in of_check(findings, "links")[0].what
+    (links,) = of_check(findings, "links")
+    assert (links.level, links.what.startswith("3 pairs of nodes; ")) == ("ok", True)
     assert len(of_check(findings, "node")) == 3
     assert list((tmp_path / "runs").iterdir()) == []
 

@@ -199,6 +199,13 @@ def test_a_node_with_a_slow_interface_is_named_where_most_pairs_are_slow() -> No
     assert all("All slow pairs have c" in finding.remedy for finding in findings)
 
 
+def test_a_link_that_was_slow_once_is_not_slow() -> None:
+    slow, fast = Link("a", "b", LinkFigures(1.0, 1e6, intact=True)), Link("a", "b", FAST)
+    assert slow.or_better(fast) == fast.or_better(slow) == fast
+    assert not fast.or_better(Link("a", "b", replace(FAST, intact=False))).figures.intact
+    assert fast.or_better(Link("a", "b", None, "gone")).error == "gone"
+
+
 def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
     assert judge_links(links("ab", "ab", LinkFigures(1e-4, 1e7, True)))[0].level == "warning"
 
