@@ -176,6 +176,8 @@ def _interface(facts: NodeFacts) -> str:
 def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
     findings = []
     for disk in disks:
+        if not disk.total_bytes:  # a mounted bucket may have no size
+            continue
         full = 1 - disk.free_bytes / disk.total_bytes > _FULL_DISK
         if disk.free_bytes >= _LITTLE_DISK and not full:
             continue
@@ -191,6 +193,8 @@ def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
 
 
 def _judge_shared_memory(node: str, space: Space) -> list[Finding]:
+    if not space.total_bytes:  # it was mounted without a limit (size=0)
+        return []
     if space.free_bytes >= _LITTLE_SHARED_MEMORY:
         return []
     level: Level = "error" if space.free_bytes < _TOO_LITTLE_SHARED_MEMORY else "warning"

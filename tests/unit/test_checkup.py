@@ -104,6 +104,11 @@ def test_what_is_wrong_with_a_node_is_found_and_has_its_remedy(planted: str) -> 
     assert finding.what.startswith("w1: ")
 
 
+def test_a_file_system_without_a_size_is_not_taken_for_a_full_one() -> None:
+    facts = replace(HEALTHY, disks=(Space("/mnt/bucket", 0, 0),), shared_memory=Space("/dev/shm", 0, 0))
+    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
+
+
 @pytest.mark.parametrize("value", ["eth", "=eth0", "^docker,lo", "ib,eth0"])
 def test_each_way_to_name_an_interface_is_understood(value: str) -> None:
     facts = replace(HEALTHY, variables={"NCCL_SOCKET_IFNAME": value})
