@@ -16,6 +16,7 @@ class Verb(NamedTuple):
 
 
 _EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt; or for from_pretrained"
+_DOCTOR = "check the machines before a run; with RUN, read its checkpoints and compare them with what was written"
 _CHAOS = "do every fault to this application, stock Ray Train and torchrun on this machine, and compare"
 
 VERBS = {
@@ -23,7 +24,7 @@ VERBS = {
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "status": Verb("look", "status [RUN] [--watch]", "how a run is now and what its failures cost, or a line for each"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
-    "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
+    "doctor": Verb("look", "doctor [RUN]", _DOCTOR),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "audit": Verb("prove", "audit RUN [--json]", "that a run has used every sample as planned, from its ledger"),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),

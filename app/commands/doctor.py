@@ -1,23 +1,76 @@
-"""`doctor RUN`: read every checkpoint of a run, and compare it with what was written."""
+"""`doctor [RUN]`: check the machines before a run; or read every checkpoint of a run, and compare it.
 
+A finding is a line, and below it what to do.
+"""
+
+import json
 import time
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from app.checkpoint.catalog import Catalog, Damaged
 from app.checkpoint.manifest import Manifest
 from app.commands.options import add_run_argument, run_on_cluster
+from app.config import Config, load_config
 from app.errors import StorageError, UsageError
 from app.run.directory import find_run
 from app.units import number, plural, size
 
-add_arguments = add_run_argument
+if TYPE_CHECKING:
+    from app.checkup.findings import Finding
+
+_STARTING = "looking at the machines; this takes about half a minute"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [RUN | --config FILE [key=value ...]] [options]"
+    add_run_argument(parser)
+    parser.add_argument("-c", "--config", metavar="FILE", help="check the machines for it: its cluster, its storage")
+    parser.add_argument("--json", action="store_true", help="findings about machines as one JSON document")
 
 
 def run(options: Namespace) -> int:
-    """Print a line for each checkpoint. Return 1 if a run may not resume from one of them."""
-    if len(options.runs) != 1:
+    """Print a line for each finding, or for each checkpoint of a run. Return 1 if one of them is bad."""
+    if options.config is None and len(options.runs) > 1:
         raise UsageError("doctor takes one run, for example: doctor ddp")
+    if options.config is None and options.runs:
+        return _check_run(options)
+    # With a configuration, words are its overrides.
+    config = load_config(options.config, options.runs) if options.config else Config()
+    return run_on_cluster(options) if options.cluster else _check_machines(config, options)
+
+
+def _check_machines(config: Config, options: Namespace) -> int:
+    if not options.json:
+        print(_STARTING, flush=True)
+    # Not before it is said what takes so long: with it come torch and Ray.
+    from app.launch.checkup import check_machines
+
+    findings = []
+    for finding in check_machines(config, options.verbose):
+        findings.append(finding)
+        if not options.json:
+            print(_told(finding), flush=True)
+    if options.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(_counted(findings))
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _told(finding: "Finding") -> str:
+    line = f"{finding.level:<8} {finding.check}: {finding.what}"
+    return f"{line}\n{'':<8} -> {finding.remedy}" if finding.remedy else line
+
+
+def _counted(findings: "Iterable[Finding]") -> str:
+    levels = [finding.level for finding in findings]
+    return f"{plural(levels.count('error'), 'error')}, {plural(levels.count('warning'), 'warning')}"
+
+
+def _check_run(options: Namespace) -> int:
     if options.cluster:
         return run_on_cluster(options)
     exit_code = 0

@@ -23,7 +23,7 @@ from app.orchestration.packages import install_packages
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
 from app.world.device import assigned_device
-from app.world.groups import PeerLost, interface_of, is_peer_loss, recover_in_process, serve_store
+from app.world.groups import PeerLost, is_peer_loss, prefer_interface_of, recover_in_process, serve_store
 from app.world.progress import Limits, Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
@@ -69,10 +69,7 @@ class RayRuntime:
         self._heartbeats = HeartbeatClient(
             self._access(), self._member.name, self._timeouts, self._beat, self._obey, self._find_again
         )
-        # What a host's own name leads to is often its loopback, and that is where gloo would listen.
-        if interface := interface_of(self._heartbeats.own_address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", all that begin so
+        prefer_interface_of(self._heartbeats.own_address)
 
     def next_world(self) -> World | None:
         """Return the next world once it has formed; None when this worker is not needed any more."""

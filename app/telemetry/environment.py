@@ -12,26 +12,27 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
     """Return the code revision of `directory` (default: here), versions and hardware; None where unknown."""
     # Nothing heavy is imported, and no CUDA context made: the driver calls this, before there is any worker.
     describe = ("git", "-C", str(directory or Path.cwd()), "describe", "--always", "--abbrev=40", "--exclude=*")
-    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
-        "git": _output(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
+        "git": output_of(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
         "python": platform.python_version(),
         "torch": version("torch"),
-        "ray": _ray_version(),
+        "ray": ray_version(),
         "platform": platform.platform(),
         "num_cpus": os.cpu_count(),
         "gpus": (gpus or "").splitlines(),
     }
 
 
-def _ray_version() -> str | None:
+def ray_version() -> str | None:
+    """Return the version of Ray, None where it is not installed."""
     try:
         return version("ray")
     except PackageNotFoundError:  # torchrun does without
         return None
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Return what a command prints; None if it is missing, fails, or hangs as nvidia-smi may."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

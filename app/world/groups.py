@@ -224,6 +224,14 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def prefer_interface_of(address: str) -> None:
+    """Let gloo and NCCL use the interface that has an address, unless the user has named another."""
+    # What a host's own name leads to is often its loopback, and that is where gloo would listen.
+    if interface := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", all that begin so
+
+
 def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

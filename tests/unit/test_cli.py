@@ -23,7 +23,7 @@ TAKES = {
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
     "audit": ["RUN", "--samples N", "--json"],
-    "doctor": ["RUN"],
+    "doctor": ["RUN", "--config FILE", "key=value", "--json"],
     "export": ["RUN", "--out FILE", "--step N"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
 }

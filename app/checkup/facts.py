@@ -1,0 +1,143 @@
+"""What a node tells of itself before a run: versions, hardware, free space, limits, interfaces."""
+
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from app.checkpoint.memory_server import free_bytes
+from app.telemetry.environment import output_of, ray_version
+from app.world.groups import prefer_interface_of
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SHARED_MEMORY = "/dev/shm"
+_DISCARD_PORT = 9
+
+
+@dataclass(frozen=True)
+class Space:
+    """Space on a file system."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    address: str
+    is_up: bool
+    mbit_per_s: int  # 0 where the driver does not say
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node is like, seen from a process as a worker of it would be."""
+
+    versions: dict[str, str]  # of Python, torch, ...; what is not there is left out
+    num_cpus: int
+    gpus: tuple[Gpu, ...]
+    free_memory_bytes: int
+    shared_memory: Space
+    disks: tuple[Space, ...]
+    num_open_files: int  # the most that a process may have
+    own_address: str  # of the interface that leads to the head
+    interfaces: tuple[Interface, ...]
+    variables: dict[str, str]  # those of `INTERFACE_VARIABLES`, as gloo and NCCL will read them
+
+
+def gather_facts(head: str, storage: str) -> NodeFacts:
+    """Return the facts of this node.
+
+    Args:
+        head: the address of the cluster's head.
+        storage: where run directories will lie: a path or a URI.
+    """
+    driver, gpus = _gpus()
+    own_address = _address_towards(head)
+    prefer_interface_of(own_address)
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return NodeFacts(
+        versions=_versions(driver),
+        num_cpus=os.cpu_count() or 1,
+        gpus=gpus,
+        free_memory_bytes=free_bytes(),
+        shared_memory=_space(Path(_SHARED_MEMORY)),
+        disks=_disks(storage),
+        num_open_files=soft_limit,
+        own_address=own_address,
+        interfaces=_interfaces(),
+        variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
+    )
+
+
+def _versions(driver: str | None) -> dict[str, str]:
+    found = {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "driver": driver,
+        "Ray": ray_version(),
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
+    """Return the version of NVIDIA's driver, and the GPUs; None and () where there is none."""
+    query = "--query-gpu=driver_version,name,memory.free,memory.total"
+    driver = None
+    gpus = []
+    for line in (output_of("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
+        driver, name, free_mib, total_mib = line.split(", ")
+        gpus.append(Gpu(name, int(free_mib) * 2**20, int(total_mib) * 2**20))
+    return driver, tuple(gpus)
+
+
+def _disks(storage: str) -> tuple[Space, ...]:
+    paths = [Path(tempfile.gettempdir())]
+    if "://" not in storage:
+        paths.insert(0, _existing(Path(storage)))
+    return tuple(_space(path) for path in paths)
+
+
+def _existing(path: Path) -> Path:
+    """Return the deepest folder above a path, or the path itself, that is there."""
+    return path if path.is_dir() else _existing(path.parent)
+
+
+def _space(path: Path) -> Space:
+    usage = shutil.disk_usage(path)
+    return Space(str(path), usage.free, usage.total)
+
+
+def _address_towards(host: str) -> str:
+    # Nothing is sent: to connect a socket of UDP only chooses the interface.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _DISCARD_PORT))
+        return str(probe.getsockname()[0])
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET and name in stats:
+                found.append(Interface(name, each.address, stats[name].isup, stats[name].speed))
+    return tuple(found)

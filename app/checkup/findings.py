@@ -1,0 +1,391 @@
+"""What is wrong with the machines of a run, and what to do about it. Pure: facts and figures in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from app.checkup.facts import INTERFACE_VARIABLES, NodeFacts, Space
+from app.checkup.network import CollectiveFigures, LinkFigures
+from app.units import joined, plural, size
+
+Level = Literal["ok", "warning", "error"]
+_MIB, _GIB = 2**20, 2**30
+# Sockets of gloo and Ray, files of a checkpoint and of the data: a small run has 200 open.
+_FEW_OPEN_FILES, _TOO_FEW_OPEN_FILES = 1024, 512
+_LITTLE_SHARED_MEMORY, _TOO_LITTLE_SHARED_MEMORY = _GIB, 128 * _MIB  # a container has 64 MiB by default
+_LITTLE_DISK, _TOO_LITTLE_DISK = 10 * _GIB, _GIB
+_FULL_DISK = 0.95  # at which Ray stops to use it
+_LITTLE_MEMORY = _GIB
+_SKEW_S = 1.0  # by which the times of events are wrong
+_TOO_MUCH_SKEW_S = 900.0  # S3 refuses requests that are further off
+_SLOW_SHARE = 0.25  # of the speed of the best link
+_SLOW_BYTES_PER_S = 30e6
+_SLOW_LATENCY_S = 5e-3
+_SLOW_LATENCY_RATIO = 10.0
+
+# Of each package: how bad it is where nodes have different ones, and why.
+_MUST_AGREE: dict[str, tuple[Level, str]] = {
+    "Python": ("error", "Ray and pickled code need the same one"),
+    "torch": ("error", "state and collectives of two releases do not fit each other"),
+    "CUDA": ("error", "torch must be the same build on all nodes"),
+    "NCCL": ("error", "NCCL connects only to its own version"),
+    "driver": ("warning", "NCCL may choose other transports on each"),
+    "Ray": ("error", "Ray refuses nodes of another version"),
+}
+
+
+class _Fault(NamedTuple):
+    """A known fault of NCCL's abort: the first version that has it, the first that does not, and what it does."""
+
+    since: tuple[int, ...]
+    until: tuple[int, ...]
+    what: str
+
+
+_NCCL_FAULTS = (
+    _Fault((0,), (2, 19, 1), "an abort by another thread may hang (NVIDIA/nccl#992)"),
+    _Fault((2, 25), (2, 26, 2), "an abort hangs (pytorch/pytorch#149153)"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: how it is, and what to do about it where it is not as it should be."""
+
+    level: Level
+    check: str
+    what: str
+    remedy: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of nodes, and what was measured between them; where they cannot reach each other, the error."""
+
+    first: str
+    second: str
+    figures: LinkFigures | None
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.first} - {self.second}"
+
+    def or_better(self, again: Link) -> Link:
+        """Return what holds of this link after it was measured again: the better figures, but the error if any."""
+        if self.figures is None or again.figures is None:
+            return self if self.figures is None else again
+        best = LinkFigures(
+            latency_s=min(self.figures.latency_s, again.figures.latency_s),
+            bytes_per_s=max(self.figures.bytes_per_s, again.figures.bytes_per_s),
+            intact=self.figures.intact and again.figures.intact,
+        )
+        return Link(self.first, self.second, best)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a node saw in the place where run directories will lie: files of other nodes, or an error."""
+
+    seen: frozenset[str] = frozenset()
+    error: str = ""
+
+
+def silent_finding(node: str, doing: str, limit_s: float) -> Finding:
+    """Return the finding about a node that has not answered in time."""
+    remedy = (
+        "See what its machine does, and Ray's logs there (/tmp/ray/session_latest/logs). Where its GPUs or its memory "
+        "are taken by a run, check it when that has ended"
+    )
+    return Finding("error", "answer", f"{node} did not answer within {limit_s:g} s ({doing})", remedy)
+
+
+def failed_finding(node: str, doing: str, error: str) -> Finding:
+    """Return the finding about a node on which a check itself has failed."""
+    remedy = "Mend what the error names, or take the node out of the cluster. -v shows Ray's own messages"
+    return Finding("error", "answer", f"{node} could not be checked ({doing}): {error}", remedy)
+
+
+def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Compare the versions of all nodes."""
+    findings = []
+    agreed = []
+    for package, (level, why) in _MUST_AGREE.items():
+        users: dict[str, list[str]] = {}
+        for node, facts in nodes.items():
+            users.setdefault(facts.versions.get(package, "none"), []).append(node)
+        if len(users) > 1:
+            found = "; ".join(f"{version} on {', '.join(where)}" for version, where in users.items())
+            what = f"{package} differs between nodes: {found}"
+            findings.append(Finding(level, "versions", what, f"Install one {package} on all nodes: {why}", dict(users)))
+        elif "none" not in users:
+            agreed.append(f"{package} {next(iter(users))}")
+    findings += _judge_nccl(nodes)
+    if not findings:
+        findings.append(Finding("ok", "versions", f"{', '.join(agreed)}{_on_all(nodes)}"))
+    return findings
+
+
+def _judge_nccl(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    findings = []
+    versions = {facts.versions["NCCL"] for facts in nodes.values() if "NCCL" in facts.versions}
+    for version in sorted(versions):
+        numbers = tuple(int(part) for part in version.split("."))
+        for fault in _NCCL_FAULTS:
+            if fault.since <= numbers < fault.until:
+                fixed = ".".join(map(str, fault.until))
+                what = f"NCCL {version}: {fault.what}, so a worker may not outlive the death of a peer"
+                findings.append(Finding("warning", "versions", what, f"Install a torch with NCCL {fixed} or newer"))
+    return findings
+
+
+def judge_node(node: str, facts: NodeFacts) -> list[Finding]:
+    """Judge what a node has, by itself. Return one finding that sums it up where nothing is wrong."""
+    problems = [
+        *_judge_disks(node, facts.disks),
+        *_judge_shared_memory(node, facts.shared_memory),
+        *_judge_memory(node, facts.free_memory_bytes),
+        *_judge_open_files(node, facts.num_open_files),
+        *_judge_interfaces(node, facts),
+    ]
+    return problems or [Finding("ok", "node", f"{node}: {_summary(facts)}", figures=asdict(facts))]
+
+
+def _summary(facts: NodeFacts) -> str:
+    gpus = [f"{gpu.name} with {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free" for gpu in facts.gpus]
+    return joined(
+        [
+            f"{plural(facts.num_cpus, 'CPU')}, {', '.join(gpus) or 'no GPU'}",
+            f"free: memory {size(facts.free_memory_bytes)}, /dev/shm {size(facts.shared_memory.free_bytes)}, "
+            + ", ".join(f"{disk.path} {size(disk.free_bytes)}" for disk in facts.disks),
+            f"{facts.num_open_files} open files",
+            f"gloo, NCCL and copies by {_interface(facts)}",
+        ]
+    )
+
+
+def _interface(facts: NodeFacts) -> str:
+    chosen = [facts.variables[name].lstrip("=") for name in INTERFACE_VARIABLES if name in facts.variables]
+    return f"{' and '.join(dict.fromkeys(chosen)) or 'the default route'} ({facts.own_address})"
+
+
+def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
+    findings = []
+    for disk in disks:
+        if not disk.total_bytes:  # a mounted bucket may have no size
+            continue
+        full = 1 - disk.free_bytes / disk.total_bytes > _FULL_DISK
+        if disk.free_bytes >= _LITTLE_DISK and not full:
+            continue
+        level: Level = "error" if disk.free_bytes < _TOO_LITTLE_DISK else "warning"
+        what = f"{node}: {size(disk.free_bytes)} of {size(disk.total_bytes)} is free at {disk.path}"
+        remedy = (
+            "Free space, or choose another disk: run.storage for checkpoints, checkpoint.keep_last for fewer of them"
+        )
+        if full:
+            remedy += "; Ray, whose files are in its temporary directory, writes nothing to a disk more than 95 % full"
+        findings.append(Finding(level, "disk", what, remedy, asdict(disk)))
+    return findings
+
+
+def _judge_shared_memory(node: str, space: Space) -> list[Finding]:
+    if not space.total_bytes:  # it was mounted without a limit (size=0)
+        return []
+    if space.free_bytes >= _LITTLE_SHARED_MEMORY:
+        return []
+    level: Level = "error" if space.free_bytes < _TOO_LITTLE_SHARED_MEMORY else "warning"
+    what = f"{node}: {size(space.free_bytes)} of {size(space.total_bytes)} is free in {space.path}"
+    remedy = (
+        "Loader processes and Ray's object store need it. In a container: --shm-size=8g; else: "
+        f"mount -o remount,size=8G {space.path}; or do without loader processes (data.num_workers=0)"
+    )
+    return [Finding(level, "shared memory", what, remedy, asdict(space))]
+
+
+def _judge_memory(node: str, num_bytes: int) -> list[Finding]:
+    if num_bytes >= _LITTLE_MEMORY:
+        return []
+    what = f"{node}: {size(num_bytes)} of memory is free, and at most half of that may hold copies of the state"
+    return [Finding("warning", "memory", what, "End what else runs there, or take a larger machine")]
+
+
+def _judge_open_files(node: str, limit: int) -> list[Finding]:
+    if limit >= _FEW_OPEN_FILES:
+        return []
+    level: Level = "error" if limit < _TOO_FEW_OPEN_FILES else "warning"
+    what = f"{node}: a process may have {limit} files and sockets open (ulimit -n)"
+    remedy = "Give `ulimit -n 65536` before `ray start` there; for good, in /etc/security/limits.conf or LimitNOFILE="
+    return [Finding(level, "open files", what, remedy, {"limit": limit})]
+
+
+def _judge_interfaces(node: str, facts: NodeFacts) -> list[Finding]:
+    findings = []
+    usable = [each for each in facts.interfaces if each.is_up]
+    listed = ", ".join(f"{each.name} ({each.address})" for each in usable)
+    for variable, value in facts.variables.items():
+        if not any(_selects(value, each.name) for each in usable):
+            what = f"{node}: {variable}={value} names no interface that is up; there are: {listed}"
+            remedy = f"Unset {variable}, or name one of them (cluster.env, or the environment of the command)"
+            findings.append(Finding("error", "interfaces", what, remedy))
+    return findings + _judge_speed(node, facts)
+
+
+def _selects(value: str, name: str) -> bool:
+    """Return whether a value of NCCL_SOCKET_IFNAME, or of gloo's variable, allows an interface."""
+    if value.startswith("^"):
+        return not any(name.startswith(each) for each in value[1:].split(","))
+    if value.startswith("="):
+        return name in value[1:].split(",")
+    return any(name.startswith(each) for each in value.split(","))
+
+
+def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
+    own = [each for each in facts.interfaces if each.address == facts.own_address and each.mbit_per_s]
+    faster = [each for each in facts.interfaces if each.is_up and own and each.mbit_per_s > own[0].mbit_per_s]
+    chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")
+    if not faster or any(each.name == chosen for each in faster):
+        return []
+    best = max(faster, key=lambda each: each.mbit_per_s)
+    what = f"{node}: {own[0].name} has {own[0].mbit_per_s} Mbit/s, and {best.name} has {best.mbit_per_s}"
+    remedy = f"If {best.name} leads to the other nodes: GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}"
+    return [Finding("warning", "interfaces", what, remedy)]
+
+
+def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Judge how far the clock of each node is ahead of this machine's: seconds, and by how much that may be wrong."""
+    findings = []
+    largest_s = 0.0
+    for node, (ahead_s, error_s) in skews.items():
+        certain_s = abs(ahead_s) - error_s
+        largest_s = max(largest_s, certain_s)
+        if certain_s <= _SKEW_S:
+            continue
+        level: Level = "error" if certain_s >= _TOO_MUCH_SKEW_S else "warning"
+        side = "ahead of" if ahead_s > 0 else "behind"
+        what = f"{node}: its clock is {abs(ahead_s):.1f} s {side} this machine's"
+        remedy = (
+            "Synchronize it (chrony, or timedatectl set-ntp true): times of events mislead, and S3 refuses requests"
+        )
+        findings.append(Finding(level, "clocks", what, remedy, {"ahead_s": ahead_s, "error_s": error_s}))
+    if findings:
+        return findings
+    return [Finding("ok", "clocks", f"within {max(0.001, largest_s):.3f} s of this machine's{_on_all(skews)}")]
+
+
+def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
+    """Judge whether all can write where run directories will lie, and see what the others have written."""
+    findings = []
+    for node, sight in sights.items():
+        if sight.error:
+            what = f"{node} cannot write run.storage {location}: {sight.error}"
+            remedy = f"Let the user of the workers write there (ls -ld {location}), or choose another run.storage"
+            findings.append(Finding("error", "run directory", what, remedy))
+    writers = {node for node, sight in sights.items() if not sight.error}
+    for node in sorted(writers):
+        if missing := writers - sights[node].seen:
+            what = f"{node} does not see at run.storage {location} what {', '.join(sorted(missing))} wrote there"
+            remedy = (
+                "Mount one folder on all nodes, at /mnt/shared for example, or give run.storage a bucket or a path "
+                "that all of them share"
+            )
+            findings.append(Finding("error", "run directory", what, remedy))
+    if not findings:
+        what = f"{location}: written by {', '.join(sights)}; each sees what the others wrote"
+        findings.append(Finding("ok", "run directory", what))
+    return findings
+
+
+def judge_links(links: Sequence[Link]) -> list[Finding]:
+    """Judge the links of all pairs of nodes against the best of them."""
+    findings = []
+    slow = slow_links(links)
+    shared = _shared_node(slow)
+    for link in links:
+        figures = link.figures
+        if figures is None:
+            what = f"{link.name} cannot reach each other: {link.error}"
+            remedy = "Look for a firewall between them, or name the interface that connects them: GLOO_SOCKET_IFNAME"
+            findings.append(Finding("error", "links", what, remedy))
+        elif not figures.intact:
+            what = f"{link.name}: what came back is not what was sent"
+            remedy = "Do not train on both: replace cable, interface or memory of one, and check again"
+            findings.append(Finding("error", "links", what, remedy))
+        elif link in slow:
+            findings.append(_slow_finding(link, figures, links, shared))
+    measured = [link for link in links if link.figures]
+    if measured and not findings:
+        findings.append(_links_ok(measured))
+    return findings
+
+
+def slow_links(links: Iterable[Link]) -> list[Link]:
+    """Return the links that are much slower than the best of them, or slow by themselves."""
+    measured = [(link, link.figures) for link in links if link.figures]
+    best_bytes_per_s = max((figures.bytes_per_s for _, figures in measured), default=0.0)
+    best_latency_s = min((figures.latency_s for _, figures in measured), default=0.0)
+    slow = []
+    for link, figures in measured:
+        narrow = figures.bytes_per_s < max(_SLOW_BYTES_PER_S, _SLOW_SHARE * best_bytes_per_s)
+        late = figures.latency_s > max(_SLOW_LATENCY_S, _SLOW_LATENCY_RATIO * best_latency_s)
+        if narrow or late:
+            slow.append(link)
+    return slow
+
+
+def _shared_node(links: Sequence[Link]) -> str:
+    """Return the node that all of several links have in common; empty if there is none."""
+    common = set.intersection(*({link.first, link.second} for link in links)) if len(links) > 1 else set()
+    return next(iter(common), "")
+
+
+def _slow_finding(link: Link, figures: LinkFigures, links: Sequence[Link], shared: str) -> Finding:
+    middle = median(each.figures.bytes_per_s for each in links if each.figures)
+    what = f"{link.name}: {_figures(figures)}; the median of {plural(len(links), 'pair')} is {size(middle)}/s"
+    remedy = "See what is between them (cable, switch, instance type), and which interface they use: GLOO_SOCKET_IFNAME"
+    if shared:
+        remedy = f"All slow pairs have {shared}: look at its interface and cable, or take it out of the cluster"
+    return Finding("warning", "links", what, remedy, {"first": link.first, "second": link.second, **asdict(figures)})
+
+
+def _figures(figures: LinkFigures) -> str:
+    return f"{size(figures.bytes_per_s)}/s, latency {1e3 * figures.latency_s:.2f} ms"
+
+
+def _links_ok(links: Sequence[Link]) -> Finding:
+    slowest = min(links, key=lambda link: link.figures.bytes_per_s if link.figures else 0.0)
+    assert slowest.figures
+    figures = {link.name: asdict(link.figures) for link in links if link.figures}
+    what = f"{plural(len(links), 'pair')} of nodes; the slowest is {slowest.name}: {_figures(slowest.figures)}"
+    return Finding("ok", "links", what, figures=figures)
+
+
+def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]]) -> list[Finding]:
+    """Judge collectives by what each rank has seen of them."""
+    findings = []
+    for of_one in zip(*seen.values(), strict=True):
+        wrong = {rank: figures.wrong for rank, figures in zip(seen, of_one, strict=True) if figures.wrong}
+        name = of_one[0].name
+        for rank, what in wrong.items():
+            remedy = (
+                "Do not train here: a wrong result ruins the model in silence. Check node by node which one is broken"
+            )
+            findings.append(Finding("error", "collectives", f"{name} gives {rank} a wrong result: {what}", remedy))
+        if not wrong:
+            findings.append(_timed(name, of_one, len(seen)))
+    return findings
+
+
+def _timed(name: str, of_ranks: Sequence[CollectiveFigures], num_ranks: int) -> Finding:
+    # A collective has ended when its last rank has.
+    seconds = {num_bytes: max(each.seconds[num_bytes] for each in of_ranks) for num_bytes in of_ranks[0].seconds}
+    times = [f"{size(num_bytes)} in {1e3 * passed_s:.2f} ms" for num_bytes, passed_s in seconds.items()]
+    what = f"{name} is right on {plural(num_ranks, 'rank')}: {', '.join(times)}"
+    return Finding("ok", "collectives", what, figures={str(num_bytes): each for num_bytes, each in seconds.items()})
+
+
+def _on_all(nodes: Mapping[str, object]) -> str:
+    return f", on all {len(nodes)} nodes" if len(nodes) > 1 else ""

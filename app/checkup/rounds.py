@@ -1,0 +1,13 @@
+"""Pair all nodes with each other, many pairs at a time."""
+
+from collections.abc import Iterator, Sequence
+
+
+def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yield rounds of pairs: no node is twice in a round, and each pair is in exactly one (the circle method)."""
+    circle = [*nodes, *([""] * (len(nodes) % 2))]  # whoever is paired with nobody has a break
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(first, second) for first, second in opposite if first and second]
+        circle = [circle[0], circle[-1], *circle[1:-1]]

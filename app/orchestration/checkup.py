@@ -1,0 +1,336 @@
+"""Check the nodes of a cluster before a run: an actor on each, and no question to it without a limit."""
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from app.checkup.facts import NodeFacts, gather_facts
+from app.checkup.findings import (
+    Finding,
+    Link,
+    Sight,
+    failed_finding,
+    judge_clocks,
+    judge_collectives,
+    judge_links,
+    judge_node,
+    judge_storage,
+    judge_versions,
+    silent_finding,
+    slow_links,
+)
+from app.checkup.network import CollectiveFigures, LinkFigures, Place, measure_collectives, measure_link, sizes_for
+from app.checkup.rounds import rounds
+from app.orchestration.trainer import head_host
+from app.run.directory import RunDirectory
+from app.storage import Store
+from app.world.device import assigned_device
+from app.world.groups import PeerLost, recover_in_process, serve_store
+
+_START_S = 120.0  # for an actor: its process, the code of this program, torch
+_ANSWER_S = 30.0
+_LINK_S = 60.0  # longer than the time-outs within, so that both nodes tell what has failed
+_COLLECTIVES_S = 120.0
+_NUM_CLOCK_READINGS = 5
+_NUM_DOUBTS = 3  # times that a slow link is measured again
+_SEEN_S = 10.0  # for which a shared file system may keep an old listing
+_POLL_S = 0.2
+_LOCAL_SPEED = 1e9
+
+
+class Inspector:
+    """What looks at a node from within: an actor of Ray, whose process is as a worker's would be."""
+
+    def __init__(self, name: str, head: str, store: Store) -> None:
+        recover_in_process()
+        self._name = name
+        self._head = head
+        self._store = store
+        self._device = assigned_device(ray.get_gpu_ids())
+        self._served: dist.TCPStore | None = None
+
+    def facts(self) -> NodeFacts:
+        return gather_facts(self._head, self._store.uri)
+
+    def clock_s(self) -> float:
+        return time.time()
+
+    def leave_mark(self, folder: str) -> str:
+        """Write a file where run directories will lie. Return what storage says against it."""
+        return leave_mark(self._store, f"{folder}/{self._name}")
+
+    def marks(self, folder: str, awaited: set[str]) -> set[str]:
+        """Return whose files this node sees, once it sees all or has waited long enough."""
+        until_s = time.monotonic() + _SEEN_S
+        seen: set[str] = set()
+        while time.monotonic() < until_s and not awaited <= seen:
+            with suppress(OSError):
+                seen = set(self._store.list(folder))
+            time.sleep(_POLL_S)
+        return seen
+
+    def remove_marks(self, folder: str) -> None:
+        remove_marks(self._store, folder)
+
+    def serve(self, host: str) -> int:
+        """Serve a store at an address of this node. Return its port."""
+        self._served = serve_store(host)
+        return int(self._served.port)
+
+    def link(self, place: Place) -> LinkFigures | str | None:
+        """Measure a link. Return what came of it; the error where the other node cannot be reached."""
+        try:
+            return measure_link(place, self._device)
+        except (PeerLost, RuntimeError) as error:
+            return _short(error)
+
+    def collectives(self, place: Place, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures] | str:
+        """Run all collectives. Return what came of them; the error where they failed."""
+        try:
+            return measure_collectives(place, self._device, sizes_bytes)
+        except (PeerLost, RuntimeError) as error:
+            return _short(error)
+
+
+def leave_mark(store: Store, name: str) -> str:
+    """Write a file. Return what storage says against it, empty if nothing."""
+    try:
+        store.commit(name, b"")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def remove_marks(store: Store, folder: str) -> None:
+    with suppress(OSError):  # another node has been faster
+        store.delete(folder)
+
+
+class Inspectors:
+    """The inspectors that still answer, by the names of their nodes."""
+
+    def __init__(self, actors: Mapping[str, Any]) -> None:
+        self._actors = dict(actors)
+        self.findings: list[Finding] = []  # about those that do not answer any more
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._actors)
+
+    def ask(self, doing: str, limit_s: float, method: str, **arguments: Any) -> dict[str, Any]:
+        """Ask all of them the same. Return the answers that have come within the limit."""
+        return self.ask_each(doing, limit_s, method, {name: arguments for name in self._actors})
+
+    def ask_each(self, doing: str, limit_s: float, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask some of them something, with arguments for each, all at the same time."""
+        asked = {}
+        for name, own in arguments.items():
+            asked[name] = getattr(self._actors[name], method).remote(**own)
+        until_s = time.monotonic() + limit_s
+        answers = {}
+        for name, question in asked.items():
+            try:
+                answers[name] = ray.get(question, timeout=max(0.0, until_s - time.monotonic()))
+            except GetTimeoutError:
+                self._dismiss(name, silent_finding(name, doing, limit_s))
+            except RayError as error:
+                self._dismiss(name, failed_finding(name, doing, _short(error)))
+        return answers
+
+    def _dismiss(self, name: str, finding: Finding) -> None:
+        self.findings.append(finding)
+        ray.kill(self._actors.pop(name))
+
+    def news(self) -> list[Finding]:
+        """Return what has been found of silent nodes since the last call."""
+        found, self.findings = self.findings, []
+        return found
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def check_nodes(storage: str) -> Iterator[Finding]:
+    """Check all nodes of the cluster that this process has joined. Yield each finding as soon as it is there."""
+    store = RunDirectory.at(storage).store
+    inspectors = _start(store)
+    try:
+        facts = inspectors.ask("start and look at itself", _START_S, "facts")
+        yield from inspectors.news()
+        if not facts:
+            return
+        yield from judge_versions(_of_nodes(facts))
+        for node, own in _of_nodes(facts).items():
+            yield from judge_node(node, own)
+        yield from judge_clocks(_of_nodes(_skews(inspectors)))
+        yield from judge_storage(store.uri, _sights(store, inspectors))
+        yield from inspectors.news()
+        yield from _check_network(inspectors, facts)
+        yield from inspectors.news()
+    finally:
+        inspectors.close()
+
+
+def _check_network(inspectors: Inspectors, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    addresses = {name: facts[name].own_address for name in inspectors.names}
+    hosts = {name: {"host": address} for name, address in addresses.items()}
+    ports = inspectors.ask_each("serve a store", _ANSWER_S, "serve", hosts)
+    stores = {name: (addresses[name], port) for name, port in ports.items()}
+    numbers = count(1)
+    links = []
+    if len(_of_nodes(stores)) > 1:
+        for pairs in rounds(list(stores)):
+            links += _measure_pairs(inspectors, pairs, stores, numbers)
+        links = _doubted(inspectors, links, stores, numbers)
+        yield from judge_links(links)
+    if all(link.figures for link in links):
+        yield from _check_collectives(inspectors, stores, numbers, links)
+
+
+def _measure_pairs(
+    inspectors: Inspectors, pairs: list[tuple[str, str]], stores: Mapping[str, tuple[str, int]], numbers: Iterator[int]
+) -> list[Link]:
+    """Measure pairs of nodes that have no node in common, all at the same time."""
+    pairs = [pair for pair in pairs if set(pair) <= set(inspectors.names)]
+    arguments: dict[str, Any] = {}
+    for first, second in pairs:
+        number = next(numbers)
+        for rank, name in enumerate((first, second)):
+            arguments[name] = {"place": Place(*stores[first], number, rank, 2)}
+    answers = inspectors.ask_each("measure a link", _LINK_S, "link", arguments)
+    return [_link(pair, answers) for pair in pairs]
+
+
+def _doubted(
+    inspectors: Inspectors, links: list[Link], stores: Mapping[str, tuple[str, int]], numbers: Iterator[int]
+) -> list[Link]:
+    """Measure slow links again, one at a time. Return all links, with the better figures."""
+    # A process that had to wait for its core looks like a slow link, but hardly each time.
+    for _ in range(_NUM_DOUBTS):
+        better = []
+        for link in slow_links(links):
+            again = _measure_pairs(inspectors, [(link.first, link.second)], stores, numbers)
+            better += [link.or_better(each) for each in again]
+        measured = {link.name: link for link in better}
+        links = [measured.get(link.name, link) for link in links]
+    return links
+
+
+def _link(pair: tuple[str, str], answers: Mapping[str, LinkFigures | str | None]) -> Link:
+    first, second = pair
+    errors = [answer for answer in map(answers.get, pair) if isinstance(answer, str)]
+    measured = answers.get(first)
+    if isinstance(measured, LinkFigures) and not errors:
+        return Link(first, second, measured)
+    return Link(first, second, None, errors[0] if errors else f"no answer within {_LINK_S:g} s")
+
+
+def _check_collectives(
+    inspectors: Inspectors, stores: Mapping[str, tuple[str, int]], numbers: Iterator[int], links: list[Link]
+) -> Iterator[Finding]:
+    ranks = inspectors.names
+    slowest = min((link.figures.bytes_per_s for link in links if link.figures), default=_LOCAL_SPEED)
+    number = next(numbers)
+    arguments = {}
+    for rank, name in enumerate(ranks):
+        place = Place(*stores[ranks[0]], number, rank, len(ranks))
+        arguments[name] = {"place": place, "sizes_bytes": sizes_for(slowest)}
+    answers = inspectors.ask_each("run collectives", _COLLECTIVES_S, "collectives", arguments)
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            yield failed_finding(name, "run collectives", answer)
+    yield from judge_collectives({name: answer for name, answer in answers.items() if not isinstance(answer, str)})
+
+
+def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
+    skews = {}
+    for name in inspectors.names:
+        readings = []
+        for _ in range(_NUM_CLOCK_READINGS):
+            asked_s = time.time()
+            answer = inspectors.ask_each("tell its time", _ANSWER_S, "clock_s", {name: {}})
+            if not answer:
+                break
+            readings.append(skew(asked_s, answer[name], time.time()))
+        if readings:
+            skews[name] = min(readings, key=lambda reading: reading[1])
+    return skews
+
+
+def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float]:
+    """Return by how much another clock is ahead of this one, and how wrong that may be."""
+    return told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2
+
+
+def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
+    """Have all nodes, and this process, write below run.storage and look for what the others have written."""
+    folder = f".doctor-{uuid.uuid4().hex[:8]}"
+    here = "this command"
+    errors = {here: leave_mark(store, f"{folder}/{here}")}
+    errors |= inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", folder=folder)
+    awaited = {name for name, error in errors.items() if not error}
+    seen = inspectors.ask("read run.storage", _ANSWER_S, "marks", folder=folder, awaited=awaited)
+    with suppress(OSError):
+        seen[here] = set(store.list(folder))
+    inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", folder=folder)
+    remove_marks(store, folder)
+    return {name: Sight(frozenset(seen.get(name, ())), error) for name, error in errors.items()}
+
+
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    id: str
+    gpus: int
+
+
+def _start(store: Store) -> Inspectors:
+    """Start an inspector on each node; two where there is only one node, so that there is somebody to talk to."""
+    nodes = _alive()
+    if len(nodes) == 1:
+        nodes = [nodes[0], _Node(f"{nodes[0].name}{_SECOND}", nodes[0].id, nodes[0].gpus // 2)]
+    # As workers would train: on GPUs where all nodes have them, over NCCL.
+    gpus = int(all(node.gpus for node in nodes) and torch.cuda.is_available())
+    head = head_host()
+    actors = {}
+    for node in nodes:
+        here = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        actor = ray.remote(num_cpus=0, num_gpus=gpus, scheduling_strategy=here)(Inspector)
+        actors[node.name] = actor.remote(node.name, head, store)
+    return Inspectors(actors)
+
+
+_SECOND = " (second process)"
+
+
+def _of_nodes(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of each node, without that of a second process on it."""
+    return {name: each for name, each in found.items() if not name.endswith(_SECOND)}
+
+
+def _alive() -> list[_Node]:
+    """Return the nodes of the cluster, named by their hosts; where several are on one, also by a part of their ids."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    hosts = [node["NodeManagerHostname"] for node in nodes]
+    found = []
+    for node in nodes:
+        host, identity = node["NodeManagerHostname"], node["NodeID"]
+        name = host if hosts.count(host) == 1 else f"{host}-{identity[:6]}"
+        found.append(_Node(name, identity, int(node["Resources"].get("GPU", 0))))
+    return found
+
+
+def _short(error: BaseException) -> str:
+    """Return the last line of an error's text, which says what has happened."""
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,0 +1,97 @@
+"""`doctor` on a cluster of three nodes: a healthy one, one with faults, one of whose nodes stops to answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from app.checkup.findings import Finding
+from app.config import Config, load_config
+from app.launch.checkup import check_machines
+from app.orchestration import checkup
+from tests.chaos.bed import Bed
+from tests.command import descendants
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    with Bed(num_nodes=2) as bed:
+        yield bed
+
+
+@pytest.fixture
+def config(bed: Bed, tmp_path: Path) -> Config:
+    return load_config("ddp.yaml", [f"cluster.address={bed.address}", f"run.storage={tmp_path / 'runs'}"])
+
+
+def of_check(findings: list[Finding], check: str) -> list[Finding]:
+    return [finding for finding in findings if finding.check == check]
+
+
+def test_a_healthy_cluster_gives_no_alarm(config: Config, tmp_path: Path) -> None:
+    findings = list(check_machines(config, verbose=False))
+    assert [finding for finding in findings if finding.level == "error"] == []
+    checks = [finding.check for finding in findings]
+    for check in ("cluster", "versions", "clocks", "run directory", "links", "node", "collectives"):
+        assert check in checks
+    (links,) = of_check(findings, "links")
+    assert (links.level, links.what.startswith("3 pairs of nodes; ")) == ("ok", True)
+    assert len(of_check(findings, "node")) == 3
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_unshared_run_directory_and_a_wrong_interface_are_found(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    # The directory of each process's own: of a worker it is the code that Ray has brought there.
+    unshared = config.model_copy(update={"run": config.run.model_copy(update={"storage": "/proc/self/cwd/.unshared"})})
+    try:
+        findings = list(check_machines(unshared, verbose=False))
+    finally:
+        Path(".unshared").rmdir()
+    wrong = of_check(findings, "run directory")
+    assert {finding.level for finding in wrong} == {"error"}
+    assert any(finding.what.startswith("this command does not see at run.storage ") for finding in wrong)
+    interfaces = of_check(findings, "interfaces")
+    assert len(interfaces) == 3
+    assert all("GLOO_SOCKET_IFNAME=ib0 names no interface that is up" in finding.what for finding in interfaces)
+    assert ["cannot reach each other" in finding.what for finding in of_check(findings, "links")] == [True] * 3
+
+
+def test_a_storage_that_nobody_can_write_is_told(config: Config) -> None:
+    nowhere = config.model_copy(update={"run": config.run.model_copy(update={"storage": "/proc/nowhere"})})
+    checking = check_machines(nowhere, verbose=False)
+    wrong = []
+    for finding in checking:
+        if finding.check == "run directory":
+            wrong.append(finding)
+        if finding.check == "links":
+            break
+    checking.close()
+    assert len(wrong) == 4
+    assert all("cannot write run.storage /proc/nowhere" in finding.what for finding in wrong)
+
+
+def test_a_node_that_does_not_answer_is_named_and_the_others_are_checked(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "_ANSWER_S", 5.0)
+    findings = []
+    for finding in check_machines(config, verbose=False):
+        findings.append(finding)
+        if finding.check == "versions":
+            (stopped, *_) = [pid for pid, title in descendants(os.getpid()) if title.startswith("ray::Inspector")]
+            os.kill(stopped, signal.SIGSTOP)  # it ends with its actor, by a signal that reaches it all the same
+    assert not ray.is_initialized()
+    (silent,) = of_check(findings, "answer")
+    assert "did not answer within 5 s (tell its time)" in silent.what
+    assert of_check(findings, "links")[0].what.startswith("1 pair of nodes")
+    assert {finding.level for finding in of_check(findings, "collectives")} == {"ok"}

@@ -1,0 +1,295 @@
+"""What `doctor` says of machines: a table of what may be wrong with them, and of what is not."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from app.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
+from app.checkup.findings import (
+    Finding,
+    Link,
+    Sight,
+    judge_clocks,
+    judge_collectives,
+    judge_links,
+    judge_node,
+    judge_storage,
+    judge_versions,
+)
+from app.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
+from app.checkup.rounds import rounds
+from app.cli import main
+from app.config import Config
+
+GIB = 2**30
+HEALTHY = NodeFacts(
+    versions={
+        "Python": "3.11.7",
+        "torch": "2.13.0",
+        "CUDA": "13.0",
+        "NCCL": "2.28.3",
+        "driver": "580",
+        "Ray": "2.60.0",
+    },
+    num_cpus=8,
+    gpus=(Gpu("H100", 79 * GIB, 80 * GIB),),
+    free_memory_bytes=60 * GIB,
+    shared_memory=Space("/dev/shm", 32 * GIB, 32 * GIB),
+    disks=(Space("/mnt/shared", 500 * GIB, 1000 * GIB), Space("/tmp", 70 * GIB, 100 * GIB)),
+    num_open_files=65536,
+    own_address="10.0.0.5",
+    interfaces=(Interface("lo", "127.0.0.1", True, 0), Interface("eth0", "10.0.0.5", True, 10000)),
+    variables={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"},
+)
+FAST = LinkFigures(1e-4, 1e9, intact=True)
+
+
+def of_package(name: str, version: str) -> NodeFacts:
+    return replace(HEALTHY, versions={**HEALTHY.versions, name: version})
+
+
+def test_a_healthy_node_is_summed_up_in_one_line() -> None:
+    (finding,) = judge_node("w1", HEALTHY)
+    assert finding.level == "ok"
+    for part in ("H100 with 79.0 GiB of 80.0 GiB free", "/dev/shm 32.0 GiB", "65536 open files", "eth0 (10.0.0.5)"):
+        assert part in finding.what
+    json.dumps(finding.figures)
+
+
+PLANTED = {
+    "ulimit": (replace(HEALTHY, num_open_files=256), "error", "256 files", "ulimit -n 65536"),
+    "few files": (replace(HEALTHY, num_open_files=1000), "warning", "1000 files", "ulimit -n 65536"),
+    "container": (
+        replace(HEALTHY, shared_memory=Space("/dev/shm", 64 * 2**20, 64 * 2**20)),
+        "error",
+        "64.0 MiB of 64.0 MiB is free in /dev/shm",
+        "--shm-size",
+    ),
+    "no disk": (
+        replace(HEALTHY, disks=(Space("/data", GIB // 2, 5 * GIB),)),
+        "error",
+        "512.0 MiB of 5.0 GiB is free at /data",
+        "run.storage",
+    ),
+    "little disk": (replace(HEALTHY, disks=(Space("/data", 5 * GIB, 9 * GIB),)), "warning", "/data", "keep_last"),
+    "full disk": (replace(HEALTHY, disks=(Space("/tmp", 40 * GIB, 1000 * GIB),)), "warning", "/tmp", "95 % full"),
+    "no memory": (replace(HEALTHY, free_memory_bytes=GIB // 2), "warning", "512.0 MiB of memory", "larger machine"),
+    "interface": (
+        replace(HEALTHY, variables={"GLOO_SOCKET_IFNAME": "ib0"}),
+        "error",
+        "GLOO_SOCKET_IFNAME=ib0 names no interface that is up; there are: lo (127.0.0.1), eth0 (10.0.0.5)",
+        "Unset GLOO_SOCKET_IFNAME",
+    ),
+    "slow interface": (
+        replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface("ens6", "10.1.0.5", True, 100000))),
+        "warning",
+        "eth0 has 10000 Mbit/s, and ens6 has 100000",
+        "NCCL_SOCKET_IFNAME=ens6",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_wrong_with_a_node_is_found_and_has_its_remedy(planted: str) -> None:
+    facts, level, what, remedy = PLANTED[planted]
+    (finding,) = judge_node("w1", facts)
+    assert (finding.level, what in finding.what, remedy in finding.remedy) == (level, True, True), finding
+    assert finding.what.startswith("w1: ")
+
+
+def test_a_file_system_without_a_size_is_not_taken_for_a_full_one() -> None:
+    facts = replace(HEALTHY, disks=(Space("/mnt/bucket", 0, 0),), shared_memory=Space("/dev/shm", 0, 0))
+    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
+
+
+@pytest.mark.parametrize("value", ["eth", "=eth0", "^docker,lo", "ib,eth0"])
+def test_each_way_to_name_an_interface_is_understood(value: str) -> None:
+    facts = replace(HEALTHY, variables={"NCCL_SOCKET_IFNAME": value})
+    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
+
+
+def test_nodes_that_agree_are_one_line() -> None:
+    (finding,) = judge_versions({"w1": HEALTHY, "w2": HEALTHY})
+    assert (finding.level, finding.what.count("torch 2.13.0")) == ("ok", 1)
+
+
+@pytest.mark.parametrize(
+    ("package", "level"),
+    [
+        ("Python", "error"),
+        ("torch", "error"),
+        ("CUDA", "error"),
+        ("NCCL", "error"),
+        ("driver", "warning"),
+        ("Ray", "error"),
+    ],
+)
+def test_a_version_that_differs_is_named_with_its_nodes(package: str, level: str) -> None:
+    nodes = {"w1": HEALTHY, "w2": of_package(package, "2.99"), "w3": HEALTHY}
+    (finding,) = judge_versions(nodes)
+    assert finding.level == level
+    assert finding.what == f"{package} differs between nodes: {HEALTHY.versions[package]} on w1, w3; 2.99 on w2"
+    assert f"one {package} on all nodes" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "fixed"),
+    [("2.18.1", "2.19.1"), ("2.25.1", "2.26.2"), ("2.19.3", None), ("2.26.2", None), ("2.28.3", None)],
+)
+def test_a_release_of_nccl_whose_abort_hangs_is_named(version: str, fixed: str | None) -> None:
+    (finding,) = judge_versions({"w1": of_package("NCCL", version)})
+    assert finding.level == ("warning" if fixed else "ok")
+    assert f"NCCL {version}" in finding.what
+    assert (fixed or "") in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "error_s", "level"),
+    [(0.2, 0.01, "ok"), (-3.0, 0.01, "warning"), (3.0, 2.5, "ok"), (1000.0, 0.1, "error"), (-1000.0, 0.1, "error")],
+)
+def test_a_clock_is_judged_by_what_is_certain_of_it(ahead_s: float, error_s: float, level: str) -> None:
+    (finding,) = judge_clocks({"w1": (0.0, 0.01), "w2": (ahead_s, error_s)})
+    assert finding.level == level
+    if level != "ok":
+        assert f"w2: its clock is {abs(ahead_s)} s {'ahead of' if ahead_s > 0 else 'behind'}" in finding.what
+        assert "chrony" in finding.remedy
+
+
+def test_a_run_directory_that_all_share_is_good() -> None:
+    both = Sight(frozenset({"w1", "w2"}))
+    assert [finding.level for finding in judge_storage("/runs", {"w1": both, "w2": both})] == ["ok"]
+
+
+def test_a_node_that_cannot_write_the_run_directory_is_named_once() -> None:
+    sights = {"w1": Sight(frozenset({"w1"})), "w2": Sight(error="Permission denied")}
+    (finding,) = judge_storage("/runs", sights)
+    assert finding.what == "w2 cannot write run.storage /runs: Permission denied"
+    assert (finding.level, "choose another run.storage" in finding.remedy) == ("error", True)
+
+
+def test_a_run_directory_that_is_not_the_same_everywhere_is_found() -> None:
+    seen = {"w1": Sight(frozenset({"w1", "w3"})), "w2": Sight(frozenset({"w2"})), "w3": Sight(frozenset({"w1", "w3"}))}
+    findings = judge_storage("/runs", seen)
+    assert {finding.level for finding in findings} == {"error"}
+    assert "w2 does not see at run.storage /runs what w1, w3 wrote there" in [finding.what for finding in findings]
+    assert all("Mount one folder on all nodes" in finding.remedy for finding in findings)
+
+
+def links(nodes: str, slow: str = "", figures: LinkFigures | None = None) -> list[Link]:
+    """Return the links of all pairs of nodes, where those of `slow` have these figures."""
+    found = []
+    for first, second in combinations(nodes, 2):
+        is_slow = slow in (first, second, first + second)
+        found.append(Link(first, second, figures if is_slow and figures else FAST))
+    return found
+
+
+@pytest.mark.parametrize("figures", [LinkFigures(1e-4, 2e8, True), LinkFigures(2e-2, 1e9, True)])
+def test_the_slow_pair_is_named(figures: LinkFigures) -> None:
+    (finding,) = judge_links(links("abcd", "bd", figures))
+    assert (finding.level, finding.what.startswith("b - d: ")) == ("warning", True)
+    assert "GLOO_SOCKET_IFNAME" in finding.remedy
+
+
+def test_a_node_with_a_slow_interface_is_named_where_most_pairs_are_slow() -> None:
+    findings = judge_links(links("abc", "c", LinkFigures(1e-4, 5e7, True)))
+    assert [finding.what[:5] for finding in findings] == ["a - c", "b - c"]
+    assert all("All slow pairs have c" in finding.remedy for finding in findings)
+
+
+def test_a_link_that_was_slow_once_is_not_slow() -> None:
+    slow, fast = Link("a", "b", LinkFigures(1.0, 1e6, intact=True)), Link("a", "b", FAST)
+    assert slow.or_better(fast) == fast.or_better(slow) == fast
+    assert not fast.or_better(Link("a", "b", replace(FAST, intact=False))).figures.intact
+    assert fast.or_better(Link("a", "b", None, "gone")).error == "gone"
+
+
+def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
+    assert judge_links(links("ab", "ab", LinkFigures(1e-4, 1e7, True)))[0].level == "warning"
+
+
+@pytest.mark.parametrize("slowest", [FAST, LinkFigures(1e-3, 3e8, True)])
+def test_links_that_vary_are_no_alarm(slowest: LinkFigures) -> None:
+    (finding,) = judge_links(links("abcd", "bd", slowest))
+    assert finding.level == "ok"
+    assert len(finding.figures) == 6
+
+
+def test_a_pair_that_cannot_connect_or_that_changes_messages_is_an_error() -> None:
+    broken = [Link("a", "b", None, "no route to host"), Link("a", "c", LinkFigures(1e-4, 1e9, intact=False))]
+    first, second = judge_links([*broken, Link("b", "c", FAST)])
+    assert (first.level, second.level) == ("error", "error")
+    assert "a - b cannot reach each other: no route to host" in first.what
+    assert "a - c: what came back is not what was sent" in second.what
+
+
+def test_the_slowest_rank_is_the_time_of_a_collective_and_a_wrong_result_names_its_rank() -> None:
+    def seen(of_sum_s: float, wrong: str = "") -> list[CollectiveFigures]:
+        return [CollectiveFigures("all_reduce", {1024: of_sum_s}, ""), CollectiveFigures("gather", {1024: 1e-3}, wrong)]
+
+    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")})
+    assert (good.level, good.figures) == ("ok", {"1024": 4e-3})
+    assert (bad.level, bad.what) == ("error", "gather gives w2 a wrong result: element 3 of 9 is 1, and should be 2")
+
+
+@pytest.mark.parametrize("num_nodes", range(8))
+def test_each_pair_is_in_one_round_and_no_node_twice_in_a_round(num_nodes: int) -> None:
+    nodes = [str(number) for number in range(num_nodes)]
+    pairs = []
+    for of_round in rounds(nodes):
+        busy = [node for pair in of_round for node in pair]
+        assert len(busy) == len(set(busy))
+        pairs += of_round
+    assert sorted(tuple(sorted(pair)) for pair in pairs) == list(combinations(nodes, 2))
+
+
+def test_messages_are_as_large_as_the_slowest_link_bears() -> None:
+    assert sizes_for(1e9) == SIZES_BYTES
+    assert sizes_for(1e6) == SIZES_BYTES[:2]
+    assert sizes_for(1.0) == SIZES_BYTES[:1]
+
+
+def test_the_facts_of_this_machine_are_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in HEALTHY.variables:
+        monkeypatch.setenv(variable, "lo")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        facts = gather_facts("127.0.0.1", str(tmp_path / "not" / "there"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (facts.num_open_files, facts.own_address, facts.variables["GLOO_SOCKET_IFNAME"]) == (256, "127.0.0.1", "lo")
+    assert facts.disks[0].path == str(tmp_path)
+    assert {"Python", "torch", "Ray"} <= facts.versions.keys()
+    assert "open files" in {finding.check for finding in judge_node("here", facts)}
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warning", 0), ("error", 1)])
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_only_an_error_is_the_exit_code(
+    words: list[str], level: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Config] = []
+
+    def check(config: Config, verbose: bool) -> Iterator[Finding]:
+        asked.append(config)
+        yield Finding("ok", "versions", "all the same")
+        yield Finding(level, "clocks", "w2 is late", "Synchronize it")  # type: ignore[arg-type]
+
+    monkeypatch.setattr("app.launch.checkup.check_machines", check)
+    assert main(0.0, ["doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words]) == code
+    said = capsys.readouterr().out
+    assert asked[0].run.storage == "/somewhere"
+    if words:
+        assert [each["level"] for each in json.loads(said)["findings"]] == ["ok", level]
+    else:
+        assert f"{level:<8} clocks: w2 is late\n         -> Synchronize it\n" in said
+        counted = {"ok": "0 errors, 0 warnings", "warning": "0 errors, 1 warning", "error": "1 error, 0 warnings"}
+        assert said.endswith(f"\n{counted[level]}\n")
