@@ -47,7 +47,7 @@ def _read(path: Path) -> OfflineRun:
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
 
     position = _HEADER_BYTES
     message = b""
@@ -61,5 +61,5 @@ def _records(data: bytes) -> Iterator[Any]:
         message += data[position : position + num_bytes]
         position += num_bytes
         if part in (_WHOLE, _LAST):
-            yield Record.FromString(message)
+            yield wandb_internal_pb2.Record.FromString(message)
             message = b""

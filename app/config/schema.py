@@ -513,8 +513,8 @@ class WandbConfig(Section):
     tags: Texts = ()
     """words to find the run by"""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else it is online where there is
-    a key, in WANDB_API_KEY or by `wandb login`"""
+    """offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else it is online where there
+    is a key, in WANDB_API_KEY or by `wandb login`"""
 
 
 class EmaConfig(Section):
