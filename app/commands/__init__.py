@@ -22,6 +22,7 @@ VERBS = {
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
+    "report": Verb("look", "report RUN", "a page of HTML: losses, failures and their cost, and where the time went"),
     "doctor": Verb("look", "doctor RUN", "read every checkpoint of a run, and compare it with what was written"),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),

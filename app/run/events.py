@@ -87,6 +87,7 @@ class AttemptStarted(Event):
     built_s: float  # from there until model, optimizer and the rest were there
     restored_s: float  # from there until every rank held the state
     first_step_s: float  # from there to the end of the first step
+    nodes: Mapping[str, int] | None = None  # how many ranks are on each, where `checkpoint.node_memory` has them tell
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"

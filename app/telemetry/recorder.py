@@ -134,7 +134,8 @@ class Recorder:
             restored, timer = self._started
             self._started = None
             timer.mark("first_step")
-            self._publish(timer.event(restored.step, restored.source, self._world.size))
+            nodes = self._snapshots.nodes if self._snapshots else {}
+            self._publish(timer.event(restored.step, restored.source, self._world.size, nodes))
 
     def _new_acts_s(self) -> dict[str, float]:
         """Return the seconds in acts between steps since the last call."""
