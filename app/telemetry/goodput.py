@@ -74,6 +74,7 @@ class Account:
     attempt: int  # 0 for a command without a step
     world_size: int
     began_s: float  # Unix time
+    steps_from_s: float = 0.0  # when its first step began
     ended_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by category
     rank_s: dict[str, float] = field(default_factory=dict)  # the same, times the ranks of that time
@@ -196,6 +197,7 @@ class _Cursor:
 
 def _add_steps(span: Span, account: Account, cursor: _Cursor) -> None:
     """Add the time from the beginning of an attempt's first step to the end of its last one."""
+    account.steps_from_s = cursor.now_s
     spent = {"productive": span.productive_s - span.data_s, "data wait": span.data_s, "redone": span.redone_s}
     for act in ACTS:
         spent[_CATEGORY_OF_ACT[act]] = span.acts_s[act]

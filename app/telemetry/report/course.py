@@ -3,7 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Literal, Self, TypeVar
 
 from app.run import events
 from app.run.directory import METRICS, RunDirectory
@@ -13,7 +14,10 @@ from app.telemetry.goodput import Account, TimeLedger, read_totals
 
 _MOST_POINTS = 3000  # of a curve
 _MOST_EVENTS = 1000  # of a kind
+_ON_THE_WAY_BACK = ("start-up", "re-forming", "restore", "waiting for workers")
 _CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
+
+Kind = TypeVar("Kind", bound=events.Event)
 
 
 class Curve:
@@ -47,20 +51,20 @@ class Curve:
 class Interruption:
     """What it cost that the set of workers changed, or that a command ended before the run."""
 
-    attempt: int  # that was ended
+    kind: Literal["failure", "resize", "restart"]
     time_s: float  # Unix time of its last step
     step: int  # that the next attempt goes on from
     cause: str
-    planned: bool
+    workers: tuple[int, int]  # before and after
     source: str  # where the state was found
-    detected_s: float | None  # from the last step to the end of the attempt; None if nobody was there to see it
+    detected_s: float  # from the last step to the end of the attempt; 0 if nobody was there to see it
     back_s: float  # from there, or from the next command, to the next first step
     lost_steps: int
     redone_s: float  # in steps of this attempt that were done again
 
     @property
     def lost_s(self) -> float:
-        return (self.detected_s or 0.0) + self.back_s + self.redone_s
+        return self.detected_s + self.back_s + self.redone_s
 
 
 @dataclass
@@ -97,38 +101,47 @@ class Course:
 
     def interruptions(self) -> Iterator[Interruption]:
         """Yield what lies between one attempt and the next, oldest first."""
-        ended = {event.attempt: event for event in reversed(self.told.get(events.AttemptEnded, []))}
-        started = {event.attempt: event for event in self.told.get(events.AttemptStarted, [])}
-        restored = {event.attempt: event for event in self.told.get(events.Restore, [])}
-        accounts = [account for account in self.ledger.accounts if account.attempt]
-        for before, after in zip(accounts, accounts[1:], strict=False):
-            end = ended.get(before.attempt)
-            start = started.get(after.attempt)
-            restore = restored.get(after.attempt)
-            same_command = after.began_s <= before.ended_s
-            detected_s = after.seconds.get("detection", 0.0) if same_command else None
+        for before, after in pairwise(account for account in self.ledger.accounts if account.attempt):
+            start = self._of_attempt(events.AttemptStarted, after.attempt)
+            restore = self._of_attempt(events.Restore, after.attempt)
+            kind, cause = self._cause(before, after)
             yield Interruption(
-                attempt=before.attempt,
+                kind=kind,
                 time_s=before.ended_s,
                 step=start.step if start else 0,
-                cause=self._cause(end, before, after),
-                planned=end is not None and end.cause in ("resized", "stopped", "finished"),
+                cause=cause,
+                workers=(before.world_size, after.world_size),
                 source=start.source if start else "",
-                detected_s=detected_s,
-                back_s=_back_s(after),
+                detected_s=after.seconds.get("detection", 0.0),
+                back_s=sum(after.seconds.get(part, 0.0) for part in _ON_THE_WAY_BACK),
                 lost_steps=restore.lost_steps if restore else 0,
                 redone_s=before.seconds.get("redone", 0.0),
             )
 
-    def _cause(self, end: events.AttemptEnded | None, before: Account, after: Account) -> str:
-        if end is None:
-            return "the command ended without a word"
-        for failure in self.told.get(events.Failure, []):
-            if before.ended_s <= (failure.time_s or 0.0) <= after.ended_s and failure.member:
-                return f"{end.cause}: {failure.member}, {failure.error}"
-        return end.cause
+    def _of_attempt(self, kind: type[Kind], attempt: int) -> Kind | None:
+        return next((event for event in self.told.get(kind, []) if event.attempt == attempt), None)
 
+    def _cause(self, before: Account, after: Account) -> tuple[Literal["failure", "resize", "restart"], str]:
+        end = self._of_attempt(events.AttemptEnded, before.attempt)
+        if after.began_s > before.ended_s:
+            return "restart", end.cause if end else "the command was ended"
+        if end is not None and end.cause == "resized":
+            return "resize", self._why_resized(before, after)
+        cause = end.cause if end else ""
+        for failure in self._between(events.Failure, before, after):
+            if failure.member:
+                cause += f": {failure.member}, {failure.error}"
+                break
+        return "failure", cause
 
-def _back_s(account: Account) -> float:
-    parts = ("start-up", "re-forming", "restore", "waiting for workers")
-    return sum(account.seconds.get(part, 0.0) for part in parts)
+    def _why_resized(self, before: Account, after: Account) -> str:
+        for preemption in self._between(events.Preemption, before, after):
+            return f"node {preemption.node[:8]} was going"
+        if self._between(events.Scale, before, after):
+            return "other bounds"
+        return "a worker came" if after.world_size > before.world_size else "a worker left"
+
+    def _between(self, kind: type[Kind], before: Account, after: Account) -> list[Kind]:
+        """Return the events from the first step of one attempt to that of the next."""
+        told = self.told.get(kind, [])
+        return [event for event in told if before.steps_from_s <= (event.time_s or 0.0) <= after.steps_from_s]

@@ -1,8 +1,9 @@
 """Draw the course of a run with Bokeh. Colours of text and grid are the page's own: see `page.html`."""
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Span
 from bokeh.plotting import figure
@@ -43,19 +44,27 @@ COLORS = dict(
     )
 )
 _MOST_BARS = 40
+_MARKS = {"failure": _RED, "resize": _SKY, "restart": _PURPLE}
 
 
-def losses(course: Course) -> Any:
+class Drawing(NamedTuple):
+    """A plot, and what its colours mean: the page tells it, since a legend of the plot's own fits no narrow screen."""
+
+    plot: Any
+    legend: dict[str, str]  # colour by label
+
+
+def losses(course: Course) -> Drawing:
     """Draw loss and validation loss by step, and where the run was interrupted."""
     plot = _plot("step", "loss")
     _line(plot, course.figures.steps, course.figures.column("loss"), _BLUE, "training")
     held_out = course.validations
     _line(plot, held_out.steps, held_out.column("loss"), _ORANGE, "validation", marked=True)
-    _mark(plot, course, course.figures.column("loss"))
-    return plot
+    marks = _mark(plot, course, course.figures.column("loss"))
+    return Drawing(plot, {"training": _BLUE, "validation": _ORANGE, **marks})
 
 
-def step_times(course: Course) -> Any:
+def step_times(course: Course) -> Drawing:
     """Draw the median of step times by step."""
     plot = _plot("step", "ms a step")
     _line(plot, course.figures.steps, course.figures.column("step_ms"), _BLUE, "step")
@@ -63,48 +72,49 @@ def step_times(course: Course) -> Any:
     for row in course.figures.rows:
         waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
     _line(plot, course.figures.steps, waits_ms, COLORS["data wait"], "data wait")
-    _mark(plot, course, course.figures.column("step_ms"))
+    marks = _mark(plot, course, [0.0])
     plot.y_range.start = 0
-    return plot
+    return Drawing(plot, {"step": _BLUE, "data wait": COLORS["data wait"], **marks})
 
 
-def worlds(course: Course) -> Any:
+def worlds(course: Course) -> Drawing:
     """Draw how many workers there were on each node, by time."""
     unit_s, unit = time_unit(course)
     began_s = course.ledger.accounts[0].began_s
     started = {event.attempt: event for event in course.told.get(AttemptStarted, [])}
-    names: dict[str, int] = {}
+    colors: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     for account in course.ledger.accounts:
         start = started.get(account.attempt)
         bottom = 0
         for node, count in _nodes(start, account).items():
-            place = names.setdefault(node, len(names))
+            color = colors.setdefault(node, _NODES[len(colors) % len(_NODES)])
             rows.append(
                 {
-                    "left": (_stepping_s(account) - began_s) / unit_s,
+                    "left": (account.steps_from_s - began_s) / unit_s,
                     "right": (account.ended_s - began_s) / unit_s,
                     "bottom": bottom,
                     "top": bottom + count,
-                    "color": _NODES[place % len(_NODES)],
-                    "node": node or "workers",
+                    "color": color,
+                    "node": node,
                     "attempt": account.attempt,
                 }
             )
             bottom += count
     plot = _plot(unit, "workers")
     quads = plot.quad(
-        "left", "right", "top", "bottom", fill_color="color", line_color=None, fill_alpha=0.85, source=_source(rows)
+        "left", "right", "top", "bottom", fill_color="color", line_color=None, fill_alpha=0.9, source=_source(rows)
     )
     _hover(plot, [quads], [("attempt", "@attempt"), ("node", "@node"), ("up to rank", "@top")])
+    plot.x_range.start = 0
     plot.y_range.start = 0
     plot.yaxis.ticker.desired_num_ticks = 4
     plot.yaxis.ticker.num_minor_ticks = 0
     plot.yaxis.ticker.min_interval = 1
-    return plot
+    return Drawing(plot, {node[:16]: color for node, color in colors.items()})
 
 
-def time_of_ranks(course: Course) -> Any:
+def time_of_ranks(course: Course) -> Drawing:
     """Draw where the time of all ranks went, a bar for each attempt, or for neighbours of many."""
     groups = _grouped(course.ledger.accounts)
     rows: list[dict[str, Any]] = []
@@ -119,7 +129,7 @@ def time_of_ranks(course: Course) -> Any:
     plot.y_range.start = 0
     plot.xaxis.major_label_orientation = "horizontal" if len(groups) <= 12 else "vertical"
     plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
-    return plot
+    return Drawing(plot, {})
 
 
 def time_unit(course: Course) -> tuple[float, str]:
@@ -131,13 +141,8 @@ def time_unit(course: Course) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def kind_of(interruption: Interruption) -> tuple[str, str]:
-    """Return what an interruption is called, and its colour."""
-    if interruption.planned and interruption.detected_s is not None:
-        return "resize", _SKY
-    if interruption.detected_s is None:
-        return "restart", _PURPLE
-    return "failure", _RED
+def color_of(interruption: Interruption) -> str:
+    return _MARKS[interruption.kind]
 
 
 def _plot(x: str, y: str, **options: Any) -> Any:
@@ -169,54 +174,37 @@ def _line(
     plot: Any, steps: Sequence[int], values: Sequence[float], color: str, label: str, marked: bool = False
 ) -> None:
     source = ColumnDataSource({"step": steps, "value": values})
-    drawn = plot.line("step", "value", color=color, line_width=2, legend_label=label, source=source)
+    drawn = plot.line("step", "value", color=color, line_width=2, source=source)
     if marked:
-        drawn = plot.scatter("step", "value", color=color, size=7, legend_label=label, source=source)
+        drawn = plot.scatter("step", "value", color=color, size=7, source=source)
     _hover(plot, [drawn], [("step", "@step"), (label, "@value{0.0000}")], mode="vline")
-    plot.legend.background_fill_alpha = 0
-    plot.legend.border_line_color = None
-    plot.legend.orientation = "horizontal"
-    plot.legend.location = "top_right"
-    plot.legend.click_policy = "hide"
 
 
 def _hover(plot: Any, drawn: list[Any], tooltips: list[tuple[str, str]], mode: str = "mouse") -> None:
     plot.add_tools(HoverTool(renderers=drawn, tooltips=tooltips, mode=mode, visible=False))
 
 
-def _mark(plot: Any, course: Course, values: Iterable[float]) -> None:
-    """Mark where attempts ended: a line, and a sign on the bottom that tells more."""
+def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
+    """Mark where attempts ended: a line, and a sign at its foot that tells more. Return what the colours mean."""
     rows: list[dict[str, Any]] = []
+    lowest = min((value for value in values if math.isfinite(value)), default=0.0)
     for each in course.interruptions():
-        kind, color = kind_of(each)
-        plot.add_layout(Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2))
-        told = {"step": each.step, "color": color, "kind": kind, "cause": each.cause[:200]}
+        color = color_of(each)
+        mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
+        plot.add_layout(mark)
+        told = {"step": each.step, "y": lowest, "color": color, "kind": each.kind, "cause": each.cause[:200]}
         rows.append({**told, "source": each.source, "lost_steps": each.lost_steps, "lost_s": each.lost_s})
-    lowest = min((value for value in values if value == value), default=0.0)
-    for row in rows:
-        row["y"] = lowest
-    if not rows:
-        return
-    for kind in ("failure", "resize", "restart"):
-        own = [row for row in rows if row["kind"] == kind]
-        if own:
-            signs = plot.scatter(
-                "step", "y", size=11, marker="inverted_triangle", color="color", legend_label=kind, source=_source(own)
-            )
-            tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
-            _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
+    if rows:
+        signs = plot.scatter("step", "y", size=11, marker="inverted_triangle", color="color", source=_source(rows))
+        tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
+        _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
+    return {kind: color for kind, color in _MARKS.items() if any(row["kind"] == kind for row in rows)}
 
 
 def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
     if start is not None and start.nodes:
         return dict(start.nodes)
-    return {"": account.world_size}
-
-
-def _stepping_s(account: Account) -> float:
-    """Return when the first step of an attempt began."""
-    before = ("start-up", "detection", "re-forming", "restore", "waiting for workers")
-    return account.began_s + sum(account.seconds.get(category, 0.0) for category in before)
+    return {"workers": account.world_size}
 
 
 def _grouped(accounts: Sequence[Account]) -> list[Sequence[Account]]:

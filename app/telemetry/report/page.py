@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -14,8 +14,8 @@ from app.telemetry.report import figures
 from app.telemetry.report.course import Course
 from app.units import compact, duration, number, plural
 
-REPORT = "report.html"
 _MOST_ROWS = 200
+_MARKED = "Dotted lines: the step that a run went on from after a failure, a resize or another command."
 
 
 def page_of(course: Course) -> str:
@@ -23,30 +23,33 @@ def page_of(course: Course) -> str:
     from bokeh.embed import json_item
     from bokeh.resources import Resources
 
-    plots = {
+    drawings = {
         "losses": figures.losses(course),
         "worlds": figures.worlds(course),
         "steps": figures.step_times(course),
         "time": figures.time_of_ranks(course),
     }
-    items = [json_item(plot, name) for name, plot in plots.items()]
+    items = [json_item(drawing.plot, name) for name, drawing in drawings.items()]
+    legends = {name: _legend(drawing.legend) for name, drawing in drawings.items()}
     (bokeh,) = Resources("inline", components=["bokeh"]).js_raw[:1]
     template = Template(files("app.telemetry.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         title=escape(_name(course)),
         bokeh=bokeh,
-        body="\n".join(_sections(course)),
+        body="\n".join(_sections(course, legends)),
         # What a run is told may close the element otherwise.
         plots=json.dumps(items).replace("<", "\\u003c"),
     )
 
 
-def _sections(course: Course) -> Iterable[str]:
+def _sections(course: Course, legends: Mapping[str, str]) -> Iterable[str]:
+    """Yield the parts of the page; `legends` stand above the plots of their names."""
+    plots = {name: f'{legend}<div id="{name}"></div>' for name, legend in legends.items()}
     yield _header(course)
-    yield _section("Loss", _marks(), '<div id="losses"></div>', wide=True)
-    yield _section("Workers", "How many there were, by node.", '<div id="worlds"></div>')
-    yield _section("Step time", "Medians of log steps.", '<div id="steps"></div>')
-    yield _section("Where the time went", _explained(course), _shares(course) + '<div id="time"></div>', wide=True)
+    yield _section("Loss", _MARKED, plots["losses"], wide=True)
+    yield _section("Workers", "How many there were, by node.", plots["worlds"])
+    yield _section("Step time", "Medians of log steps.", plots["steps"])
+    yield _section("Where the time went", _explained(course), _shares(course) + plots["time"], wide=True)
     yield _section("What each interruption cost", "", _interruptions(course), wide=True)
     yield _section("Slow ranks", "Those for which the others waited in every step.", _stragglers(course), wide=True)
     yield _section("Configuration", "", _text(_read(course, "config.yaml")))
@@ -61,21 +64,21 @@ def _name(course: Course) -> str:
 def _header(course: Course) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(course.ledger.accounts[0].began_s))
     worth = goodput(course.totals)
+    summary = course.directory.summary() or {}
     interruptions = list(course.interruptions())
     steps, losses = course.figures.steps, course.figures.column("loss")
     tiles = {
-        "steps": str(steps[-1]) if steps else "0",
+        "steps": str(summary.get("step", steps[-1] if steps else 0)),
         "last loss": number(losses[-1]) if losses else "",
         "goodput": f"{worth['goodput']:.1%}",
         "wall time": duration(worth["wall_s"]),
         "attempts": str(len(course.totals.spans)),
-        "failures": str(sum(figures.kind_of(each)[0] == "failure" for each in interruptions)),
+        "failures": str(sum(each.kind == "failure" for each in interruptions)),
         "steps done again": str(course.totals.num_lost),
         "samples": compact(course.totals.samples),
     }
     shown = "".join(f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in tiles.items() if value)
-    status = (course.directory.summary() or {}).get("status", "not finished")
-    told = f"{status} · began {began} · {course.directory.uri}"
+    told = f"{summary.get('status', 'not finished')} · began {began} · {course.directory.uri}"
     return f'<header><h1>{escape(_name(course))}</h1><p>{escape(told)}</p><div class="tiles">{shown}</div></header>'
 
 
@@ -84,8 +87,13 @@ def _section(title: str, explained: str, content: str, wide: bool = False) -> st
     return f'<section class="{"wide" if wide else ""}"><h2>{title}</h2>{told}{content}</section>'
 
 
-def _marks() -> str:
-    return "Dotted lines are where a failure, a resize or another command ended an attempt: the step it went on from."
+def _legend(colors: Mapping[str, str]) -> str:
+    keys = [f"<span>{_key(color)}{escape(label)}</span>" for label, color in colors.items()]
+    return f'<div class="legend">{"".join(keys)}</div>' if keys else ""
+
+
+def _key(color: str) -> str:
+    return f'<i class="key" style="background:{color}"></i>'
 
 
 def _explained(course: Course) -> str:
@@ -101,10 +109,9 @@ def _shares(course: Course) -> str:
     for category, seconds in rank_s.items():
         color = figures.COLORS[category]
         share = f"{seconds / total_s:.1%}"
-        parts.append(f'<span style="background:{color};width:{100 * seconds / total_s:.3f}%" title="{category}"></span>')
-        key = f'<i class="key" style="background:{color}"></i>{category}'
-        rows.append([_cell(key), _cell(f"{seconds:,.1f} s", "number"), _cell(share, "number")])
-        rows[-1].append(_cell(CATEGORIES[category], "meaning"))
+        parts.append(f'<span style="background:{color};flex:{seconds:.3f}" title="{category}"></span>')
+        row = [_cell(_key(color) + category, "key"), _cell(f"{seconds:,.1f} s", "number"), _cell(share, "number")]
+        rows.append([*row, _cell(CATEGORIES[category], "meaning")])
     heads = [("", ""), ("time of ranks", "number"), ("share", "number"), ("", "meaning")]
     return f'<div class="bar">{"".join(parts)}</div>{_table(heads, rows)}'
 
@@ -112,16 +119,16 @@ def _shares(course: Course) -> str:
 def _interruptions(course: Course) -> str:
     rows = []
     for each in list(course.interruptions())[:_MOST_ROWS]:
-        kind, color = figures.kind_of(each)
-        detected = f"{each.detected_s:.1f} s" if each.detected_s is not None and not each.planned else ""
+        detected = f"{each.detected_s:.1f} s" if each.kind == "failure" else ""
         numbers = [detected, f"{each.back_s:.1f} s", str(each.lost_steps), f"{each.lost_s:.1f} s"]
-        row = [_cell(f'<i class="key" style="background:{color}"></i>{kind}'), _cell(str(each.step), "number")]
+        row = [_cell(_key(figures.color_of(each)) + each.kind, "key"), _cell(str(each.step), "number")]
+        row.append(_cell("{} → {}".format(*each.workers), "number"))
         row += [_cell(escape(each.cause[:300]), "text"), _cell(escape(each.source))]
         rows.append(row + [_cell(value, "number") for value in numbers])
     if not rows:
         return "<p>There was none.</p>"
-    heads = [("", ""), ("at step", "number"), ("why", ""), ("restored from", ""), ("detected in", "number")]
-    heads += [("back in", "number"), ("steps lost", "number"), ("time lost", "number")]
+    heads = [("", ""), ("at step", "number"), ("workers", "number"), ("why", ""), ("restored from", "")]
+    heads += [(head, "number") for head in ("detected in", "back in", "steps lost", "time lost")]
     return _table(heads, rows)
 
 
@@ -160,5 +167,3 @@ def _read(course: Course, name: str) -> str:
 
 def _text(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
-
-
