@@ -21,6 +21,7 @@ TAKES = {
     "train": ["--config FILE", "key=value", "--job"],
     "scale": ["RUN", "--workers MIN:MAX"],
     "config": ["SECTION"],
+    "report": ["RUN"],
     "doctor": ["RUN"],
     "export": ["RUN", "--out FILE", "--step N"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],

@@ -25,7 +25,7 @@ START_S = 1_800_000_000.0
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    """A run of six steps: a worker fails after the fourth, the third and fourth are done again by one; then it grows."""
+    """A run of six steps: a worker fails after the fourth, the other does two again, and then the run grows."""
     directory = RunDirectory(LocalStore(tmp_path))
     directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
     write(directory, attempt=1, steps=range(1, 5), world_size=2, began_s=START_S + 10)
@@ -75,7 +75,7 @@ def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
     assert [*drawing.legend] == ["alpha", HOSTILE[:16], "workers"]
     drawn = drawing.plot.renderers[0].data_source.data
     assert list(drawn["top"]) == [1, 2, 1, 2]
-    assert list(drawn["left"])[-1] - list(drawn["left"])[0] == 14.0
+    assert list(drawn["left"]) == [10.0, 10.0, 20.0, 24.0]
 
 
 def test_of_a_long_run_few_points_are_kept() -> None:
