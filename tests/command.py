@@ -30,6 +30,7 @@ SMALL = [
     "scaling.num_workers=2",
     "schedule.warmup_steps=5",
     "validation.every=1000 steps",
+    "run.report=false",
     "cluster.address=local",
 ]
 

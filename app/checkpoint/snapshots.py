@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -112,6 +113,7 @@ class Snapshots:
         self._next_s = -1.0
         self._requested = False
         self.num_nodes = 1
+        self.nodes: Counter[str] = Counter()  # how many ranks are on each; empty where no copies are wanted
         if memory is not None:
             self._begin(memory, state)
 
@@ -123,7 +125,8 @@ class Snapshots:
         places = [mine] * world.size
         dist.all_gather_object(places, mine, group=world.groups.control)
         nodes = [place.node for place in places]
-        self.num_nodes = len(set(nodes))
+        self.nodes = Counter(nodes)
+        self.num_nodes = len(self.nodes)
         lasting = all(place.lasting for place in places)
         # A process's own memory is lost with it, so its copy has to go to another one, be it on the same node.
         sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)

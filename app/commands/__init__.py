@@ -24,6 +24,7 @@ VERBS = {
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "status": Verb("look", "status [RUN] [--watch]", "how a run is now and what its failures cost, or a line for each"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),
+    "report": Verb("look", "report RUN", "a page of HTML: losses, failures and their cost, and where the time went"),
     "doctor": Verb("look", "doctor [RUN]", _DOCTOR),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "audit": Verb("prove", "audit RUN [--json]", "that a run has used every sample as planned, from its ledger"),

@@ -49,6 +49,8 @@ class RunConfig(Section):
     """data order, initial weights and dropout follow from it"""
     deterministic: bool = False
     """compute the same bits each time on the same GPUs, more slowly; an operation that cannot raises an error"""
+    report: bool = True
+    """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
 
     @field_validator("steps")
     @classmethod

@@ -14,6 +14,7 @@ from app.run.directory import RunDirectory
 from app.run.interrupts import Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
+from app.telemetry.report.write import reported
 from app.units import plural
 
 
@@ -34,7 +35,8 @@ def launch(config: Config, started_s: float, console: Console) -> int:
             return 0
         console.stage("starting Ray", started_s)
         config = _scaled(config, before.num_workers or config.scaling.num_workers)
-        with Interrupts(lambda: console.line("stopping; Ctrl-C again to stop at once")) as interrupts:
+        stopping = "stopping; Ctrl-C again to stop at once"
+        with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
             return _run(config, directory, ownership, console, interrupts, before)
     finally:
         let_go(directory, ownership, new)

@@ -21,6 +21,7 @@ from app.run.events import Event, Failure
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
+from app.telemetry.report.write import reported
 from app.worker import start_worker, train_in_worlds
 from app.world.device import torchrun_device
 from app.world.groups import is_peer_loss
@@ -135,7 +136,10 @@ def train_here(config: Config, place: Place, started_s: float, console: Console,
         answer = json.loads(place.store.get(key))
         if "code" in answer:
             return Ending(int(answer["code"]), answer["refusal"])
-        return _train(config, place, directory, console, interrupts, answer, ownership)
+        if place.rank > 0:
+            return _train(config, place, directory, console, interrupts, answer, ownership)
+        with reported(config, directory, console.line):
+            return _train(config, place, directory, console, interrupts, answer, ownership)
     finally:
         if ownership is not None:
             ownership.release()

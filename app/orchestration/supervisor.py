@@ -166,7 +166,7 @@ class Supervisor:
         needed = self._run.membership.smallest
         if waited_s > _PATIENCE_S and self._told_since_s != since_s:
             self._told_since_s = since_s
-            self._run.record(events.Waiting(workers=present, needed=needed))
+            self._run.record(events.Waiting(workers=present, needed=needed, seconds=round(waited_s, 1)))
         if waited_s > self._wait_s:
             free = await asyncio.to_thread(ray.available_resources)
             self._run.give_up(

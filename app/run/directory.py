@@ -18,6 +18,7 @@ from app.storage.jsonl import is_number, last_lines, open_stream, read_lines
 STEPS = "steps.jsonl"  # the sample ledger
 METRICS = "metrics.jsonl"  # the figures of log steps
 EVENTS = "events.jsonl"
+REPORT = "report.html"
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
@@ -188,7 +189,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Delete all that a run leaves, except the claim of the command that runs it."""
         # By name: the folder itself may hold what the user put there.
-        for name in (_CONFIG, _SUMMARY, _SCALE, EVENTS, STEPS, METRICS, _ENVIRONMENT, *_FOLDERS):
+        for name in (_CONFIG, _SUMMARY, _SCALE, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
             self.store.delete(name)
 
 

@@ -87,6 +87,7 @@ class AttemptStarted(Event):
     built_s: float  # from there until model, optimizer and the rest were there
     restored_s: float  # from there until every rank held the state
     first_step_s: float  # from there to the end of the first step
+    nodes: Mapping[str, int] | None = None  # how many ranks are on each, where `checkpoint.node_memory` has them tell
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
@@ -174,6 +175,10 @@ class AttemptEnded(Event):
     # was wrong with a step
     cause: str
     step: int | None = None  # the last one that was done
+    # Since the last step, where the attempt ended by itself:
+    validation_s: float | None = None  # in which training waited for the last validation
+    snapshot_s: float | None = None  # for a copy in memory
+    checkpoint_s: float | None = None  # for a checkpoint
 
     def line(self, verbose: bool = False) -> str:
         after = f" after step {self.step}" if self.step is not None else ""
@@ -458,6 +463,7 @@ class Waiting(Event):
 
     workers: int  # that are there
     needed: int  # at least
+    seconds: float | None = None  # for how long the run has been short of them
 
 
 class WaitingForStorage(Event):

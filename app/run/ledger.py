@@ -33,6 +33,19 @@ class StepStats:
     suspects: tuple[Microbatch, ...] = ()
 
 
+ACTS = ("validation", "snapshot", "checkpoint")  # phases that training waits for between two steps
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the leader's time went from the end of the step before to the end of this one."""
+
+    step_s: float
+    ended_s: float  # Unix time
+    data_s: float = 0.0  # of `step_s`, waiting for batches
+    acts_s: Mapping[str, float] = field(default_factory=dict)  # by name of `ACTS`, before the step
+
+
 class Ledger:
     """Appends to `steps.jsonl` what all ranks are known to have finished. Only the leader's ledger writes."""
 
@@ -43,8 +56,8 @@ class Ledger:
         self._plan = plan
         self._stream = open_stream(store, STEPS) if writes else None
 
-    def commit(self, steps: Iterable[tuple[StepStats, float, float]]) -> None:
-        """Write steps down, each with the seconds it took and the Unix time at which it ended on the leader."""
+    def commit(self, steps: Iterable[tuple[StepStats, StepTimes]]) -> None:
+        """Write steps down, each with the times of the leader."""
         self._write([self._line(*each) for each in steps])
 
     def as_planned(self, step: int, samples_digest: int) -> None:
@@ -58,9 +71,10 @@ class Ledger:
             num_samples = stop - start
             mark = {"confirmed": False}
         planned = StepStats(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True)
-        self._write([{**self._line(planned, 0.0, time.time()), "loss": None, **mark}])
+        self._write([{**self._line(planned, StepTimes(0.0, time.time())), "loss": None, **mark}])
 
-    def _line(self, stats: StepStats, step_s: float, ended_s: float) -> dict[str, Any]:
+    def _line(self, stats: StepStats, times: StepTimes) -> dict[str, Any]:
+        waits_s = {"data_s": times.data_s} | {f"{act}_s": seconds for act, seconds in times.acts_s.items()}
         return {
             "step": stats.step,
             "attempt": self._attempt,
@@ -69,8 +83,10 @@ class Ledger:
             "num_samples": stats.num_samples,
             "samples_digest": f"{stats.samples_digest:016x}",
             "loss": stats.loss,
-            "step_s": round(step_s, 6),
-            "time_s": round(ended_s, 4),
+            "step_s": round(times.step_s, 6),
+            "time_s": round(times.ended_s, 4),
+            # Of most steps there are none, and a run has millions.
+            **{name: round(seconds, 4) for name, seconds in waits_s.items() if seconds >= _SHORTEST_S},
         }
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
@@ -136,8 +152,13 @@ def read_ledger(store: Store) -> History:
 
 
 _COLUMNS = ("step", "attempt", "num_samples", "step_s", "time_s")
+# A line may lack these, and 0 stands for them.
+_OPTIONAL = ("world_size", "data_s", *(f"{act}_s" for act in ACTS))
 _CHUNK = 2**20  # steps
+# All that is kept of a step, since it may be done again: of the line that holds, 0 where there is none.
+_STEP = np.dtype([("attempt", np.uint32), ("samples", np.uint32), ("step_s", np.float32), ("data_s", np.float32)])
 _WORTH_AN_IMPORT_BYTES = 2**20
+_SHORTEST_S = 1e-4  # that is written down of a wait
 
 
 @dataclass
@@ -147,6 +168,11 @@ class Span:
     first_s: float = math.inf  # when its first step ended
     first_step_s: float = 0.0  # how long that took
     last_s: float = -math.inf
+    world_size: int = 0  # 0 where no line says so
+    productive_s: float = 0.0  # in steps that hold
+    data_s: float = 0.0  # of `productive_s`, waiting for batches
+    redone_s: float = 0.0  # in steps that were done again
+    acts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTS, 0.0))
 
 
 class Totals:
@@ -158,7 +184,6 @@ class Totals:
     Attributes:
         starts_s: as given.
         samples: of the steps that hold.
-        productive_s: seconds in these.
         num_lost: lines whose step was done again.
         ends_s: the last time that is known of each command; -inf if there is none.
         spans: by attempt.
@@ -166,21 +191,23 @@ class Totals:
 
     def __init__(self, starts_s: Sequence[float] = ()) -> None:
         self.samples = 0
-        self.productive_s = 0.0
         self.num_lost = 0
         self.ends_s = [-math.inf] * len(starts_s)
         self.spans: dict[int, Span] = {}
         self.starts_s = list(starts_s)
-        # By chunk: of each step the attempt whose line holds, 0 for none, its samples and its seconds. All that is
-        # kept of a step, since it may be done again.
-        self._steps: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float32]]] = {}
+        self._chunks: dict[int, NDArray[np.void]] = {}
+
+    @property
+    def productive_s(self) -> float:
+        """Return the seconds in steps that hold."""
+        return sum(span.productive_s for span in self.spans.values())
 
     @classmethod
     def read(cls, store: Store, starts_s: Sequence[float], mark: Callable[[], object] = lambda: None) -> Self:
         """Read a run's ledger. `mark` is called again and again meanwhile."""
         totals = cls(starts_s)
         for block in read_blocks(store, STEPS):
-            totals.add(_numbers(block, _COLUMNS))
+            totals.add(_numbers(block, _COLUMNS, _OPTIONAL))
             mark()
         return totals
 
@@ -199,29 +226,44 @@ class Totals:
 
     def _add_run(self, first_step: int, lines: NDArray[np.float64]) -> None:
         number, offset = divmod(first_step, _CHUNK)
-        if number not in self._steps:
-            empty = np.zeros(_CHUNK, np.uint32)
-            self._steps[number] = (empty, np.zeros(_CHUNK, np.uint32), np.zeros(_CHUNK, np.float32))
-        attempts, samples, seconds = (column[offset : offset + len(lines)] for column in self._steps[number])
+        if number not in self._chunks:
+            self._chunks[number] = np.zeros(_CHUNK, _STEP)
+        known = self._chunks[number][offset : offset + len(lines)]
         attempt = int(lines[0, 1])
-        self.num_lost += int((attempts > 0).sum())
-        # By attempt, not by place: a leader that was cut off may write its last lines after its successor's first ones.
-        holds = attempts <= attempt
-        self.samples += int(lines[holds, 2].sum()) - int(samples[holds].sum())
-        self.productive_s += float(lines[holds, 3].sum()) - float(seconds[holds].sum())
-        attempts[holds] = attempt
-        samples[holds] = lines[holds, 2]
-        seconds[holds] = lines[holds, 3]
-        self._add_times(attempt, lines)
-
-    def _add_times(self, attempt: int, lines: NDArray[np.float64]) -> None:
-        times_s = lines[:, 4]
         span = self.spans.setdefault(attempt, Span())
+        self.num_lost += int((known["attempt"] > 0).sum())
+        # By attempt, not by place: a leader that was cut off may write its last lines after its successor's first ones.
+        holds = known["attempt"] <= attempt
+        self._take_back(known[holds])
+        self.samples += int(lines[holds, 2].sum()) - int(known["samples"][holds].sum())
+        span.productive_s += float(lines[holds, 3].sum())
+        span.data_s += float(lines[holds, 6].sum())
+        span.redone_s += float(lines[~holds, 3].sum())
+        for name, column in (("samples", 2), ("step_s", 3), ("data_s", 6)):
+            known[name][holds] = lines[holds, column]
+        known["attempt"][holds] = attempt
+        self._add_times(span, lines)
+
+    def _take_back(self, steps: NDArray[np.void]) -> None:
+        """Count steps of earlier attempts as done again."""
+        for attempt in np.unique(steps["attempt"][steps["attempt"] > 0]).tolist():
+            redone = steps[steps["attempt"] == attempt]
+            seconds = float(redone["step_s"].sum(dtype=np.float64))
+            span = self.spans[attempt]
+            span.productive_s -= seconds
+            span.redone_s += seconds
+            span.data_s -= float(redone["data_s"].sum(dtype=np.float64))
+
+    def _add_times(self, span: Span, lines: NDArray[np.float64]) -> None:
+        times_s = lines[:, 4]
         first = int(times_s.argmin())
         if times_s[first] < span.first_s:
             span.first_s = float(times_s[first])
             span.first_step_s = float(lines[first, 3])
         span.last_s = max(span.last_s, float(times_s.max()))
+        span.world_size = max(span.world_size, int(lines[:, 5].max()))
+        for act, seconds in zip(ACTS, lines[:, 7:].sum(axis=0).tolist(), strict=True):
+            span.acts_s[act] += seconds
         commands = np.searchsorted(self.starts_s, times_s, side="right") - 1
         for command in np.unique(commands).tolist():
             self._add_time(command, float(times_s[commands == command].max()))
@@ -235,19 +277,23 @@ class Totals:
             self.ends_s[command] = max(self.ends_s[command], time_s)
 
 
-def _numbers(block: bytes, names: Sequence[str]) -> NDArray[np.float64]:
-    """Return the numbers of these names in each line that has all of them, (lines, names); ints are exact to 2^53."""
+def _numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDArray[np.float64]:
+    """Return the numbers of these names in each line that has all of `names`, (lines, names + optional).
+
+    Ints are exact to 2^53, and 0 stands for an optional one that a line lacks.
+    """
     table: NDArray[np.float64] | None = None
     if len(block) >= _WORTH_AN_IMPORT_BYTES:
-        table = _numbers_at_once(block, names)
+        table = _numbers_at_once(block, (*names, *optional))
     if table is None:
         rows: list[list[float]] = []
         for line in decode(block):
-            row = [line.get(name, math.nan) for name in names]
+            row = [line.get(name, math.nan) for name in (*names, *optional)]
             if all(is_number(value) for value in row):
                 rows.append(row)
-        table = np.array(rows, np.float64).reshape(-1, len(names))
-    return table[np.isfinite(table).all(axis=1)]
+        table = np.array(rows, np.float64).reshape(-1, len(names) + len(optional))
+    table = table[np.isfinite(table[:, : len(names)]).all(axis=1)]
+    return np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _numbers_at_once(block: bytes, names: Sequence[str]) -> NDArray[np.float64] | None:

@@ -1,11 +1,30 @@
 """What the time of a run was worth, from what was written down while it ran."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.run.ledger import Totals
+from app.run.events import AttemptEnded, AttemptStarted, Event, RunStarted, Waiting
+from app.run.ledger import ACTS, Span, Totals
+
+# What a second of a rank may be, and what that means.
+CATEGORIES = {
+    "productive": "in steps that hold",
+    "data wait": "in such steps, while the leader waited for batches",
+    "validation": "measuring held-out samples",
+    "snapshot": "while training waited for a copy in memory",
+    "checkpoint wait": "while training waited for a checkpoint",
+    "start-up": "from a command to its first step",
+    "detection": "from the last step to the end of an attempt that failed",
+    "re-forming": "forming the next world and building model and data in it",
+    "restore": "until every rank held the state",
+    "redone": "in steps that had to be done again",
+    "waiting for workers": "while there were fewer than the run needs",
+    "idle": "between steps, and from the last one to the end of a command",
+}
+_CATEGORY_OF_ACT = {"validation": "validation", "snapshot": "snapshot", "checkpoint": "checkpoint wait"}
+_PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that nobody has to detect
 
 
 def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: None) -> Totals:
@@ -20,14 +39,19 @@ def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: No
 
 def goodput(totals: Totals) -> dict[str, float]:
     """Return the seconds of a run and, as `goodput`, the share of them spent in steps that led to its result."""
-    wall_s = 0.0
-    for start_s, end_s in zip(totals.starts_s, totals.ends_s, strict=True):
-        wall_s += max(0.0, end_s - start_s)
+    wall_s = _wall_s(totals)
     return {
         "wall_s": round(wall_s, 3),
         "stall_s": round(_stall_s(totals), 3),
         "goodput": round(totals.productive_s / wall_s, 4) if wall_s else 0.0,
     }
+
+
+def _wall_s(totals: Totals) -> float:
+    wall_s = 0.0
+    for start_s, end_s in zip(totals.starts_s, totals.ends_s, strict=True):
+        wall_s += max(0.0, end_s - start_s)
+    return wall_s
 
 
 def _stall_s(totals: Totals) -> float:
@@ -38,3 +62,146 @@ def _stall_s(totals: Totals) -> float:
         if not any(old.last_s < start_s <= new.first_s for start_s in totals.starts_s):
             stall_s += max(0.0, new.first_s - new.first_step_s - old.last_s)
     return stall_s
+
+
+@dataclass
+class Account:
+    """Where the time of one attempt went: from the last step before it, or the command, to its own last step.
+
+    The last attempt of a command lasts to the command's end.
+    """
+
+    attempt: int  # 0 for a command without a step
+    world_size: int
+    began_s: float  # Unix time
+    steps_from_s: float = 0.0  # when its first step began
+    ended_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)  # by category
+    rank_s: dict[str, float] = field(default_factory=dict)  # the same, times the ranks of that time
+
+    def add(self, category: str, seconds: float, num_ranks: int) -> None:
+        self.seconds[category] = self.seconds.get(category, 0.0) + seconds
+        self.rank_s[category] = self.rank_s.get(category, 0.0) + seconds * num_ranks
+
+
+class TimeLedger:
+    """Sorts every second of every rank of a run into one of `CATEGORIES`.
+
+    Ranks are those of the attempt under way. A failure is detected at the cost of the world that failed; from its end
+    to the next first step the next world counts. The time between two commands is nobody's.
+
+    Attributes:
+        accounts: one for each attempt that has done a step, in the order of time.
+    """
+
+    def __init__(self, totals: Totals, events: Iterable[Event]) -> None:
+        self._started: dict[int, AttemptStarted] = {}
+        self._ended: dict[int, AttemptEnded] = {}
+        self._waiting: list[Waiting] = []
+        for event in events:
+            self._learn(event)
+        self.accounts: list[Account] = []
+        spans = sorted(totals.spans.items(), key=lambda each: each[1].first_s)
+        for start_s, end_s in zip(totals.starts_s, totals.ends_s, strict=True):
+            own = [(attempt, span) for attempt, span in spans if start_s < span.first_s <= end_s]
+            self._add_command(start_s, end_s, own)
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> "TimeLedger":
+        return cls(read_totals(directory), directory.all_events())
+
+    def _learn(self, event: Event) -> None:
+        match event:
+            case AttemptStarted(attempt=int(attempt)):
+                self._started[attempt] = event
+            case AttemptEnded(attempt=int(attempt)):
+                self._ended.setdefault(attempt, event)
+            case Waiting():
+                self._waiting.append(event)
+
+    def rank_s(self) -> dict[str, float]:
+        """Return the seconds of all ranks together, by category, in the order of `CATEGORIES`."""
+        totals = dict.fromkeys(CATEGORIES, 0.0)
+        for account in self.accounts:
+            for category, seconds in account.rank_s.items():
+                totals[category] += seconds
+        return totals
+
+    def _add_command(self, start_s: float, end_s: float, spans: list[tuple[int, Span]]) -> None:
+        cursor = _Cursor(start_s)
+        before: tuple[int, Span] | None = None
+        for attempt, span in spans:
+            account = Account(attempt, span.world_size or 1, cursor.now_s)
+            self.accounts.append(account)
+            if before is not None:
+                self._add_end(before[0], before[1].world_size or 1, account, cursor)
+            self._add_start(attempt, span, account, cursor, first=before is None)
+            _add_steps(span, account, cursor)
+            account.ended_s = cursor.now_s
+            before = attempt, span
+        if before is None:
+            self.accounts.append(Account(0, 1, start_s))
+            cursor.spend_until(end_s, "start-up", self.accounts[-1], 1)
+        else:
+            account = self.accounts[-1]
+            self._add_end(before[0], account.world_size, account, cursor)
+            cursor.spend_until(end_s, "idle", account, account.world_size)
+        self.accounts[-1].ended_s = cursor.now_s
+
+    def _add_end(self, attempt: int, num_ranks: int, account: Account, cursor: "_Cursor") -> None:
+        """Add the time from the last step of an attempt to its end."""
+        ended = self._ended.get(attempt)
+        if ended is None or ended.time_s is None:
+            return
+        for act in ACTS:
+            seconds = getattr(ended, f"{act}_s") or 0.0
+            cursor.spend_until(min(cursor.now_s + seconds, ended.time_s), _CATEGORY_OF_ACT[act], account, num_ranks)
+        category = "idle" if ended.cause in _PLANNED else "detection"
+        cursor.spend_until(ended.time_s, category, account, num_ranks)
+
+    def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", first: bool) -> None:
+        """Add the time from a command, or the end of the attempt before, to the beginning of the first step."""
+        stepping_s = span.first_s - span.first_step_s
+        category = "start-up" if first else "re-forming"
+        started = self._started.get(attempt)
+        if started is not None and started.time_s is not None:
+            ready_s = started.time_s - started.first_step_s
+            held_s = ready_s - started.restored_s
+            formed_s = held_s - started.built_s
+            self._add_shortage(formed_s, category, account, cursor)
+            cursor.spend_until(min(held_s, stepping_s), category, account)
+            restore = "restore" if started.step else category
+            cursor.spend_until(min(ready_s, stepping_s), restore, account)
+        cursor.spend_until(stepping_s, category, account)
+
+    def _add_shortage(self, formed_s: float, category: str, account: Account, cursor: "_Cursor") -> None:
+        # The world forms once there are enough: so long they have been waited for.
+        for event in self._waiting:
+            if event.time_s is not None and cursor.now_s < event.time_s < formed_s:
+                cursor.spend_until(event.time_s - (event.seconds or 0.0), category, account)
+                cursor.spend_until(formed_s, "waiting for workers", account)
+
+
+class _Cursor:
+    """A place in time. What it passes is spent, once."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def spend_until(self, time_s: float, category: str, account: Account, num_ranks: int = 0) -> None:
+        """Go to a time, if that is ahead. `num_ranks` is the account's own by default."""
+        if time_s > self.now_s:
+            account.add(category, time_s - self.now_s, num_ranks or account.world_size)
+            self.now_s = time_s
+
+
+def _add_steps(span: Span, account: Account, cursor: _Cursor) -> None:
+    """Add the time from the beginning of an attempt's first step to the end of its last one."""
+    account.steps_from_s = cursor.now_s
+    spent = {"productive": span.productive_s - span.data_s, "data wait": span.data_s, "redone": span.redone_s}
+    for act in ACTS:
+        spent[_CATEGORY_OF_ACT[act]] = span.acts_s[act]
+    for category, seconds in spent.items():
+        account.add(category, seconds, account.world_size)
+    account.add("idle", max(0.0, span.last_s - cursor.now_s - sum(spent.values())), account.world_size)
+    cursor.now_s = max(cursor.now_s, span.last_s)

@@ -22,7 +22,7 @@ from app.parallel.dtensor import unsharded
 from app.plan import Plan
 from app.run import events
 from app.run.directory import METRICS, RunDirectory
-from app.run.ledger import Ledger, StepStats
+from app.run.ledger import ACTS, Ledger, StepStats, StepTimes
 from app.storage.jsonl import open_stream
 from app.tasks import Task
 from app.telemetry.goodput import goodput, read_totals
@@ -54,7 +54,8 @@ class Recorder:
         self._plan = plan
         self._worker = worker
         self._metrics: dict[str, float] = {}  # of the last validation in this attempt
-        self._ran: dict[int, tuple[StepResult, float]] = {}  # with Unix time; done here, and not yet by all ranks
+        self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # done here, and not yet by all ranks
+        self._acts_s = dict.fromkeys(ACTS, 0.0)  # in this attempt, up to the last step
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
         self._told_once: set[str] = set()
@@ -130,27 +131,34 @@ class Recorder:
     def ran(self, result: StepResult) -> None:
         """Take note that this rank has done a step. What it was worth is known when all ranks have."""
         self._world.progress.enter("collective", result.step)
-        self._ran[result.step] = result, time.time()
+        self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
         if self._started is not None:
             restored, timer = self._started
             self._started = None
             timer.mark("first_step")
-            self._publish(timer.event(restored.step, restored.source, self._world.size))
+            nodes = self._snapshots.nodes if self._snapshots else {}
+            self._publish(timer.event(restored.step, restored.source, self._world.size, nodes))
+
+    def _new_acts_s(self) -> dict[str, float]:
+        """Return the seconds in acts between steps since the last call."""
+        before = self._acts_s
+        self._acts_s = {act: self._world.progress.spent_s(act) for act in ACTS}
+        return {act: seconds - before[act] for act, seconds in self._acts_s.items()}
 
     def commit(self, steps: Iterable[StepStats]) -> None:
         """Write down steps that all ranks have finished."""
         # `steps` raises at the first bad one. Those before it are written all the same, by the `finally`.
-        lines: list[tuple[StepStats, float, float]] = []
+        lines: list[tuple[StepStats, StepTimes]] = []
         try:
             for stats in steps:
-                result, ended_s = self._ran.pop(stats.step)
+                result, times = self._ran.pop(stats.step)
                 if stats.step in self._plan.skip:
                     # Its line has its place among the others.
                     self._ledger.commit(lines)
                     lines.clear()
                     self._write_as_planned(stats.step)
                     continue
-                lines.append((stats, result.seconds, ended_s))
+                lines.append((stats, times))
                 self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
                 if self._world.leader and stats.step % self._config.logging.every_steps == 0:
                     self._log(stats, result.lr)
@@ -237,7 +245,8 @@ class Recorder:
     def end(self, outcome: Outcome, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
         """Close the attempt, and at the run's end write its summary and show what `whole`, a model, has learnt."""
         self._world.progress.enter("end")
-        self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step))
+        acts_s = {f"{act}_s": round(seconds, 4) for act, seconds in self._new_acts_s().items()}
+        self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step, **acts_s))
         self._worker.close_attempt()
         if outcome.kind == "resized":
             self._trackers.close()

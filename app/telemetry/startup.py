@@ -1,6 +1,8 @@
 """Where the time between two attempts goes."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from app.run.directory import RunDirectory
 from app.run.events import AttemptStarted, RunStarted
@@ -21,9 +23,10 @@ class StartupTimer:
         self._seconds[f"{phase}_s"] = round(now_s - self._marked_s, 4)
         self._marked_s = now_s
 
-    def event(self, step: int, source: str, world_size: int) -> AttemptStarted:
-        """Return what there is to tell once the first step is done."""
-        return AttemptStarted(step=step, source=source, world_size=world_size, **self._seconds)
+    def event(self, step: int, source: str, world_size: int, nodes: Mapping[str, int]) -> AttemptStarted:
+        """Return what there is to tell once the first step is done. `nodes` is empty where they are not known."""
+        known: dict[str, Any] = {"nodes": nodes} if nodes else {}
+        return AttemptStarted(step=step, source=source, world_size=world_size, **known, **self._seconds)
 
     def measure_detection(self, directory: RunDirectory) -> None:
         """Take the time from the end of progress to the beginning of this start. Before the attempt writes a step."""

@@ -21,7 +21,7 @@ import psutil
 from app.plan import Plan
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
-from app.run.ledger import Ledger, StepStats
+from app.run.ledger import Ledger, StepStats, StepTimes
 from app.storage import LocalStore
 from app.storage.jsonl import last_lines
 from app.telemetry.goodput import goodput, read_totals
@@ -70,7 +70,9 @@ def write(folder: Path, num_lines: int) -> None:
     first_again = half - num_lines // 10
     for attempt, first in ((1, 1), (2, first_again)):
         # One line by what writes it in a run. By itself it would take longer than all that is measured.
-        Ledger(directory.store, attempt, Plan.even(48, 8, 4), writes=True).commit([(_stats(first), 0.0101, began_s)])
+        Ledger(directory.store, attempt, Plan.even(48, 8, 4), writes=True).commit(
+            [(_stats(first), StepTimes(0.0101, began_s, 0.0002))]
+        )
         line = json.dumps(last_lines(directory.store, STEPS)[-1], separators=(",", ":"))
         pattern = line.replace(f'"step":{first}', '"step":%d').replace(f'"time_s":{round(began_s, 4)}', '"time_s":%.4f')
         with (folder / STEPS).open("a") as file:

@@ -22,6 +22,7 @@ TAKES = {
     "scale": ["RUN", "--workers MIN:MAX"],
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
+    "report": ["RUN"],
     "audit": ["RUN", "--samples N", "--json"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json"],
     "export": ["RUN", "--out FILE", "--step N"],

@@ -1,0 +1,235 @@
+"""Draw the course of a run with Bokeh. Colours of text and grid are the page's own: see `page.html`."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Span
+from bokeh.plotting import figure
+
+from app.run.events import AttemptStarted
+from app.telemetry.goodput import CATEGORIES, Account
+from app.telemetry.report.course import Course, Interruption
+
+# Told apart on a white and on a black page, and by those who see no red or no green (Okabe and Ito, 2008).
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#cc79a7",
+    "#56b4e9",
+    "#c8b900",
+)
+_NODES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _YELLOW, _RED, "#8c6d31", "#7f7f7f", "#6b6ecf")
+COLORS = dict(
+    zip(
+        CATEGORIES,
+        (
+            _GREEN,
+            _YELLOW,
+            _PURPLE,
+            "#e7b8d1",
+            "#a05195",
+            _SKY,
+            _RED,
+            _ORANGE,
+            "#8c6d31",
+            "#a23b00",
+            _BLUE,
+            "#8f959e",
+        ),
+        strict=True,
+    )
+)
+_MOST_BARS = 40
+_MARKS = {"failure": _RED, "resize": _SKY, "restart": _PURPLE}
+
+
+class Drawing(NamedTuple):
+    """A plot, and what its colours mean: the page tells it, since a legend of the plot's own fits no narrow screen."""
+
+    plot: Any
+    legend: dict[str, str]  # colour by label
+
+
+def losses(course: Course) -> Drawing:
+    """Draw loss and validation loss by step, and where the run was interrupted."""
+    plot = _plot("step", "loss")
+    _line(plot, course.figures.steps, course.figures.column("loss"), _BLUE, "training")
+    held_out = course.validations
+    _line(plot, held_out.steps, held_out.column("loss"), _ORANGE, "validation", marked=True)
+    marks = _mark(plot, course, course.figures.column("loss"))
+    return Drawing(plot, {"training": _BLUE, "validation": _ORANGE, **marks})
+
+
+def step_times(course: Course) -> Drawing:
+    """Draw the median of step times by step."""
+    plot = _plot("step", "ms a step")
+    _line(plot, course.figures.steps, course.figures.column("step_ms"), _BLUE, "step")
+    waits_ms = []
+    for row in course.figures.rows:
+        waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
+    _line(plot, course.figures.steps, waits_ms, COLORS["data wait"], "data wait")
+    marks = _mark(plot, course, [0.0])
+    plot.y_range.start = 0
+    return Drawing(plot, {"step": _BLUE, "data wait": COLORS["data wait"], **marks})
+
+
+def worlds(course: Course) -> Drawing:
+    """Draw how many workers there were on each node, by time."""
+    unit_s, unit = time_unit(course)
+    began_s = course.ledger.accounts[0].began_s
+    started = {event.attempt: event for event in course.told.get(AttemptStarted, [])}
+    colors: dict[str, str] = {}
+    rows: list[dict[str, Any]] = []
+    for account in course.ledger.accounts:
+        start = started.get(account.attempt)
+        bottom = 0
+        for node, count in _nodes(start, account).items():
+            color = colors.setdefault(node, _NODES[len(colors) % len(_NODES)])
+            rows.append(
+                {
+                    "left": (account.steps_from_s - began_s) / unit_s,
+                    "right": (account.ended_s - began_s) / unit_s,
+                    "bottom": bottom,
+                    "top": bottom + count,
+                    "color": color,
+                    "node": node,
+                    "attempt": account.attempt,
+                }
+            )
+            bottom += count
+    plot = _plot(unit, "workers")
+    quads = plot.quad(
+        "left", "right", "top", "bottom", fill_color="color", line_color=None, fill_alpha=0.9, source=_source(rows)
+    )
+    _hover(plot, [quads], [("attempt", "@attempt"), ("node", "@node"), ("up to rank", "@top")])
+    plot.x_range.start = 0
+    plot.y_range.start = 0
+    plot.yaxis.ticker.desired_num_ticks = 4
+    plot.yaxis.ticker.num_minor_ticks = 0
+    plot.yaxis.ticker.min_interval = 1
+    return Drawing(plot, {node[:16]: color for node, color in colors.items()})
+
+
+def time_of_ranks(course: Course) -> Drawing:
+    """Draw where the time of all ranks went, a bar for each attempt, or for neighbours of many."""
+    groups = _grouped(course.ledger.accounts)
+    rows: list[dict[str, Any]] = []
+    for place, accounts in enumerate(groups):
+        rows += _bar(place, accounts)
+    plot = _plot("attempt", "seconds of all ranks", x_range=[_label(accounts) for accounts in groups])
+    bars = plot.vbar(
+        x="label", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=_source(rows)
+    )
+    tooltips = [("", "@category"), ("seconds of ranks", "@rank_s{0.0}"), ("of the attempt", "@share{0.0 %}")]
+    _hover(plot, [bars], tooltips)
+    plot.y_range.start = 0
+    plot.xaxis.major_label_orientation = "horizontal" if len(groups) <= 12 else "vertical"
+    plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
+    return Drawing(plot, {})
+
+
+def time_unit(course: Course) -> tuple[float, str]:
+    """Return the unit in which the length of the run is a number that one can read, in seconds, and its name."""
+    wall_s = course.ledger.accounts[-1].ended_s - course.ledger.accounts[0].began_s
+    for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if wall_s > 2 * unit_s:
+            return unit_s, unit
+    return 1.0, "seconds"
+
+
+def color_of(interruption: Interruption) -> str:
+    return _MARKS[interruption.kind]
+
+
+def _plot(x: str, y: str, **options: Any) -> Any:
+    plot = figure(
+        height=300,
+        sizing_mode="stretch_width",
+        x_axis_label=x,
+        y_axis_label=y,
+        tools="box_zoom,reset",
+        active_drag=None,  # a finger on the page scrolls it
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_color=None,
+        **options,
+    )
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.xgrid.visible = False
+    plot.min_border_left = 50
+    return plot
+
+
+def _source(rows: Sequence[dict[str, Any]]) -> ColumnDataSource:
+    names = rows[0].keys() if rows else ()
+    return ColumnDataSource({name: [row[name] for row in rows] for name in names})
+
+
+def _line(
+    plot: Any, steps: Sequence[int], values: Sequence[float], color: str, label: str, marked: bool = False
+) -> None:
+    source = ColumnDataSource({"step": steps, "value": values})
+    drawn = plot.line("step", "value", color=color, line_width=2, source=source)
+    if marked:
+        drawn = plot.scatter("step", "value", color=color, size=7, source=source)
+    _hover(plot, [drawn], [("step", "@step"), (label, "@value{0.0000}")], mode="vline")
+
+
+def _hover(plot: Any, drawn: list[Any], tooltips: list[tuple[str, str]], mode: str = "mouse") -> None:
+    plot.add_tools(HoverTool(renderers=drawn, tooltips=tooltips, mode=mode, visible=False))
+
+
+def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
+    """Mark where attempts ended: a line, and a sign at its foot that tells more. Return what the colours mean."""
+    rows: list[dict[str, Any]] = []
+    lowest = min((value for value in values if math.isfinite(value)), default=0.0)
+    for each in course.interruptions():
+        color = color_of(each)
+        mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
+        plot.add_layout(mark)
+        told = {"step": each.step, "y": lowest, "color": color, "kind": each.kind, "cause": each.cause[:200]}
+        rows.append({**told, "source": each.source, "lost_steps": each.lost_steps, "lost_s": each.lost_s})
+    if rows:
+        signs = plot.scatter("step", "y", size=11, marker="inverted_triangle", color="color", source=_source(rows))
+        tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
+        _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
+    return {kind: color for kind, color in _MARKS.items() if any(row["kind"] == kind for row in rows)}
+
+
+def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
+    if start is not None and start.nodes:
+        return dict(start.nodes)
+    return {"workers": account.world_size}
+
+
+def _grouped(accounts: Sequence[Account]) -> list[Sequence[Account]]:
+    num_bars = min(_MOST_BARS, len(accounts))
+    bounds = [len(accounts) * bar // num_bars for bar in range(num_bars + 1)]
+    return [accounts[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _bar(place: int, accounts: Sequence[Account]) -> list[dict[str, Any]]:
+    """Return the parts of one bar, from the bottom up."""
+    rank_s = dict.fromkeys(CATEGORIES, 0.0)
+    for account in accounts:
+        for category, seconds in account.rank_s.items():
+            rank_s[category] += seconds
+    total_s = sum(rank_s.values()) or 1.0
+    rows: list[dict[str, Any]] = []
+    top = 0.0
+    for category, seconds in rank_s.items():
+        if seconds > 0:
+            sizes = {"bottom": top, "top": top + seconds, "rank_s": seconds, "share": seconds / total_s}
+            rows.append({"label": _label(accounts), "category": category, "color": COLORS[category], **sizes})
+            top += seconds
+    return rows
+
+
+def _label(accounts: Sequence[Account]) -> str:
+    first, last = accounts[0].attempt, accounts[-1].attempt
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,169 @@
+"""Lay the report out: one page of HTML that asks for nothing else, in which all that the run tells is escaped."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from app.run import events
+from app.storage.documents import read_json
+from app.telemetry.goodput import CATEGORIES, goodput
+from app.telemetry.report import figures
+from app.telemetry.report.course import Course
+from app.units import compact, duration, number, plural
+
+_MOST_ROWS = 200
+_MARKED = "Dotted lines: the step that a run went on from after a failure, a resize or another command."
+
+
+def page_of(course: Course) -> str:
+    """Return the page."""
+    from bokeh.embed import json_item
+    from bokeh.resources import Resources
+
+    drawings = {
+        "losses": figures.losses(course),
+        "worlds": figures.worlds(course),
+        "steps": figures.step_times(course),
+        "time": figures.time_of_ranks(course),
+    }
+    items = [json_item(drawing.plot, name) for name, drawing in drawings.items()]
+    legends = {name: _legend(drawing.legend) for name, drawing in drawings.items()}
+    (bokeh,) = Resources("inline", components=["bokeh"]).js_raw[:1]
+    template = Template(files("app.telemetry.report").joinpath("page.html").read_text("utf-8"))
+    return template.substitute(
+        title=escape(_name(course)),
+        bokeh=bokeh,
+        body="\n".join(_sections(course, legends)),
+        # What a run is told may close the element otherwise.
+        plots=json.dumps(items).replace("<", "\\u003c"),
+    )
+
+
+def _sections(course: Course, legends: Mapping[str, str]) -> Iterable[str]:
+    """Yield the parts of the page; `legends` stand above the plots of their names."""
+    plots = {name: f'{legend}<div id="{name}"></div>' for name, legend in legends.items()}
+    yield _header(course)
+    yield _section("Loss", _MARKED, plots["losses"], wide=True)
+    yield _section("Workers", "How many there were, by node.", plots["worlds"])
+    yield _section("Step time", "Medians of log steps.", plots["steps"])
+    yield _section("Where the time went", _explained(course), _shares(course) + plots["time"], wide=True)
+    yield _section("What each interruption cost", "", _interruptions(course), wide=True)
+    yield _section("Slow ranks", "Those for which the others waited in every step.", _stragglers(course), wide=True)
+    yield _section("Configuration", "", _text(_read(course, "config.yaml")))
+    environment = read_json(course.directory.store, "environment.json") or {}
+    yield _section("Environment", "", _text(json.dumps(environment, indent=2)))
+
+
+def _name(course: Course) -> str:
+    return course.directory.uri.rstrip("/").rpartition("/")[2]
+
+
+def _header(course: Course) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(course.ledger.accounts[0].began_s))
+    worth = goodput(course.totals)
+    summary = course.directory.summary() or {}
+    interruptions = list(course.interruptions())
+    steps, losses = course.figures.steps, course.figures.column("loss")
+    tiles = {
+        "steps": str(summary.get("step", steps[-1] if steps else 0)),
+        "last loss": number(losses[-1]) if losses else "",
+        "goodput": f"{worth['goodput']:.1%}",
+        "wall time": duration(worth["wall_s"]),
+        "attempts": str(len(course.totals.spans)),
+        "failures": str(sum(each.kind == "failure" for each in interruptions)),
+        "steps done again": str(course.totals.num_lost),
+        "samples": compact(course.totals.samples),
+    }
+    shown = "".join(f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in tiles.items() if value)
+    told = f"{summary.get('status', 'not finished')} · began {began} · {course.directory.uri}"
+    return f'<header><h1>{escape(_name(course))}</h1><p>{escape(told)}</p><div class="tiles">{shown}</div></header>'
+
+
+def _section(title: str, explained: str, content: str, wide: bool = False) -> str:
+    told = f"<p>{explained}</p>" if explained else ""
+    return f'<section class="{"wide" if wide else ""}"><h2>{title}</h2>{told}{content}</section>'
+
+
+def _legend(colors: Mapping[str, str]) -> str:
+    keys = [f"<span>{_key(color)}{escape(label)}</span>" for label, color in colors.items()]
+    return f'<div class="legend">{"".join(keys)}</div>' if keys else ""
+
+
+def _key(color: str) -> str:
+    return f'<i class="key" style="background:{color}"></i>'
+
+
+def _explained(course: Course) -> str:
+    total_s = sum(course.ledger.rank_s().values())
+    return f"{number(total_s)} seconds of all ranks, from command to end; the time between two commands is not in it."
+
+
+def _shares(course: Course) -> str:
+    """Return the bar of the whole run, and its parts as a table."""
+    rank_s = course.ledger.rank_s()
+    total_s = sum(rank_s.values()) or 1.0
+    parts, rows = [], []
+    for category, seconds in rank_s.items():
+        color = figures.COLORS[category]
+        share = f"{seconds / total_s:.1%}"
+        parts.append(f'<span style="background:{color};flex:{seconds:.3f}" title="{category}"></span>')
+        row = [_cell(_key(color) + category, "key"), _cell(f"{seconds:,.1f} s", "number"), _cell(share, "number")]
+        rows.append([*row, _cell(CATEGORIES[category], "meaning")])
+    heads = [("", ""), ("time of ranks", "number"), ("share", "number"), ("", "meaning")]
+    return f'<div class="bar">{"".join(parts)}</div>{_table(heads, rows)}'
+
+
+def _interruptions(course: Course) -> str:
+    rows = []
+    for each in list(course.interruptions())[:_MOST_ROWS]:
+        detected = f"{each.detected_s:.1f} s" if each.kind == "failure" else ""
+        numbers = [detected, f"{each.back_s:.1f} s", str(each.lost_steps), f"{each.lost_s:.1f} s"]
+        row = [_cell(_key(figures.color_of(each)) + each.kind, "key"), _cell(str(each.step), "number")]
+        row.append(_cell("{} → {}".format(*each.workers), "number"))
+        row += [_cell(escape(each.cause[:300]), "text"), _cell(escape(each.source))]
+        rows.append(row + [_cell(value, "number") for value in numbers])
+    if not rows:
+        return "<p>There was none.</p>"
+    heads = [("", ""), ("at step", "number"), ("workers", "number"), ("why", ""), ("restored from", "")]
+    heads += [(head, "number") for head in ("detected in", "back in", "steps lost", "time lost")]
+    return _table(heads, rows)
+
+
+def _stragglers(course: Course) -> str:
+    found: dict[tuple[int, str, str], list[events.Straggler]] = {}
+    for event in course.told.get(events.Straggler, []):
+        found.setdefault((event.rank, event.member, event.phase), []).append(event)
+    if not found:
+        return "<p>There was none.</p>"
+    rows = []
+    slowest = sorted(found.items(), key=lambda each: -max(event.share for event in each[1]))
+    for (rank, member, phase), told in slowest[:_MOST_ROWS]:
+        worst = max(told, key=lambda event: event.share)
+        row = [_cell(str(rank), "number"), _cell(escape(member)), _cell(escape(phase))]
+        rows.append([*row, _cell(f"{worst.share:.0%}", "number"), _cell(plural(len(told), "time"), "number")])
+    heads = [("rank", "number"), ("worker", ""), ("slow in", ""), ("of a step, at most", "number"), ("told", "number")]
+    return _table(heads, rows)
+
+
+def _cell(content: str, kind: str = "") -> str:
+    return f'<td class="{kind}">{content}</td>' if kind else f"<td>{content}</td>"
+
+
+def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th class="{kind}">{title}</th>' for title, kind in heads)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _read(course: Course, name: str) -> str:
+    try:
+        return course.directory.store.read(name).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _text(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"

@@ -1,0 +1,126 @@
+"""The report of a run: what it shows, that it asks for nothing else, and that it ends no run."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import parse_config
+from app.errors import TrainingError, UsageError
+from app.run import events
+from app.run.directory import METRICS, REPORT, STEPS, RunDirectory
+from app.storage import LocalStore
+from app.storage.jsonl import open_stream
+from app.telemetry.report import figures
+from app.telemetry.report.course import Course, Curve
+from app.telemetry.report.write import reported, write_report
+
+HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>"
+START_S = 1_800_000_000.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """A run of six steps: a worker fails after the fourth, the other does two again, and then the run grows."""
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
+    write(directory, attempt=1, steps=range(1, 5), world_size=2, began_s=START_S + 10)
+    directory.record(started(1, 2, START_S + 11, nodes={"alpha": 1, HOSTILE: 1}))
+    failure = events.Failure(time_s=START_S + 15.5, kind="worker", member="w1", error=HOSTILE)
+    directory.record(failure)
+    directory.record(events.AttemptEnded(time_s=START_S + 16, attempt=1, cause="worker lost"))
+    directory.record(events.Restore(time_s=START_S + 19, attempt=2, step=2, source="snapshot", lost_steps=2))
+    write(directory, attempt=2, steps=range(3, 6), world_size=1, began_s=START_S + 20)
+    directory.record(started(2, 1, START_S + 21, step=2, source="snapshot"))
+    directory.record(events.Straggler(time_s=START_S + 22, member=HOSTILE, rank=1, phase="loader", lost_s=1, share=0.4))
+    directory.record(events.AttemptEnded(time_s=START_S + 23, attempt=2, cause="resized", step=5))
+    write(directory, attempt=3, steps=range(6, 7), world_size=2, began_s=START_S + 24)
+    directory.record(started(3, 2, START_S + 25, step=5, source="rank 0"))
+    directory.record(events.Validation(time_s=START_S + 26, step=6, metrics={"loss": 1.5}))
+    directory.store.commit("config.yaml", f"run: {{name: '{HOSTILE}'}}".encode())
+    directory.write_environment({"git": HOSTILE})
+    return directory
+
+
+def test_what_an_interruption_cost(directory: RunDirectory) -> None:
+    failure, growth = Course.read(directory).interruptions()
+    assert (failure.kind, failure.step, failure.workers, failure.source) == ("failure", 2, (2, 1), "snapshot")
+    assert failure.cause == f"worker lost: w1, {HOSTILE}"
+    # Two seconds until it was known, four until the next step began, and two steps of a second.
+    assert (failure.detected_s, failure.back_s, failure.lost_steps, failure.redone_s) == (2, 4, 2, 2)
+    assert failure.lost_s == 8
+    assert (growth.kind, growth.workers, growth.cause, growth.lost_s) == ("resize", (1, 2), "a worker came", 1)
+
+
+def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None:
+    path = Path(write_report(directory))
+    page = path.read_text()
+    assert path.stat().st_size < 3_000_000
+    assert "alert(1)" in page
+    assert "<img" not in page
+    assert page.count("</script>") == 3  # Bokeh, the plots, and what draws them
+    around = page.partition("<script>")[0] + page.partition("</script>")[2]
+    assert re.findall(r"<[^>]*\b(?:src|href)=", around) == []
+    assert 'content="default-src' in page
+    for told in ("8.0 s", "2 → 1", "snapshot", "40%", "waiting for workers"):
+        assert told in page
+
+
+def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
+    drawing = figures.worlds(Course.read(directory))
+    assert [*drawing.legend] == ["alpha", HOSTILE[:16], "workers"]
+    drawn = drawing.plot.renderers[0].data_source.data
+    assert list(drawn["top"]) == [1, 2, 1, 2]
+    assert list(drawn["left"]) == [10.0, 10.0, 20.0, 24.0]
+
+
+def test_of_a_long_run_few_points_are_kept() -> None:
+    curve = Curve(most_points=100)
+    for step in range(1, 10_001):
+        curve.add(step, {"loss": float(step)})
+    assert 50 <= len(curve.steps) <= 100
+    assert curve.steps[-1] > 9_800
+    curve.add(5_000, {"loss": 0.0})  # done again
+    assert all(step <= 5_000 for step in curve.steps)
+
+
+def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    config = parse_config("model: {kind: gpt}\ndata: {kind: text}")
+    with reported(config, directory, said.append):
+        pass
+    assert said == [f"report      {directory / REPORT}"]
+    monkeypatch.setattr(Course, "read", lambda _: 1 / 0)
+    with pytest.raises(TrainingError, match="as it was"), reported(config, directory, said.append):
+        raise TrainingError("as it was")
+    assert said[1:] == ["warning: no report.html: ZeroDivisionError: division by zero"]
+    off = config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
+    with reported(off, directory, said.append):
+        pass
+    assert len(said) == 2
+
+
+def test_a_run_that_has_not_begun_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to report"):
+        write_report(RunDirectory(LocalStore(tmp_path)))
+
+
+def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> events.AttemptStarted:
+    parts = {"detected_s": 0.0, "formed_s": 1.0, "built_s": 1.0, "restored_s": 0.5, "first_step_s": 1.0}
+    told = {"step": 0, "source": "start", **parts, **fields}
+    return events.AttemptStarted(attempt=attempt, world_size=world_size, time_s=time_s, **told)
+
+
+def write(directory: RunDirectory, attempt: int, steps: range, world_size: int, began_s: float) -> None:
+    """Write steps of a second each."""
+    lines = []
+    for place, step in enumerate(steps, 1):
+        line = {"step": step, "attempt": attempt, "world_size": world_size, "num_samples": 4}
+        lines.append({**line, "step_s": 1.0, "time_s": began_s + place, "loss": 2.0, "step_ms": 1000.0})
+    for name in (STEPS, METRICS):
+        with closing(open_stream(directory.store, name)) as stream:
+            stream.write(lines)
