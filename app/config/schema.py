@@ -478,6 +478,29 @@ class LoggingConfig(Section):
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
 
 
+class ProfileConfig(Section):
+    """What torch.profiler records into `profile/` of the run directory, from the first step of each attempt on."""
+
+    wait: NonNegativeInt = 10
+    """steps that are let pass before each recording"""
+    warmup: NonNegativeInt = 1
+    """steps after these that are recorded and thrown away, since the profiler itself is slow in its first"""
+    active: NonNegativeInt = 0
+    """steps of a recording; 0 for no profile"""
+    repeat: PositiveInt = 1
+    """recordings in an attempt"""
+    ranks: tuple[NonNegativeInt, ...] = (0,)
+    """the ranks that record"""
+    shapes: bool = False
+    """shapes of the operators' inputs"""
+    stack: bool = False
+    """the lines of code that call the operators"""
+    memory: bool = False
+    """what operators allocate and free"""
+    flops: bool = False
+    """floating-point operations of matrix products and convolutions"""
+
+
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
     """slots keeps surviving workers running; restart starts all anew; auto is slots where Ray's version allows it"""
@@ -565,6 +588,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig = ProfileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)

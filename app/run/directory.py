@@ -24,7 +24,7 @@ _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
 _SCALE = "scale.json"
 _PROBE = ".writable"
-_FOLDERS = ("checkpoints", "faults", "stacks", "tensorboard", "wandb")
+_FOLDERS = ("checkpoints", "faults", "profile", "stacks", "tensorboard", "wandb")
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 # Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
 _LAST_LINE_BYTES = 16384

@@ -233,6 +233,17 @@ class Log(Event):
         )
 
 
+class Profile(Event):
+    """The profiler has recorded some steps."""
+
+    wording = "profile of rank {rank} to step {step} in {path}, for Perfetto or TensorBoard\n{table}"
+
+    rank: int
+    step: int  # the last one in it
+    path: str
+    table: str  # the operators that took the most time
+
+
 class Validation(Event):
     """Means over all held-out samples, after `step`. In the line the metrics stand beside the other fields."""
 

@@ -28,6 +28,7 @@ from app.tasks import Task
 from app.telemetry.goodput import goodput, read_totals
 from app.telemetry.markers import Markers
 from app.telemetry.meters import Meters
+from app.telemetry.profiler import Profiler
 from app.telemetry.startup import StartupTimer
 from app.telemetry.throughput import total_peak_flops
 from app.telemetry.trackers import Trackers, build_trackers
@@ -63,6 +64,8 @@ class Recorder:
         self._committed = worker.writer.committed  # newest step on storage, as far as is known here
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
+        self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
+        worker.close_later(self._profiler.close)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
         self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
         worker.close_later(self._ledger.close)
@@ -73,6 +76,7 @@ class Recorder:
     def begin(self, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
         """Tell, before the first step, where the attempt goes on from, and whether copies in memory were refused."""
         self._started = restored, timer
+        self._profiler.begin(restored.step)
         self._snapshots = snapshots
         if restored.source == "checkpoint":
             self._committed = restored.step
@@ -132,6 +136,8 @@ class Recorder:
         """Take note that this rank has done a step. What it was worth is known when all ranks have."""
         self._world.progress.enter("collective", result.step)
         self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
+        for profile in self._profiler.step(result.step):
+            self._runtime.publish(profile.of_attempt(self._world.attempt))
         if self._started is not None:
             restored, timer = self._started
             self._started = None

@@ -12,12 +12,13 @@ import time
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from app.config import parse_config
+from app.run.directory import RunDirectory
 from app.run.events import (
     AttemptEnded,
     AttemptStarted,
@@ -51,6 +52,7 @@ from app.run.events import (
 from app.storage import LocalStore
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
+from app.telemetry.markers import Markers
 from app.telemetry.meters import Meters
 from app.telemetry.outcome import result
 from app.telemetry.tensorboard import TensorBoardTracker
@@ -455,6 +457,58 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
         trackers.close()
     assert drawn(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]
+
+
+def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_the_run(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = parse_config("cluster: {env: {TOKEN: hidden}}")
+    for first_step, markers in ((1, Markers(0, 0, ())), (8, Markers(1, 1, ("failure: its node is gone",)))):
+        trackers = build_trackers(config, LocalStore(tmp_path), first_step)
+        trackers.begin(config, first_step - 1, markers)
+        trackers.close()
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    counts = {
+        tag: [(each.step, each.value) for each in found.Scalars(f"events/{tag}")] for tag in ("failures", "resizes")
+    }
+    assert counts == {"failures": [(0, 0), (7, 1)], "resizes": [(0, 0), (7, 1)]}
+    (told,) = found.Tensors("events/text_summary")
+    assert (told.step, told.tensor_proto.string_val[0].decode()) == (7, "    failure: its node is gone")
+    written = found.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "global_size: 48" in written
+    assert "hidden" not in written
+
+
+def test_markers_count_the_whole_run_and_tell_of_what_came_since_the_last_attempt(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    started = AttemptStarted(
+        step=0,
+        source="start",
+        world_size=2,
+        detected_s=0.0,
+        formed_s=0.0,
+        built_s=0.0,
+        restored_s=0.0,
+        first_step_s=0.0,
+    )
+    for event in (started, Failure(error="first"), started, Failure(error="second"), AttemptEnded(cause="resized")):
+        directory.record(event)
+    markers = Markers.read(directory)
+    assert (markers.num_failures, markers.num_resizes) == (2, 1)
+    assert [line.split(":")[1] for line in markers.lines] == [" second", " resized"]
+
+
+def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    class Plain:
+        def scalars(self, step: int, values: dict[str, float]) -> None:
+            drawn_steps.append(step)
+
+    drawn_steps: list[int] = []
+    trackers = Trackers([cast(Tracker, Plain())])
+    trackers.text(1, "sample", "To be")
+    trackers.scalars(2, {})
+    assert drawn_steps == [2]
+    assert not caplog.records
 
 
 def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,88 @@
+"""Traces of what steps spend their time on, by torch.profiler."""
+
+import logging
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from app.config import ProfileConfig
+from app.run.directory import RunDirectory
+from app.run.events import Profile
+from app.telemetry.spool import Spool
+from app.world.runtime import World
+
+_log = logging.getLogger(__name__)
+_FOLDER = "profile"
+_ROWS = 12  # of the table; what comes after is small
+
+
+class Profiler:
+    """Records steps of an attempt on the ranks that the configuration names; elsewhere it does nothing."""
+
+    def __init__(self, config: ProfileConfig, directory: RunDirectory, world: World, device: torch.device) -> None:
+        self._config = config
+        self._directory = directory
+        self._world = world
+        self._device = device
+        self._profile: profile | None = None
+        self._num_left = 0  # recordings to come
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Begin after `step`, where there is something to record."""
+        config = self._config
+        if not config.active or self._world.rank not in config.ranks:
+            return
+        self._step = step
+        self._num_left = config.repeat
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat),
+            on_trace_ready=self._write,
+            record_shapes=config.shapes,
+            with_stack=config.stack,
+            profile_memory=config.memory,
+            with_flops=config.flops,
+        )
+        self._written: list[Profile] = []
+        self._profile.start()
+
+    def step(self, step: int) -> list[Profile]:
+        """Take note that a step has ended. Return the recording that has become complete with it, if one has."""
+        if self._profile is None:
+            return []
+        self._step = step
+        self._profile.step()
+        written, self._written = self._written, []
+        if self._num_left == 0:
+            self.close()
+        return written
+
+    def close(self) -> None:
+        """End; a recording that is not complete is thrown away."""
+        if self._profile is None:
+            return
+        ended, self._profile = self._profile, None
+        ended.on_trace_ready = None
+        ended.stop()
+
+    def _write(self, recorded: profile) -> None:
+        name = f"attempt-{self._world.attempt}-rank-{self._world.rank}-step-{self._step}"
+        by = f"self_{self._device.type}_time_total"
+        table = recorded.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=40)
+        self._num_left -= 1
+        try:
+            spool = Spool(self._directory.store, _FOLDER)
+            spool.path.mkdir(parents=True, exist_ok=True)
+            # The suffix by which TensorBoard's plug-in finds them.
+            recorded.export_chrome_trace(str(spool.path / f"{name}.pt.trace.json"))
+            (spool.path / f"{name}.txt").write_text(table)
+            spool.close()
+        except (OSError, RuntimeError) as error:
+            _log.warning("no profile of step %s, training goes on: %s", self._step, error)
+            return
+        path = self._directory / f"{_FOLDER}/{name}.pt.trace.json"
+        self._written.append(Profile(rank=self._world.rank, step=self._step, path=path, table=table))
