@@ -1,12 +1,12 @@
 """Check the machines on which the same configuration would train, before it does."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from app.checkup.findings import Finding
 from app.config import Config
 
 
-def check_machines(config: Config, verbose: bool) -> Iterator[Finding]:
+def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
     """Check the cluster that a run would join, else this machine with a Ray of its own. Yield findings as they come."""
     import ray
 

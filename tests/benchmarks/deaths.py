@@ -120,8 +120,8 @@ def driver(nodes: Nodes) -> float:
     nodes.start()
 
     def begun() -> bool:  # workers outlive the command by a moment, and go on writing
-        times_s = [event["time_s"] for event in nodes.running.events if event["event"] == "attempt_started"]
-        return bool(times_s) and times_s[-1] > killed_s
+        names = [event["event"] for event in nodes.running.events if event["time_s"] > killed_s]
+        return "run_started" in names and "attempt_started" in names[names.index("run_started") :]
 
     nodes.running.wait_until(begun, "an attempt of the new command", _LIMIT_S)
     return killed_s

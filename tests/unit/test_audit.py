@@ -16,7 +16,7 @@ from app.data.order import SampleOrder, samples_digest
 from app.plan import Plan
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import AttemptStarted, Rollback
-from app.run.ledger import Ledger, StepStats
+from app.run.ledger import Ledger, StepStats, StepTimes
 from app.run.owner import Ownership
 from app.storage import LocalStore
 from app.storage.jsonl import Line, open_stream, read_lines
@@ -55,7 +55,7 @@ class Written:
                     ledger.as_planned(step, digest)
                 else:
                     stats = StepStats(step, 2.5, 13, 1.0, plan.num_samples_in(step), digest, finite=True)
-                    ledger.commit([(stats, 0.01, 100.0 + step)])
+                    ledger.commit([(stats, StepTimes(0.01, 100.0 + step))])
 
     def _digest(self, start: int, stop: int) -> int:
         positions = np.arange(start, stop)
