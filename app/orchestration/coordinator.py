@@ -11,6 +11,7 @@ import ray
 
 from app.config import RecoveryConfig, ScalingConfig
 from app.errors import RunConflict
+from app.orchestration.gauges import Gauges
 from app.orchestration.heartbeat import Commands, HeartbeatServer
 from app.orchestration.journal import Journal
 from app.orchestration.membership import Form, Membership, Resize, Short, Wait
@@ -70,6 +71,7 @@ class Coordinator:
         self._directory = directory
         self._ownership = ownership
         self._journal = Journal(directory)
+        self._gauges = Gauges(directory.name)
         counted = ("worker", "hang", "exception", "oom", "communication")
         self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
         self._broken_worlds = BrokenWorlds()
@@ -459,6 +461,7 @@ class Coordinator:
                 self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)
         self._supervisor.observe(event)
+        self._gauges.observe(event)
         return self._journal.write(event)
 
     def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:

@@ -77,6 +77,11 @@ class RunDirectory:
     def uri(self) -> str:
         return self.store.uri
 
+    @property
+    def name(self) -> str:
+        """The run's name, with which its location ends."""
+        return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
+
     def __truediv__(self, name: str) -> str:
         return join(self.uri, name)
 

@@ -1,0 +1,67 @@
+"""What of a run stands among Ray's metrics."""
+
+from __future__ import annotations
+
+import pytest
+from ray.util.metrics import Gauge
+
+from app.orchestration.gauges import Gauges
+from app.run.events import AttemptEnded, Event, Log
+from tests.events import changed
+
+LOG = Log(
+    time_s=1000.0,
+    step=10,
+    total_steps=100,
+    loss=2.5,
+    lr=1e-3,
+    grad_norm=1.0,
+    unit="tok",
+    memory_bytes=1,
+    world_size=3,
+    step_ms=100.0,
+    units_per_s=640.0,
+    samples_per_s=20.0,
+    eta_s=9.0,
+)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    values: dict[str, float] = {}
+
+    def keep(gauge: Gauge, value: float) -> None:
+        values[gauge.info["name"]] = value
+
+    monkeypatch.setattr(Gauge, "set", keep)
+    monkeypatch.setattr("app.orchestration.gauges.time.time", lambda: 1000.0)
+    return values
+
+
+def after(*events: Event) -> None:
+    gauges = Gauges("run")
+    for event in events:
+        gauges.observe(event)
+
+
+def test_the_figures_of_a_log_line_are_shown(shown: dict[str, float]) -> None:
+    after(LOG)
+    assert shown == {
+        "steadfast_step": 10,
+        "steadfast_loss": 2.5,
+        "steadfast_samples_per_s": 20.0,
+        "steadfast_world_size": 3,
+        "steadfast_goodput": 0.0,
+    }
+
+
+def test_goodput_counts_a_step_that_is_done_again_once(shown: dict[str, float]) -> None:
+    steps = [(20, 2.0), (15, 3.0), (20, 4.0), (30, 5.0)]  # with seconds since the first line
+    after(LOG, *(changed(LOG, step=step, time_s=1000.0 + passed_s) for step, passed_s in steps))
+    assert shown["steadfast_goodput"] == pytest.approx((1.0 + 1.0) / 5.0)
+
+
+def test_nobody_trains_between_two_attempts(shown: dict[str, float]) -> None:
+    after(LOG, AttemptEnded(cause="worker lost"))
+    assert (shown["steadfast_world_size"], shown["steadfast_samples_per_s"]) == (0, 0)
+    assert shown["steadfast_step"] == 10
