@@ -26,7 +26,7 @@ def gang() -> Iterator[Gang]:
 
 def collectives(member: Member, port: int, number: int, broken: str, where: int) -> list[CollectiveFigures]:
     """Run all collectives; process `where` finds another value at one place of what `broken` gives it."""
-    stock = getattr(dist, broken, None)
+    stock: Any = getattr(dist, broken, None)
 
     def corrupt(tensor: torch.Tensor, *others: Any, **named: Any) -> None:
         stock(tensor, *others, **named)
