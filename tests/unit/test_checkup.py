@@ -111,7 +111,7 @@ def test_a_file_system_without_a_size_is_not_taken_for_a_full_one() -> None:
     assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
 
 
-@pytest.mark.parametrize("value", ["eth", "=eth0", "^docker,lo", "ib,eth0"])
+@pytest.mark.parametrize("value", ["eth", "=eth0", "^docker", "ib,eth0"])
 def test_each_way_to_name_an_interface_is_understood(value: str) -> None:
     facts = replace(HEALTHY, variables={"NCCL_SOCKET_IFNAME": value})
     assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
