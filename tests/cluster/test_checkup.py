@@ -66,20 +66,6 @@ def test_an_unshared_run_directory_and_a_wrong_interface_are_found(
     assert ["cannot reach each other" in finding.what for finding in of_check(findings, "links")] == [True] * 3
 
 
-def test_a_storage_that_nobody_can_write_is_told(config: Config) -> None:
-    nowhere = config.model_copy(update={"run": config.run.model_copy(update={"storage": "/proc/nowhere"})})
-    checking = check_machines(nowhere, verbose=False)
-    wrong = []
-    for finding in checking:
-        if finding.check == "run directory":
-            wrong.append(finding)
-        if finding.check == "links":
-            break
-    checking.close()
-    assert len(wrong) == 4
-    assert all("cannot write run.storage /proc/nowhere" in finding.what for finding in wrong)
-
-
 def test_a_node_that_does_not_answer_is_named_and_the_others_are_checked(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
