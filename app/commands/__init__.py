@@ -21,6 +21,7 @@ _CHAOS = "do every fault to this application, stock Ray Train and torchrun on th
 
 VERBS = {
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
+    "plan": Verb("run", "plan --config FILE", "what a run would do with each number of workers, and what it needs"),
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the bounds of a run that is under way"),
     "status": Verb("look", "status [RUN] [--watch]", "how a run is now and what its failures cost, or a line for each"),
     "config": Verb("look", "config [SECTION ...]", "every key of the configuration, what it means and its default"),

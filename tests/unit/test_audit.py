@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> Written:
     written = Written(tmp_path)
     written.attempt(1, 1, 6)
     written.started(2, 4)
-    written.attempt(2, 5, 9, as_planned=(7,))
+    written.attempt(2, 5, 9, as_planned=(6,))
     written.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
     written.started(3, 8)
     written.attempt(3, 9, LAST)

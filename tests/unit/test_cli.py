@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 TAKES = {
     "train": ["--config FILE", "key=value", "--job"],
+    "plan": ["--config FILE", "key=value", "--mtbf TIME", "--json"],
     "scale": ["RUN", "--workers MIN:MAX"],
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],

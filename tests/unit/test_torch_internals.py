@@ -38,6 +38,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "components/optimizer.py",
         "parallel/precision.py",
         "parallel/buckets.py",
+        "telemetry/memory.py",
     }
 
 
@@ -68,6 +69,22 @@ def test_compilations_are_told_to_whoever_asks() -> None:
 
 def test_the_place_of_a_shard_in_its_tensor() -> None:
     assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
+
+
+def test_memory_is_tracked_on_tensors_without_data() -> None:
+    """One of 4096 bytes, beside the parameter that was there before."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    cpu = torch.device("cpu")
+    with FakeTensorMode():
+        layer = torch.nn.Linear(32, 32, bias=False)
+        tracker = MemTracker()
+        tracker.track_external(layer)
+        before = tracker.get_tracker_snapshot()[cpu]["Total"]
+        with tracker:
+            layer.weight.detach() * 2
+    assert tracker.get_tracker_snapshot("peak")[cpu]["Total"] - before == 4096
 
 
 def test_operations_on_many_tensors_at_once() -> None:

@@ -1,0 +1,139 @@
+"""`plan --config FILE`: say what a run would do with each number of workers, and what it needs, without starting it."""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from app.commands.options import add_config_arguments, read_config, run_on_cluster
+from app.config import Config, FsdpConfig
+from app.errors import UsageError
+from app.plan import even_shares
+from app.units import compact, duration, number, plural, size
+
+if TYPE_CHECKING:
+    from app.telemetry.memory import Memory
+
+_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config_arguments(parser)
+    mtbf = 'mean time between failures of the whole run, for example "2 hours"'
+    parser.add_argument("--mtbf", metavar="TIME", help=mtbf)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(options: Namespace) -> int:
+    """Print the plan, and what speaks against it."""
+    config = read_config(options)
+    mtbf_s = None if options.mtbf is None else _parse_time(options.mtbf)
+    if options.cluster:
+        return run_on_cluster(options)
+    found = plan(config, mtbf_s)
+    print(json.dumps(found) if options.json else _table(found))
+    return 0
+
+
+def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
+    """Return what the configuration comes to. Raises DataError if its data cannot be read."""
+    import torch
+
+    from app.data import Loader, SampleOrder, build_dataset
+    from app.telemetry.memory import estimate_memory, of_world
+
+    dataset = build_dataset(config.data)
+    order = SampleOrder(len(dataset), config.data.held_out_fraction, config.run.seed)
+    loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
+    whole = estimate_memory(config, loader.example(min(config.batch.microbatch_size, order.num_train)))
+    worlds = []
+    for world_size in _world_sizes(config):
+        worlds.append({**_world(config, world_size), "memory_bytes": of_world(whole, config, world_size).total})
+    num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
+    return {
+        "steps": num_steps,
+        "train_samples": order.num_train,
+        "epochs": num_steps * config.batch.global_size / order.num_train,
+        "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
+        "worlds": worlds,
+        "worker_bytes": asdict(whole),
+        # What FSDP gathers and scatters in for a moment is not known before there is a world.
+        "memory_is_least": isinstance(config.parallel, FsdpConfig),
+        **_copies(config, whole),
+        "warnings": list(warnings(config, order.num_train, mtbf_s)),
+    }
+
+
+def _world_sizes(config: Config) -> range:
+    """Return the numbers of workers with which the run may train."""
+    smallest, largest = config.scaling.num_workers
+    return range(smallest, min(largest, config.batch.num_microbatches) + 1)
+
+
+def _world(config: Config, world_size: int) -> dict[str, Any]:
+    num_microbatches = config.batch.num_microbatches
+    shares = even_shares(num_microbatches, world_size)
+    # A forward is a collective under sharding, so all ranks run as many as the one with the largest share.
+    pads = max(shares) * world_size - num_microbatches if isinstance(config.parallel, FsdpConfig) else 0
+    idle = 1 - num_microbatches / (max(shares) * world_size)
+    return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
+
+
+def _copies(config: Config, whole: "Memory") -> dict[str, int]:
+    """Return the bytes of a checkpoint, and of the copies in the memory of all nodes together, at least."""
+    checkpoint = whole.parameters + whole.optimizer
+    # Two generations, and under sharding each is on two nodes.
+    num_copies = 4 if isinstance(config.parallel, FsdpConfig) else 2
+    return {
+        "checkpoint_bytes": checkpoint,
+        "node_memory_bytes": num_copies * checkpoint if config.checkpoint.node_memory else 0,
+    }
+
+
+def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[str]:
+    """Yield what a reviewer would ask about, each with the keys that change it."""
+    num_steps = config.run.num_steps(num_train, config.batch.global_size)
+    num_samples = num_steps * config.batch.global_size
+    if num_samples < num_train:
+        yield f"the dataset is seen less than once: {num_samples} of {num_train} samples; raise run.steps"
+    warmup_steps = getattr(config.schedule, "warmup_steps", 0)
+    if 2 * warmup_steps > num_steps:
+        yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
+    smallest, largest = config.scaling.num_workers
+    if largest > config.batch.num_microbatches:
+        useful = config.batch.num_microbatches
+        yield f"of up to {largest} workers {useful} have work; lower batch.microbatch_size or scaling.num_workers"
+    every = config.checkpoint.every
+    interval_s = every.count * _SECONDS.get(every.unit.removesuffix("s"), 0.0)
+    if mtbf_s is not None and interval_s > mtbf_s:
+        yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures"
+    if not config.checkpoint.node_memory and (smallest == 1 or isinstance(config.parallel, FsdpConfig)):
+        yield f"with checkpoint.node_memory=false the only copy of the state is a checkpoint, as old as {every}"
+
+
+def _parse_time(text: str) -> float:
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) *(second|minute|hour|day)s?", text)
+    if matched is None or not float(matched[1]):
+        raise UsageError(f'--mtbf {text}: must be a count and a unit, such as "30 minutes" or "2 hours"')
+    return float(matched[1]) * _SECONDS[matched[2]]
+
+
+def _table(found: dict[str, Any]) -> str:
+    epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
+    lines = [f"{plural(found['steps'], 'step')}, {epochs}; {compact(found['step_units'])} units of loss a step", ""]
+    least = ", at least" if found["memory_is_least"] else ""
+    lines.append(f"workers  microbatches of each       pads  idle  memory of a worker{least}")
+    for world in found["worlds"]:
+        shares = world["shares"]
+        spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
+        figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {size(world['memory_bytes'])}"
+        lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
+    parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
+    lines += ["", f"a whole model needs {', '.join(parts)}"]
+    lines.append(
+        f"a checkpoint is {size(found['checkpoint_bytes'])}; copies in the memory of nodes take "
+        f"{size(found['node_memory_bytes'])}"
+    )
+    return "\n".join(lines + [f"warning: {each}" for each in found["warnings"]])

@@ -1,0 +1,107 @@
+"""`plan`: what it says of a run that has not begun."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from app.cli import main
+from app.commands.plan import plan, warnings
+from app.components.optimizer import build_optimizer
+from app.config import Config, parse_config
+from app.models import build_model
+from app.parallel.buckets import GradientBuckets
+from app.tasks import build_task
+
+RUN = """
+run: {steps: 100}
+scaling: {num_workers: [2, 8]}
+batch: {global_size: 12, microbatch_size: 2}
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+schedule: {kind: cosine, warmup_steps: 20}
+"""
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config(RUN, "run.yaml", overrides)
+
+
+def said(*overrides: str, num_train: int = 1000, mtbf_s: float | None = None) -> list[str]:
+    return list(warnings(config_of("scaling.num_workers=[2, 6]", *overrides), num_train, mtbf_s))
+
+
+def test_shares_pads_and_idle_time_of_each_world() -> None:
+    found = plan(config_of(), None)
+    assert [world["workers"] for world in found["worlds"]] == [2, 3, 4, 5, 6]  # eight would have nothing to do
+    assert found["worlds"][2]["shares"] == (2, 2, 1, 1)
+    assert [round(world["idle"], 2) for world in found["worlds"]] == [0, 0, 0.25, 0.4, 0]
+    assert {world["pads"] for world in found["worlds"]} == {0}
+    sharded = plan(config_of("parallel.kind=fsdp"), None)
+    assert [world["pads"] for world in sharded["worlds"]] == [0, 0, 2, 4, 0]
+    assert (found["steps"], found["step_units"]) == (100, 12 * 64)
+
+
+@pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
+def test_memory_is_that_of_the_allocator(model: str) -> None:
+    config = config_of(model)
+    estimated = plan(config, None)["worlds"][0]["memory_bytes"]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train(config)
+    assert estimated == pytest.approx(peak_bytes(profiled), rel=0.15)
+
+
+def train(config: Config) -> None:
+    """Two steps of two microbatches, as a worker makes them."""
+    model = build_model(config.model).train()
+    optimizer = build_optimizer(config.optimizer, model)
+    buckets = GradientBuckets.of(model, None)
+    task = build_task(config.task)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    for _ in range(2):
+        for _ in range(2):
+            task.loss(model, (tokens, tokens)).loss_sum.backward()
+        optimizer.step()
+        buckets.clear()
+
+
+def peak_bytes(profiled: Any) -> int:
+    peak, events = 0, list(profiled.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.typed[0].name == "Allocation":
+            peak = max(peak, event.typed[1].total_allocated)
+    return peak
+
+
+def test_nothing_speaks_against_a_good_plan() -> None:
+    assert said(mtbf_s=3600.0) == []
+
+
+def test_what_a_reviewer_would_ask_about() -> None:
+    assert "seen less than once: 1200 of 1201 samples" in said(num_train=1201)[0]
+    assert "warmup_steps 51 is more than half of the run's 100 steps" in said("schedule.warmup_steps=51")[0]
+    assert "of up to 9 workers 6 have work" in said("scaling.num_workers=[2, 9]")[0]
+    assert "checkpoint.every 5 minutes is longer than the 4m" in said(mtbf_s=240.0)[0]
+    assert "the only copy of the state" in said("checkpoint.node_memory=false", "parallel.kind=fsdp")[0]
+    assert not said("checkpoint.node_memory=false")
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "ddp.yaml", "model.num_layers=1", "--mtbf", "2 minutes"]
+    assert main(0.0, words) == 0
+    text = capsys.readouterr().out
+    assert "\n      4  1 to 2                        0   25%  " in text
+    assert "\nwarning: checkpoint.every 5 minutes is longer than the 2m between two failures" in text
+    assert main(0.0, [*words, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 2
+
+
+def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "--mtbf", "soon"]) == 2
+    assert '--mtbf soon: must be a count and a unit, such as "30 minutes"' in capsys.readouterr().err
