@@ -131,7 +131,7 @@ def test_an_unknown_verb_is_refused_with_the_known_ones(
 ) -> None:
     assert main(0.0, words) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: unknown verb tarin; there are: train, scale, config, doctor, export, chaos. ")
+    assert said.startswith(f"error: unknown verb tarin; there are: {', '.join(VERBS)}. ")
     assert "Overrides are written key=value" in said
     assert not trained
 
