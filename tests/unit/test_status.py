@@ -75,7 +75,7 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert main(0.0, ["status", str(tmp_path / "run")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"running on {os.uname().nodename}, pid {os.getpid()} | attempt 2" in shown
-    assert re.search(r"step 100/400 25% \| last step \d+s ago \| eta 10m", shown)
+    assert re.search(r"step 100/400 25% \| last step \d+[sm] ago \| eta 10m", shown)
     assert "39.8k tok/s | 20 ms a step" in shown
     assert "worker of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s | 0 steps redone" in shown
     assert "steps that a loss would cost: worker 0, everything 40" in shown

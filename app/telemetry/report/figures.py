@@ -72,7 +72,7 @@ def step_times(course: Course) -> Drawing:
     for row in course.figures.rows:
         waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
     _line(plot, course.figures.steps, waits_ms, COLORS["data wait"], "data wait")
-    marks = _mark(plot, course, [0.0])
+    marks = _mark(plot, course, course.figures.column("step_ms"))
     plot.y_range.start = 0
     return Drawing(plot, {"step": _BLUE, "data wait": COLORS["data wait"], **marks})
 
