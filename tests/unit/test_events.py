@@ -131,7 +131,7 @@ def test_a_field_of_another_release_is_passed_over(event: Event) -> None:
 def test_every_event_is_one_line_without_what_is_not_known(event: Event) -> None:
     line = event.of_attempt(2).stamped().line()
     assert line
-    assert "\n" not in line
+    assert "\n" not in line or isinstance(event, events.Profile)  # which has a table
     assert "None" not in line.replace("step None", "")  # an attempt that ended before its first step says so
 
 
