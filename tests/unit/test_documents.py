@@ -11,7 +11,7 @@ import pytest
 from tests.documents import EVENTS, REFERENCE, ROOT, events_page
 from tests.reference import reference_page
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/reference.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/reference.md", "docs/operations.md"]
 
 
 def quoted(page: str) -> Iterator[str]:
@@ -79,3 +79,21 @@ def test_the_floors_are_those_of_the_contract() -> None:
     assert picture
     drawn = [line.partition("  ")[0].replace(" · ", " | ") for line in picture[1].splitlines()]
     assert drawn == contracts[0]["layers"]
+
+
+def program_text() -> str:
+    """The program's sources, with the parts of each string joined, and fields of f-strings cut out."""
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "app").rglob("*.py")))
+    return re.sub(r"\{[^{}]*\}", "\0", re.sub(r'"\s*\n\s*f?"', "", source))
+
+
+def test_what_troubleshooting_quotes_is_said_by_the_program() -> None:
+    text = program_text()
+    rows = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(quotes) > 30
+    for quote in quotes:
+        # Without what differs from case to case: numbers, names, and what stands for them.
+        for words in re.split(r"…|\b\d[\d.%]*|\bN\b|\bHOST\b|\(s\)", quote):
+            part = words.strip(" .:,;")
+            assert len(part.split()) < 3 or part in text, quote
