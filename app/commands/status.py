@@ -3,7 +3,7 @@
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from app.telemetry.status import Status, StatusReader
 
 _EVERY_S = 1.0
+_NODE_DIGITS = 8  # of Ray's 56, by which a node is found
 _NUM_INCIDENTS = 8  # that are shown; all are in --json
 
 
@@ -198,7 +199,12 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
     yield "data wait", f"{log.data_wait:.0%}"
     yield "memory", f"{size(log.memory_bytes)}, peak of the leader"
-    yield "world", plural(log.world_size, "worker")
+    yield "world", joined([plural(log.world_size, "worker"), _nodes(status.nodes)])
+
+
+def _nodes(nodes: Mapping[str, int]) -> str:
+    workers = [f"{node[:_NODE_DIGITS]} has {count}" for node, count in nodes.items()]
+    return f"{plural(len(workers), 'node')}: {', '.join(workers)}" if workers else ""
 
 
 def _checkpoint(status: "Status") -> str:

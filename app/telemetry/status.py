@@ -1,7 +1,7 @@
 """How a run is now, read from what it has written down: by any machine that sees its directory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from app.telemetry.incidents import Incident, read_incidents
 _SILENT_S = 20.0  # as long as a claim holds that is not renewed
 _GOODPUT_EVERY = 30  # times as long as it takes to read
 _NUM_LATEST = 8
+_SHOWN_ABOVE = (Snapshot, Finished)  # in figures of their own
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Status:
     attempt: int
     step: int
     step_age_s: float | None
+    nodes: Mapping[str, int]  # how many ranks of the newest attempt each has, {} if that is not known
     log: Log | None  # the newest figures
     metrics: dict[str, float] | None  # of the newest validation
     checkpoint: Checkpoint | None
@@ -81,11 +83,12 @@ class StatusReader:
             attempt=owner.attempt if owner else 0,
             step=int(last_line.get("step", 0)),
             step_age_s=now_s - last_line["time_s"] if "time_s" in last_line else None,
+            nodes=getattr(_last(events, AttemptStarted), "nodes", None) or {},
             log=_last_log(self.directory),
             metrics=_last_metrics(events),
             checkpoint=_last(events, Checkpoint),
             incidents=tuple(read_incidents(events)),
-            latest=tuple(event for event in events if not isinstance(event, Snapshot))[-_NUM_LATEST:],
+            latest=tuple(event for event in events if not isinstance(event, _SHOWN_ABOVE))[-_NUM_LATEST:],
             goodput=None if brief else self._read_goodput(),
         )
 

@@ -26,7 +26,7 @@ FIRST = events.AttemptStarted(
     time_s=NOW_S - 50, attempt=1, step=0, source="start", world_size=3, detected_s=5.0, **PARTS
 )
 SECOND = events.AttemptStarted(
-    time_s=NOW_S - 30, attempt=2, step=90, source="rank 1", world_size=2, detected_s=1.5, **PARTS
+    time_s=NOW_S - 30, attempt=2, step=90, source="rank 1", world_size=2, detected_s=1.5, nodes={"a" * 56: 2}, **PARTS
 )
 LOST = events.Failure(time_s=NOW_S - 31, attempt=1, error="reset", kind="worker", member="m1", node="0123456789")
 ENDED = events.AttemptEnded(time_s=NOW_S - 31, attempt=1, cause="worker lost", step=90)
@@ -79,6 +79,7 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert "39.8k tok/s | 20 ms a step" in shown
     assert "worker of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s | 0 steps redone" in shown
     assert "steps that a loss would cost: worker 0, everything 40" in shown
+    assert "2 workers | 1 node: aaaaaaaa has 2" in shown
 
 
 def test_for_scripts_it_is_one_object_and_all_runs_are_a_list(
