@@ -16,6 +16,7 @@ class Spool:
         self._store = store
         self._folder = folder
         self._uploaded_s = time.monotonic()
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # by file, as it was then: bytes, time of its last change
         self._temporary: TemporaryDirectory[str] | None = None
         self.path = Path(store.uri) / folder
         if not isinstance(store, LocalStore):
@@ -28,13 +29,16 @@ class Spool:
         return self._temporary is not None and time.monotonic() - self._uploaded_s > _UPLOAD_EVERY_S
 
     def upload(self) -> None:
-        """Copy all files, where there is a bucket to copy them to."""
+        """Copy the files that have changed, where there is a bucket to copy them to."""
         self._uploaded_s = time.monotonic()
         if self._temporary is None:
             return
         for path in self.path.rglob("*"):
-            if path.is_file():
+            found = path.stat()
+            now = found.st_size, found.st_mtime_ns
+            if path.is_file() and self._uploaded.get(path) != now:
                 self._store.commit(f"{self._folder}/{path.relative_to(self.path)}", path.read_bytes())
+                self._uploaded[path] = now
 
     def close(self) -> None:
         """Copy what there is, and delete it here."""
