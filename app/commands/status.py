@@ -235,8 +235,9 @@ def _incident(incident: "Incident") -> str:
         return f"{_clock(incident.time_s)} {cause} | not back yet"
     before, after = incident.world_sizes
     back = f"back in {incident.back_s:.1f} s"
-    size = f"{before} -> {after} workers" if before != after else plural(after, "worker")
-    return joined([f"{_clock(incident.time_s)} {cause}", size, back, f"{plural(incident.lost_steps, 'step')} redone"])
+    workers = f"{before} -> {after} workers" if before != after else plural(after, "worker")
+    redone = f"{plural(incident.lost_steps, 'step')} redone" if incident.lost_steps else ""
+    return joined([f"{_clock(incident.time_s)} {cause}", workers, back, redone])
 
 
 def _clock(time_s: float | None) -> str:

@@ -95,7 +95,8 @@ def _cause(event: Event) -> str:
             return event.error
         case Failure():
             where = f" on node {event.node[:8]}" if event.node else ""
-            return f"{event.kind or 'failure'} of worker {event.member}{where}"
+            what = "loss" if event.kind == "worker" else event.kind or "failure"
+            return f"{what} of worker {event.member}{where}"
         case Preemption():
             return f"node {event.node[:8]} is going with {plural(len(event.members), 'worker')}"
         case Scale():

@@ -77,7 +77,7 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert f"running on {os.uname().nodename}, pid {os.getpid()} | attempt 2" in shown
     assert re.search(r"step 100/400 25% \| last step \d+[sm] ago \| eta 10m", shown)
     assert "39.8k tok/s | 20 ms a step" in shown
-    assert "worker of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s | 0 steps redone" in shown
+    assert "loss of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s" in shown
     assert "steps that a loss would cost: worker 0, everything 40" in shown
     assert "2 workers | 1 node: aaaaaaaa has 2" in shown
 
@@ -133,7 +133,7 @@ def test_an_incident_is_what_was_told_between_two_attempts() -> None:
     restore = events.Restore(step=60, source="snapshot", lost_steps=30)
     again = events.RunStarted(time_s=NOW_S - 5, launcher="ray")
     (lost, resumed) = read_incidents([started(), FIRST, LOST, ENDED, restore, SECOND, again])
-    assert (lost.causes, lost.world_sizes, lost.lost_steps) == (("worker of worker m1 on node 01234567",), (3, 2), 30)
+    assert (lost.causes, lost.world_sizes, lost.lost_steps) == (("loss of worker m1 on node 01234567",), (3, 2), 30)
     assert lost.back_s == pytest.approx(2.0)
     assert (resumed.causes, resumed.back_s) == (("the command was given again",), None)
     assert read_incidents([started(), FIRST, events.AttemptEnded(cause="finished")]) == []
