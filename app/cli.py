@@ -7,12 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import groupby
+from textwrap import fill
 
 from app.commands import VERBS
 from app.commands.options import is_override, unknown_verb
 from app.errors import SteadfastError, UsageError
 from app.launch.ranks import end_rank, expect_end, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
+
+_HELP_WIDTH = 100
 
 TRY = """Three commands to try:
   python main.py --config ddp.yaml                     train a small GPT on this machine
@@ -103,9 +106,11 @@ def split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _describe_verbs() -> str:
+    column = 4 + max(len(verb.usage) for verb in VERBS.values())
     lines = []
     for heading, verbs in groupby(VERBS.values(), lambda verb: verb.heading):
         lines.append(f"\n{heading}:")
         for verb in verbs:
-            lines.append(f"  {verb.usage:<15}   {verb.summary}")
+            begun = f"  {verb.usage}".ljust(column)
+            lines.append(fill(verb.summary, _HELP_WIDTH, initial_indent=begun, subsequent_indent=" " * column))
     return "\n".join(lines)

@@ -15,41 +15,17 @@ from pathlib import Path
 from statistics import median
 
 from app.run.directory import RunDirectory
-from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.commands import end_on_sigterm
+from tests.benchmarks.sides import LIMIT, take_sides
 from tests.benchmarks.statistics import paired_ratio, table, verdict
-from tests.benchmarks.throughput import CASES, Case, take_turns
+from tests.benchmarks.throughput import CASES, Case
 from tests.events import event_lines
-
-LIMIT = 1.01
-SIDES = {"with": True, "without": False, "control": False}
 
 
 def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
     """One row of the table."""
-    num_blocks = num_pairs + 1
-    commands = {}
-    for side, node_memory in SIDES.items():
-        config = write_config(
-            folder / f"{side}.yaml",
-            run={"storage": str(folder / "runs"), "name": side, "steps": num_blocks * steps_per_block + 1},
-            batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
-            model={"kind": "gpt", **case.model},
-            data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
-            schedule={"kind": "cosine", "warmup_steps": 1},
-            checkpoint={"every": "1000000 steps", "node_memory": node_memory},
-            task={
-                "target": "tests.benchmarks.turns:TurnTakingTask",
-                "args": {
-                    "folder": str(folder),
-                    "num_forwards": case.num_forwards(),
-                    "steps_per_block": steps_per_block,
-                    "num_blocks": num_blocks,
-                    "side": side,
-                },
-            },
-        )
-        commands[side] = app_under_torchrun(config)
-    seconds = take_turns(commands, num_blocks, folder)
+    on, off = ({"checkpoint": {"every": "1000000 steps", "node_memory": wanted}} for wanted in (True, False))
+    seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
     ratio = paired_ratio(seconds["with"], seconds["without"])
     run = RunDirectory.at(str(folder / "runs" / "with"))
     (copied,) = [event for event in event_lines(run) if event["event"] == "snapshot"]

@@ -64,7 +64,7 @@ def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.Ca
     assert main(0.0, words) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "usage: main.py [verb] --config FILE [key=value ...]\n\nrun:\n  train (default)   train, or "
+        "usage: main.py [verb] --config FILE [key=value ...]\n\nrun:\n  train (default)  "
     )
     for verb in VERBS.values():
         assert f"  {verb.usage}  " in text

@@ -1,0 +1,50 @@
+"""The app with something on beside the app without it, and without it again for the A/A control, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.commands import app_under_torchrun, write_config
+from tests.benchmarks.throughput import Case, take_turns
+
+LIMIT = 1.01  # of the time without it
+
+
+def take_sides(
+    case: Case, num_pairs: int, steps_per_block: int, folder: Path, on: Mapping[str, Any], off: Mapping[str, Any]
+) -> dict[str, list[float]]:
+    """Return the seconds of each turn by side: "with", "without" and "control".
+
+    Args:
+        on: sections of the configuration of the first side, those of both others are `off`.
+    """
+    num_blocks = num_pairs + 1
+    commands = {}
+    for side in ("with", "without", "control"):
+        sections: dict[str, Any] = {
+            "run": {
+                "storage": str(folder / "runs"),
+                "name": side,
+                "steps": num_blocks * steps_per_block + 1,
+                "report": False,
+            },
+            "batch": {"global_size": case.global_size, "microbatch_size": case.microbatch_size},
+            "model": {"kind": "gpt", **case.model},
+            "data": {"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+            "schedule": {"kind": "cosine", "warmup_steps": 1},
+            "task": {
+                "target": "tests.benchmarks.turns:TurnTakingTask",
+                "args": {
+                    "folder": str(folder),
+                    "num_forwards": case.num_forwards(),
+                    "steps_per_block": steps_per_block,
+                    "num_blocks": num_blocks,
+                    "side": side,
+                },
+            },
+        }
+        sections |= on if side == "with" else off
+        commands[side] = app_under_torchrun(write_config(folder / f"{side}.yaml", **sections))
+    return take_turns(commands, num_blocks, folder)

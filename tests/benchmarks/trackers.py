@@ -1,0 +1,53 @@
+"""What TensorBoard and Weights & Biases side by side cost: the app with both beside the app with none.
+
+python -m tests.benchmarks.trackers --pairs 20
+
+Both keep the figures of every step, which is more often than anybody logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from tests.benchmarks.commands import end_on_sigterm
+from tests.benchmarks.sides import LIMIT, take_sides
+from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.throughput import CASES, Case
+
+BOTH = [{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]
+
+
+def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
+    """One row of the table."""
+    common = {"logging": {"every_steps": 1}, "checkpoint": {"every": "1000000 steps"}}
+    seconds = take_sides(
+        case, num_pairs, steps_per_block, folder, {**common, "trackers": BOTH}, {**common, "trackers": []}
+    )
+    ratio = paired_ratio(seconds["with"], seconds["without"])
+    return [
+        case.name,
+        *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
+        str(ratio),
+        str(paired_ratio(seconds["without"], seconds["control"])),
+        verdict(ratio, LIMIT),
+    ]
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    options = parser.parse_args()
+    rows = [["model", "with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
+        rows.append(compare(CASES["10m"], options.pairs, options.steps, Path(folder)))
+    print(table(rows))
+    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()
