@@ -17,7 +17,7 @@ from app.orchestration import checkup
 from tests.chaos.bed import Bed
 from tests.command import descendants
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ for node in ray.nodes():
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_prometheus_sees_the_run_and_ray_trains_own_metrics(on_head: Commands, head: Head) -> None:
+def test_prometheus_sees_the_run(on_head: Commands, head: Head) -> None:
     running = on_head("seen").start("run.steps=100000", "logging.every_steps=5", "checkpoint.every=1000 steps")
     running.wait_for_step(20, timeout_s=150)
     found = subprocess.run(
@@ -35,7 +36,7 @@ def test_prometheus_sees_the_run_and_ray_trains_own_metrics(on_head: Commands, h
         nonlocal page
         with urllib.request.urlopen(endpoint, timeout=10) as answer:
             page = answer.read().decode()
-        return "ray_steadfast_goodput{" in page and "ray_train_" in page
+        return "ray_steadfast_goodput{" in page
 
     running.wait_until(seen, "metrics of the run", timeout_s=60)
     values = dict(re.findall(r'ray_steadfast_(\w+){[^}]*run="seen"[^}]*} (\S+)', page))

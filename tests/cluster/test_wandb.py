@@ -15,6 +15,7 @@ KILL = "{kind: kill_at, step: 25, rank: 0}"
 SLOW = "{kind: slow_at, ranks: [0, 1], ms: 50}"  # or all steps before the kill would be within what it loses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_that_is_killed_resumed_and_resized_is_one_run_there(
     command: Commands, monkeypatch: pytest.MonkeyPatch
