@@ -13,8 +13,12 @@ import pytest
 from tests.command import Commands, Head
 
 _ENDPOINTS = """
-import sys, ray
+import sys, time, ray
 ray.init(address=sys.argv[1], logging_level="ERROR")
+for _ in range(60):  # a node's agent, which serves it, starts after the node
+    if all(node["MetricsExportPort"] > 0 for node in ray.nodes()):
+        break
+    time.sleep(0.5)
 for node in ray.nodes():
     print(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")
 """

@@ -172,7 +172,7 @@ def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run
 
 @pytest.mark.timeout(240)
 def test_a_spare_takes_the_place_of_the_only_worker_before_another_one_has_started(on_head: Commands) -> None:
-    words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps")
+    words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps", "checkpoint.node_memory=false")
     running = on_head().start(FOR_EVER, *words)
     running.wait_for_event("attempt_started", attempt=1, world_size=1, timeout_s=150)
     running.wait_until(lambda: len(running.worker_pids("SlotWorker")) == 2, "a spare")

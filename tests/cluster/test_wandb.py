@@ -10,7 +10,12 @@ from tests.cluster.test_torchrun import STANDALONE, TORCHRUN
 from tests.command import Commands
 from tests.wandb_files import offline_runs
 
-OVERRIDES = ["trackers=[{kind: wandb, project: drills}]", "logging.every_steps=1", "checkpoint.every=10 steps"]
+OVERRIDES = [
+    "trackers=[{kind: wandb, project: drills}]",
+    "logging.every_steps=1",
+    "checkpoint.every=10 steps",
+    "checkpoint.node_memory=false",  # from a copy in memory the run would go on behind what a kill loses of the curves
+]
 KILL = "{kind: kill_at, step: 25, rank: 0}"
 SLOW = "{kind: slow_at, ranks: [0, 1], ms: 50}"  # or all steps before the kill would be within what it loses
 
