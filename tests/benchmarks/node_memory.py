@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from statistics import median
 
 from app.run.directory import RunDirectory
 from tests.benchmarks.commands import end_on_sigterm
-from tests.benchmarks.sides import LIMIT, take_sides
-from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.statistics import table
 from tests.benchmarks.throughput import CASES, Case
 from tests.events import event_lines
 
@@ -26,17 +25,13 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     """One row of the table."""
     on, off = ({"checkpoint": {"every": "1000000 steps", "node_memory": wanted}} for wanted in (True, False))
     seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
-    ratio = paired_ratio(seconds["with"], seconds["without"])
     run = RunDirectory.at(str(folder / "runs" / "with"))
     (copied,) = [event for event in event_lines(run) if event["event"] == "snapshot"]
     return [
         case.name,
         f"{copied['bytes'] / 2**20:.0f} MiB",
         f"{1e3 * copied['stall_s']:.0f}",
-        *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
-        str(ratio),
-        str(paired_ratio(seconds["without"], seconds["control"])),
-        verdict(ratio, LIMIT),
+        *cells(seconds, steps_per_block),
     ]
 
 
@@ -46,7 +41,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=24, help="of a turn")
     options = parser.parse_args()
-    rows = [["model", "a copy", "first blocked ms", "with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    rows = [["model", "a copy", "first blocked ms", *COLUMNS]]
     with tempfile.TemporaryDirectory(prefix="node-memory-") as folder:
         rows.append(compare(CASES["10m"], options.pairs, options.steps, Path(folder)))
     print(table(rows))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.benchmarks.commands import app_under_torchrun, write_config
+from tests.benchmarks.statistics import paired_ratio, verdict
 from tests.benchmarks.throughput import Case, take_turns
 
 LIMIT = 1.01  # of the time without it
+COLUMNS = ["with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]
 
 
 def take_sides(
@@ -48,3 +51,14 @@ def take_sides(
         sections |= on if side == "with" else off
         commands[side] = app_under_torchrun(write_config(folder / f"{side}.yaml", **sections))
     return take_turns(commands, num_blocks, folder)
+
+
+def cells(seconds: Mapping[str, list[float]], steps_per_block: int) -> list[str]:
+    """Return what stands below `COLUMNS`."""
+    ratio = paired_ratio(seconds["with"], seconds["without"])
+    return [
+        *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
+        str(ratio),
+        str(paired_ratio(seconds["without"], seconds["control"])),
+        verdict(ratio, LIMIT),
+    ]

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from statistics import median
 
 from tests.benchmarks.commands import end_on_sigterm
-from tests.benchmarks.sides import LIMIT, take_sides
-from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.statistics import table
 from tests.benchmarks.throughput import CASES, Case
 
 BOTH = [{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]
@@ -26,13 +25,9 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     seconds = take_sides(
         case, num_pairs, steps_per_block, folder, {**common, "trackers": BOTH}, {**common, "trackers": []}
     )
-    ratio = paired_ratio(seconds["with"], seconds["without"])
     return [
         case.name,
-        *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
-        str(ratio),
-        str(paired_ratio(seconds["without"], seconds["control"])),
-        verdict(ratio, LIMIT),
+        *cells(seconds, steps_per_block),
     ]
 
 
@@ -42,7 +37,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     options = parser.parse_args()
-    rows = [["model", "with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    rows = [["model", *COLUMNS]]
     with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
         rows.append(compare(CASES["10m"], options.pairs, options.steps, Path(folder)))
     print(table(rows))
