@@ -25,10 +25,7 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     seconds = take_sides(
         case, num_pairs, steps_per_block, folder, {**common, "trackers": BOTH}, {**common, "trackers": []}
     )
-    return [
-        case.name,
-        *cells(seconds, steps_per_block),
-    ]
+    return [case.name, *cells(seconds, steps_per_block)]
 
 
 def main() -> None:
