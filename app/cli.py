@@ -12,7 +12,7 @@ from textwrap import fill
 from app.commands import VERBS
 from app.commands.options import is_override, unknown_verb
 from app.errors import SteadfastError, UsageError
-from app.launch.ranks import end_rank, expect_end, of_torchrun, traceback_of
+from app.launch.ranks import end_rank, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
 
 _HELP_WIDTH = 100
@@ -48,8 +48,6 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
         return 0
     # Not taken from the parsed options: there are none if the error is in the command line.
     verbose = "-v" in arguments or "--verbose" in arguments
-    if of_torchrun():
-        expect_end()
     try:
         return _run(arguments, started_s)
     except SteadfastError as error:
