@@ -1,12 +1,10 @@
 """Figures for TensorBoard."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from app.storage import Store
 from app.telemetry.background import Background
 from app.telemetry.spool import Spool
-
-_FLUSH_S = 5  # not the default two minutes: this is what a killed leader loses
 
 
 class TensorBoardTracker:
@@ -21,7 +19,7 @@ class TensorBoardTracker:
             from torch.utils.tensorboard.writer import SummaryWriter
 
             # What an earlier attempt drew at `first_step` and beyond is purged: steps done again are drawn once.
-            self._writer = SummaryWriter(str(self._spool.path), purge_step=first_step, flush_secs=_FLUSH_S)
+            self._writer = SummaryWriter(str(self._spool.path), purge_step=first_step)
 
         self._background.submit(open_writer)
 
@@ -32,11 +30,8 @@ class TensorBoardTracker:
             # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
             figures = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=figures), step)
-            if self._spool.due:
-                self._writer.flush()
-                self._spool.upload()
 
-        self._background.submit(write)
+        self._submit(write)
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         def write() -> None:
@@ -44,12 +39,22 @@ class TensorBoardTracker:
 
             self._writer.add_histogram(tag, np.asarray(values), step)
 
-        self._background.submit(write)
+        self._submit(write)
 
     def text(self, step: int, tag: str, text: str) -> None:
         # Indented by four it is code to Markdown: lines and spaces stay as they are.
         as_code = "\n".join(f"    {line}" for line in text.splitlines())
-        self._background.submit(lambda: self._writer.add_text(tag, as_code, step))
+        self._submit(lambda: self._writer.add_text(tag, as_code, step))
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        def write_through() -> None:
+            write()
+            # At once, since a killed leader loses what is in its buffers, and its steps need not be done again.
+            self._writer.flush()
+            if self._spool.due:
+                self._spool.upload()
+
+        self._background.submit(write_through)
 
     def close(self) -> None:
         def end() -> None:

@@ -16,7 +16,7 @@ from app.telemetry.spool import Spool
 
 _FOLDER = "wandb"
 _ID = f"{_FOLDER}/run.json"
-_FLUSH_S = 1.0  # not the default fifteen: this is what a killed leader loses
+_FLUSH_S = 0.1  # not the default fifteen: this is what a killed leader loses
 
 
 class WandbTracker:
