@@ -62,7 +62,7 @@ def train(
     periodic = Periodic(world.leader, worker.num_steps)
     periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
-    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, snapshots.num_nodes), save)
+    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node), save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -24,6 +26,13 @@ from app.world.runtime import Outcome, World
 
 _POLL_S = 0.05
 _DONE = "checkpoint/{}/done"  # tells the other ranks that their leader has committed a step
+
+
+class Stored(NamedTuple):
+    """The newest checkpoint, as far as is known."""
+
+    step: int  # 0 if there is none
+    age_s: float  # at least; inf if there is none
 
 
 class Checkpoints:
@@ -54,18 +63,19 @@ class Checkpoints:
         self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.skip, commits_alone=self._replicated and world.leader)
 
-    def newest(self) -> int:
-        """Return the step of the newest checkpoint, read back or not; 0 if there is none. A collective."""
+    def newest(self) -> Stored:
+        """Return what is known of the newest checkpoint, read back or not. A collective."""
         control = self._world.groups.control
         known = max(gather_numbers(self._writer.committed, control).tolist())
         if known:
-            return int(known)
+            return Stored(int(known), 0.0)
         # Nobody who is here has written one. Where storage does not say, there is nothing better than what memory has.
-        newest = [0]
+        newest = [Stored(0, math.inf)]
         if self._world.leader:
             with contextlib.suppress(OSError):
                 candidate = self._candidate({})
-                newest = [candidate.step if candidate else 0]
+                if candidate is not None:
+                    newest = [Stored(candidate.step, age_s(candidate))]
         dist.broadcast_object_list(newest, src=0, group=control)
         return newest[0]
 
@@ -268,3 +278,8 @@ class Checkpoints:
             bytes=manifest.num_bytes,
             not_deleted=not_deleted,
         )
+
+
+def age_s(manifest: Manifest) -> float:
+    """Return how long ago a checkpoint was committed, by the clock of this machine."""
+    return max(0.0, time.time() - manifest.time_s)

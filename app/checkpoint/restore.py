@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from app.checkpoint.durable import Checkpoints
+from app.checkpoint.durable import Checkpoints, age_s
 from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import HeldState, State, flatten
 from app.parallel import Parallel
@@ -26,7 +25,7 @@ class Restored:
     step: int
     source: str  # "rank 2", "snapshot", "checkpoint" or "start"
     damaged: dict[int, str] = field(default_factory=dict)  # why checkpoints could not be used, by step
-    age_s: float = 0.0  # of the checkpoint
+    age_s: float = 0.0  # of the newest checkpoint, where that is not known to the workers from before
 
 
 def restore(
@@ -59,11 +58,13 @@ def restore(
         held.complete(newest)
         return Restored(newest, f"rank {source}")
     copied = snapshots.find()
-    if copied is not None and copied.step >= checkpoints.newest():
-        held.begin_overwriting()
-        snapshots.load(copied, state)
-        held.complete(copied.step)
-        return Restored(copied.step, "snapshot")
+    if copied is not None:
+        stored = checkpoints.newest()
+        if copied.step >= stored.step:
+            held.begin_overwriting()
+            snapshots.load(copied, state)
+            held.complete(copied.step)
+            return Restored(copied.step, "snapshot", age_s=stored.age_s)
     found, damaged = checkpoints.find()
     if found is None:
         _begin(state, held, load_initial, living if one_rank_is_enough else None, groups)
@@ -75,7 +76,7 @@ def restore(
     if one_rank_is_enough:
         _overwrite(state, held, found.step, 0, groups)
     held.complete(found.step)
-    return Restored(found.step, "checkpoint", damaged, max(0.0, time.time() - found.time_s))
+    return Restored(found.step, "checkpoint", damaged, age_s(found))
 
 
 def _begin(

@@ -31,13 +31,13 @@ class Validator:
         """Return what the validation after `step` has measured; nothing if there was none."""
         return self._metrics if step == self._step else {}
 
-    def checkpoint_trigger(self, age_s: float, num_nodes: int) -> Trigger:
+    def checkpoint_trigger(self, age_s: float, is_left_on_one_node: bool) -> Trigger:
         """Return the trigger of checkpoints, the last one `age_s` old: they follow validations too to keep the best.
 
         One is due at once where a run that had several nodes is left on one: with it all of the state would be lost.
         """
         clock = self._worker.trigger("checkpoint", self._config.every, age_s)
-        if self._worker.is_left_on_one(num_nodes):
+        if is_left_on_one_node:
             clock.hurry()
         return _AfterValidation(clock, self) if self._config.keep_best else clock
 

@@ -56,7 +56,6 @@ class WorkerState:
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
         self._memory: NodeMemory | None = None
-        self._num_nodes = 1  # of the last world
         self._triggers: dict[str, Interval] = {}
         self._closing: list[Callable[[], object]] = []
         self._model: nn.Module
@@ -143,11 +142,6 @@ class WorkerState:
             pinned = self.precision.device.type == "cuda"
             self._memory = open_memory(owner, directory.uri, self._config.recovery.wait_s, pinned)
         return self._memory
-
-    def is_left_on_one(self, num_nodes: int) -> bool:
-        """Return whether this worker's world is on one node now, and the one before it was on several."""
-        before, self._num_nodes = self._num_nodes, num_nodes
-        return before > 1 and num_nodes == 1
 
     def leave_run(self) -> None:
         """Give up what is kept for a worker to come: the run is over."""

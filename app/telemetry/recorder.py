@@ -26,8 +26,8 @@ from app.run.ledger import ACTS, Ledger, StepStats, StepTimes
 from app.storage.jsonl import open_stream
 from app.tasks import Task
 from app.telemetry.goodput import goodput, read_totals
-from app.telemetry.markers import Markers
 from app.telemetry.meters import Meters
+from app.telemetry.past import Past
 from app.telemetry.profiler import Profiler
 from app.telemetry.startup import StartupTimer
 from app.telemetry.throughput import total_peak_flops
@@ -62,6 +62,7 @@ class Recorder:
         self._told_once: set[str] = set()
         self._snapshots: Snapshots | None = None
         self._committed = worker.writer.committed  # newest step on storage, as far as is known here
+        self._past = Past()
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
@@ -78,17 +79,19 @@ class Recorder:
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
-        if restored.source == "checkpoint":
-            self._committed = restored.step
         if not self._world.leader:
             return
+        self._past = Past.read(self._directory)
+        # Of a checkpoint that another process has written, this one knows from the events alone.
+        known = max(self._committed, self._past.committed)
+        self._committed = restored.step if restored.source == "checkpoint" else known
         timer.measure_detection(self._directory)
         if snapshots.refused is not None:
             self._publish(snapshots.refused)
         self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
-        self._trackers.begin(self._config, restored.step, Markers.read(self._directory))
+        self._trackers.begin(self._config, restored.step, self._past)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         if restored.source == "start":
@@ -131,6 +134,11 @@ class Recorder:
         in_force = warmup_in_force(self._config.schedule, num_steps)
         if in_force < wanted:
             self._publish(events.WarmupShortened(before=wanted, after=in_force, num_steps=num_steps))
+
+    @property
+    def is_left_on_one_node(self) -> bool:
+        """Return whether, as the leader knows, the last attempt was on several nodes, and this one is on one."""
+        return self._past.num_nodes > 1 and self._snapshots is not None and self._snapshots.num_nodes == 1
 
     def ran(self, result: StepResult) -> None:
         """Take note that this rank has done a step. What it was worth is known when all ranks have."""

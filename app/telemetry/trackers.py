@@ -10,7 +10,7 @@ from app.config.target import build_target
 from app.errors import ConfigError
 from app.run.events import Log, Validation
 from app.storage import Store
-from app.telemetry.markers import Markers
+from app.telemetry.past import Past
 from app.telemetry.tensorboard import TensorBoardTracker
 from app.telemetry.wandb import WandbTracker
 
@@ -83,13 +83,13 @@ class Trackers:
 
         self._tell(tell)
 
-    def begin(self, config: Config, step: int, markers: Markers) -> None:
+    def begin(self, config: Config, step: int, past: Past) -> None:
         """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
         public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
         self.text(step, "configuration", dump_config(public))
-        self.scalars(step, {"events/failures": markers.num_failures, "events/resizes": markers.num_resizes})
-        if markers.lines:
-            self.text(step, "events", "\n".join(markers.lines))
+        self.scalars(step, {"events/failures": past.num_failures, "events/resizes": past.num_resizes})
+        if past.interruptions:
+            self.text(step, "events", "\n".join(past.interruptions))
 
     def close(self) -> None:
         self._tell(lambda tracker: tracker.close())

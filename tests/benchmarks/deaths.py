@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 
 from tests.benchmarks.statistics import table
@@ -33,6 +34,7 @@ STRATEGIES = ("ddp", "fsdp")
 _WORDS = ["run.steps=10000000", "logging.every_steps=1000", "trackers=[]", "validation.every=null"]
 _STORE_BYTES = 80 * 2**20
 _BETWEEN_STEPS = 60  # that a run trains before the next death
+_GROWN_S = 25.0  # a node whose workers keep dying younger than 20 s is left out for ten minutes
 _LIMIT_S = 240.0
 
 
@@ -61,6 +63,15 @@ class Nodes:
         """Return the pids of the workers below each raylet."""
         raylets = [pid for pid, title in descendants(os.getpid()) if "raylet/raylet " in title]
         return {raylet: _below(raylet, "SlotWorker") for raylet in raylets}
+
+    def wait_until_grown(self) -> None:
+        """Wait until the workers are so old that their deaths do not speak against their nodes."""
+
+        def grown() -> bool:
+            ages = [time.time() - _born_s(pid) for pids in self.workers().values() for pid in pids]
+            return len(ages) >= WORLD_SIZE and min(ages) > _GROWN_S
+
+        self.running.wait_until(grown, "workers that have lived for a while", _LIMIT_S)
 
     def of_one_node(self) -> tuple[int, list[int]]:
         """Return a node that holds workers, the first of them if both do: its raylet, and its workers."""
@@ -153,6 +164,7 @@ KINDS: dict[str, tuple[Callable[[Nodes], float], bool]] = {
     "node": (a_node, False),
 }
 RESTARTED = ("coordinator", "controller")
+SPARE_WORKERS = (*RESTARTED, "driver")
 OWN = {"raylet of an embedded Ray": "raylet/raylet", "GCS of an embedded Ray": "gcs_server"}
 
 
@@ -170,6 +182,8 @@ def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[
         for _ in range(rounds):
             for name in names:
                 if name in KINDS:
+                    if name not in SPARE_WORKERS:
+                        nodes.wait_until_grown()
                     strike, restarts = partial(KINDS[name][0], nodes), name in RESTARTED
                     death = _measured(lambda: nodes.running, strike, restarts)
                     found.setdefault(name, []).append(death)
@@ -225,7 +239,7 @@ def _measured(running: Callable[[], Running], strike: Callable[[], float], resta
     _train(running(), killed_s)
 
     furthest = max(int(line["step"]) for line in running().history.lines if line["time_s"] <= killed_s)
-    running().wait_until(lambda: running().history.last_step > furthest, "a new step", _LIMIT_S)
+    running().wait_until(lambda: _is_beyond(running()), "a step that nobody has done before", _LIMIT_S)
     ends_s = [killed_s]
     for line in running().history.lines:
         if line["time_s"] > killed_s and line["step"] > furthest:
@@ -235,12 +249,27 @@ def _measured(running: Callable[[], Running], strike: Callable[[], float], resta
     return Death(longest_s, running().history.num_lost - lost)
 
 
+def _is_beyond(running: Running) -> bool:
+    """Return whether the newest attempt has come further than any before it; after a driver, workers go on a while."""
+    lines = running.history.lines
+    newest = lines[-1]["attempt"]
+    return int(lines[-1]["step"]) > max((int(line["step"]) for line in lines if line["attempt"] != newest), default=0)
+
+
 def kill(*pids: int) -> float:
     """Kill processes. Return when, as Unix time."""
     killed_s = time.time()
     for pid in pids:
         processes.send(pid, signal.SIGKILL)
     return killed_s
+
+
+def _born_s(pid: int) -> float:
+    """Return when a process began, as Unix time; now for one that has just ended."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return time.time()
 
 
 def _num_restarted(running: Running) -> int:

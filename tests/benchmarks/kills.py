@@ -11,7 +11,7 @@ import argparse
 import os
 import pickle
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -71,7 +71,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[Row]]:
 
 
 def _drilled(contender: Contender, rounds: int, pace: Path) -> list[Row]:
-    contender.faults = (replace(FAULTS[0], world_size=NUM_WORKERS),) * rounds
+    contender.faults = FAULTS[:1] * rounds
     with Yardstick() as yardstick:
         drills = Drills(contender, print, pace, yardstick)
         drills.begin()

@@ -162,7 +162,7 @@ class Matrix:
     def _say(self, text: str) -> None:
         now_s = time.time()
         left_s = max(0.0, self.until_s - now_s)
-        print(f"{now_s - self.began_s:4.0f} s, {left_s:3.0f} s left | {text}", flush=True)
+        print(f"{now_s - self.began_s:4.0f} s, {left_s:3.0f} s left for faults | {text}", flush=True)
 
     def _pace(self, name: str) -> Path:
         return self.folder / f"pace-{name}"

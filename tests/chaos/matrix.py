@@ -15,25 +15,25 @@ HELD_S = 0.8  # the same while others have their turn, who need the processor
 
 @dataclass(frozen=True)
 class Fault:
-    """world_size: workers once the run has settled again. new_attempt: whether it then is another attempt."""
+    """new_attempt: whether it is another attempt once the run has settled again."""
 
     name: str
-    world_size: int = 2
     new_attempt: bool = True
 
 
-# The commonest ones first: if time is short, the first rows are whole.
+# The commonest ones first: if time is short, the first rows are whole. Last the one that stock Ray Train does not come
+# back from.
 FAULTS = (
     Fault("kill worker"),
     Fault("kill all"),
     Fault("kill last holder"),
-    Fault("grow", world_size=3),
+    Fault("grow"),
     Fault("drain"),
     Fault("hang"),
     Fault("kill node"),
-    Fault("kill coordinator", new_attempt=False),
     Fault("slow worker", new_attempt=False),
-    Fault("shrink", world_size=1),
+    Fault("shrink"),
+    Fault("kill coordinator", new_attempt=False),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,10 +74,13 @@ class Lasting(ProcessMemory):
     lasting = True
 
 
-def come_back(member: Member, attempt: int, path: str, copied: int, committed: int, known: bool) -> tuple[int, str]:
-    """(step, source) that workers without a state find, of a copy and a checkpoint of these steps.
+def come_back(
+    member: Member, attempt: int, path: str, copied: int, committed: int, known: bool
+) -> tuple[int, str, float]:
+    """(step, source, age of the checkpoint) that workers without a state find: of a copy, and a checkpoint.
 
     Args:
+        copied, committed: their steps; 0 for no checkpoint.
         known: they are those that have written the checkpoint.
     """
     memory, writer = Lasting(), Writer()
@@ -92,9 +96,10 @@ def come_back(member: Member, attempt: int, path: str, copied: int, committed: i
             if number == 1:
                 restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
                 assert float(replica.weights[0]) == restored.step
-                return restored.step, restored.source
-            replica.weights.fill_(committed)
-            checkpoints.save(committed, state, {}, Outcome("finished", committed))
+                return restored.step, restored.source, restored.age_s
+            if committed:
+                replica.weights.fill_(committed)
+                checkpoints.save(committed, state, {}, Outcome("finished", committed))
             replica.weights.fill_(copied)
             snapshots.take(copied, state)
             replica.weights.fill_(-1)
@@ -112,7 +117,14 @@ def test_the_newer_of_copy_and_checkpoint_is_restored(
     gang: Gang, tmp_path: Path, known: bool, first: int, copied: int, committed: int, expected: tuple[int, str]
 ) -> None:
     found = gang.run(come_back, first + 100 * known, str(tmp_path), copied, committed, known)
-    assert found == [expected] * 3
+    assert [each[:2] for each in found] == [expected] * 3
+
+
+def test_workers_that_find_a_copy_know_how_old_the_newest_checkpoint_is(gang: Gang, tmp_path: Path) -> None:
+    (aged, *_) = gang.run(come_back, 210, str(tmp_path / "one"), 30, 20, False)
+    assert aged[:2] == (30, "snapshot")
+    assert 0 < aged[2] < 60
+    assert gang.run(come_back, 220, str(tmp_path / "none"), 30, 0, False) == [(30, "snapshot", math.inf)] * 3
 
 
 def _formed(attempt: int, number: int) -> str:

@@ -52,9 +52,9 @@ from app.run.events import (
 from app.storage import LocalStore
 from app.telemetry.console import Console
 from app.telemetry.environment import environment
-from app.telemetry.markers import Markers
 from app.telemetry.meters import Meters
 from app.telemetry.outcome import result
+from app.telemetry.past import Past
 from app.telemetry.tensorboard import TensorBoardTracker
 from app.telemetry.throughput import peak_flops, total_peak_flops
 from app.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
@@ -462,9 +462,9 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
 def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_the_run(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = parse_config("cluster: {env: {TOKEN: hidden}}")
-    for first_step, markers in ((1, Markers(0, 0, ())), (8, Markers(1, 1, ("failure: its node is gone",)))):
+    for first_step, past in ((1, Past()), (8, Past(1, 1, ("failure: its node is gone",)))):
         trackers = build_trackers(config, LocalStore(tmp_path), first_step)
-        trackers.begin(config, first_step - 1, markers)
+        trackers.begin(config, first_step - 1, past)
         trackers.close()
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
@@ -479,7 +479,7 @@ def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_
     assert "hidden" not in written
 
 
-def test_markers_count_the_whole_run_and_tell_of_what_came_since_the_last_attempt(tmp_path: Path) -> None:
+def test_the_past_counts_the_whole_run_and_tells_of_what_came_since_the_last_attempt(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     started = AttemptStarted(
         step=0,
@@ -491,11 +491,15 @@ def test_markers_count_the_whole_run_and_tell_of_what_came_since_the_last_attemp
         restored_s=0.0,
         first_step_s=0.0,
     )
-    for event in (started, Failure(error="first"), started, Failure(error="second"), AttemptEnded(cause="resized")):
+    saved = Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0)
+    spread = changed(started, nodes={"a": 1, "b": 1})
+    ended = AttemptEnded(cause="resized")
+    for event in (started, Failure(error="first"), saved, spread, Failure(error="second"), ended):
         directory.record(event)
-    markers = Markers.read(directory)
-    assert (markers.num_failures, markers.num_resizes) == (2, 1)
-    assert [line.split(":")[1] for line in markers.lines] == [" second", " resized"]
+    past = Past.read(directory)
+    assert (past.num_failures, past.num_resizes) == (2, 1)
+    assert (past.committed, past.num_nodes) == (30, 2)
+    assert [line.split(":")[1] for line in past.interruptions] == [" second", " resized"]
 
 
 def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
