@@ -70,41 +70,27 @@ class Stepper:
                     losses.append((fetched.microbatch, sums.loss_sum.detach()))
                 num_samples += fetched.num_samples
                 digest = (digest + fetched.digest) % 2**64
-            self.world.progress.mark("gradients")
-            global_count = self._global_count(step, totals.count)
-            # Asked once only: an exchange of objects takes longer than the step of a small model.
-            if self._metric_names is None:
-                self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
-            self._buffers.send(self.world.groups)
-            self._statistics.send(self.world.groups.communicator)
-            self.world.groups.communicator.wait()
-            # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing
-            # there is none, and what is divided then goes nowhere.
-            correction = nominal / (global_count + (global_count == 0))
-            grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
+            global_count, grad_norm, grad_norms = self._whole_gradient(step, totals, nominal)
             lr = set_learning_rates(self.optimizer, self.schedule, step)
-            # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose
-            # peer is lost in one would hold the weights of this step and go on from the one before, doing this one
-            # twice.
-            self.world.groups.gate()
         self.world.progress.mark("update")
         self._statistics.finish()
         # A step in which everything is masked has no gradient to follow, and decay or momentum alone would still move
         # the weights. To look costs nothing: the device has just been waited for. A count of NaN is no count either,
         # and ends the run once its message is read.
-        if global_count > 0:
-            self.precision.update(self.optimizer)
+        overflowed = bool(global_count > 0) and self.precision.update(self.optimizer, grad_norm)
         self.parallel.clear_gradients(self.optimizer)
         numbers = [totals.loss_sum, totals.count, grad_norm.double()]
-        numbers += totals.metrics(self._metric_names)
+        names = self._metric_names or ()
+        numbers += totals.metrics(names)
         return StepResult(
             step,
             torch.stack(numbers),
             num_samples,
             digest,
-            self._metric_names,
+            names,
             grad_norms,
             lr,
+            overflowed=overflowed,
             seconds=perf_counter() - began_s,
             data_s=self.world.progress.spent_s("loader") - waited_s,
             losses=tuple(losses),
@@ -125,6 +111,29 @@ class Stepper:
             self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
         self._statistics.put_back()
         return sums
+
+    def _whole_gradient(self, step: int, totals: Totals, nominal: int) -> tuple[int | Tensor, Tensor, Tensor]:
+        """Make gradients those of the whole step: summed, divided by its count, and clipped. A collective.
+
+        Returns:
+            That count; the norm of the whole gradient before clipping, (); and those of its parts, as they are sharded.
+        """
+        self.world.progress.mark("gradients")
+        global_count = self._global_count(step, totals.count)
+        # Asked once only: an exchange of objects takes longer than the step of a small model.
+        if self._metric_names is None:
+            self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
+        self._buffers.send(self.world.groups)
+        self._statistics.send(self.world.groups.communicator)
+        self.world.groups.communicator.wait()
+        # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing there is
+        # none, and what is divided then goes nowhere.
+        correction = nominal / (global_count + (global_count == 0))
+        grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
+        # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
+        # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
+        self.world.groups.gate()
+        return global_count, grad_norm, grad_norms
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
         """Return what the whole step counts. A collective where samples are masked, whose sum is there after a wait."""

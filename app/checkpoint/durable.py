@@ -140,7 +140,7 @@ class Checkpoints:
         """Fill this rank's part of `state` in place. Raises StorageError if the checkpoint is of another model."""
         self._world.progress.enter("load")
         # Hooks may be added to a run, and taken out of it.
-        load_shards(self._catalog.readers(manifest), shards_of(state), optional="hooks.")
+        load_shards(self._catalog.readers(manifest), shards_of(state), optional=("hooks.", "precision."))
 
     def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
         """Return once the state has been copied; at the `ending` of an attempt, once it is on storage.

@@ -238,7 +238,9 @@ def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
         overlap.target.copy_(rows[overlap.part])
 
 
-def load_shards(files: Iterable[Read], shards: Iterable[Shard], prefix: str = "", optional: str = _NO_NAME) -> None:
+def load_shards(
+    files: Iterable[Read], shards: Iterable[Shard], prefix: str = "", optional: str | tuple[str, ...] = _NO_NAME
+) -> None:
     """Fill shards in place, however they and the files are cut. Names without `prefix` are passed over.
 
     Names that begin with `optional` may be in the shards or in the files alone.

@@ -136,6 +136,8 @@ def rescale_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Multiply all gradients by `correction`, the same on every rank, then clip them to a global norm of `max_norm`.
 
+    What they have been scaled by for the sake of their format is taken back first.
+
     Returns:
         The norm of the whole gradient after the correction and before clipping, () and whole even where gradients are
         sharded; and the norms of each parameter's gradient before the correction, (parameters,), sharded as they are.
@@ -143,11 +145,12 @@ def rescale_gradients(
     # One pass over the gradients does both: it reads and writes as many bytes as the model has.
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     norms = _norms(gradients)
+    correction = correction / precision.loss_scale
     norm = unsharded(torch.linalg.vector_norm(norms)) * correction
     if max_norm is not None:
         # On the device, and never more than 1: an `if` on the norm would make the host wait for it.
         correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
-    precision.unscale(gradients, correction)
+    precision.rescale(gradients, correction)
     return norm, norms
 
 

@@ -90,6 +90,7 @@ class WorkerState:
         refuse_synchronized(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         self._model = self.precision.convert(model)
+        self.precision.begin_anew()
         self._optimizer = None
         self.hooks = Hooks(self._config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
@@ -114,7 +115,8 @@ class WorkerState:
                 )
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
-        self.precision = build_precision(self._config.precision, device, self.gpus)
+        if self._config.precision.kind == "auto":  # no other follows from who is in the world
+            self.precision = build_precision(self._config.precision, device, self.gpus)
 
     def prepare(self, skip: frozenset[int], parallel: Parallel) -> tuple[nn.Module, State]:
         """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew.

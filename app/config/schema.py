@@ -434,9 +434,20 @@ class DataParallelConfig(Section):
     kind: Literal["data_parallel"] = "data_parallel"
 
 
+class LossScaleConfig(Section):
+    initial: PositiveFloat = 65536.0
+    """what losses are multiplied by at the start, so that small gradients do not vanish; gradients are divided again"""
+    factor: Annotated[float, Field(gt=1)] = 2.0
+    """it is divided by this after an overflow, and multiplied by it after `window` updates without one"""
+    window: PositiveInt = 2000
+    """in updates"""
+
+
 class PrecisionConfig(Section):
-    kind: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """auto is bf16 where the GPUs of all workers have it in hardware, else fp32"""
+    kind: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """auto is bf16 where the GPUs of all workers have it in hardware, else fp32; fp16 is for GPUs without bf16"""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """for fp16: a step whose gradients overflow updates nothing, on all ranks, and goes on with a smaller scale"""
     tf32: bool = False
     """fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23"""
 

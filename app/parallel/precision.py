@@ -1,5 +1,6 @@
 """Number formats, and what they mean for backward and update. Full precision is a `Precision` that adds nothing."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,8 +8,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.config import PrecisionConfig
+from app.config import LossScaleConfig, PrecisionConfig
 from app.world.device import Gpu
+
+
+class LossScale:
+    """What losses are multiplied by in fp16, whose smallest number is 6e-8: dynamic, and a part of the run's state.
+
+    As torch.amp.GradScaler adapts it (docs.pytorch.org/docs/stable/amp.html), but that all ranks adapt it alike: by the
+    norm of the whole gradient, which each of them knows.
+    """
+
+    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
+        self._config = config
+        self.scale = torch.tensor(config.initial, device=device)
+        self._num_updates = torch.tensor(0, device=device)  # since it last changed
+
+    def begin_anew(self) -> None:
+        """Go back to the initial scale."""
+        self.scale.fill_(self._config.initial)
+        self._num_updates.zero_()
+
+    def overflowed(self, grad_norm: Tensor) -> bool:
+        """Return whether a smaller scale may help: gradients are not finite, and it is not down to 1 yet."""
+        return not bool(grad_norm.isfinite()) and float(self.scale) > 1.0
+
+    def shrink(self) -> None:
+        """Adapt the scale to an overflow."""
+        self.scale.div_(self._config.factor).clamp_(min=1.0)
+        self._num_updates.zero_()
+
+    def grow(self) -> None:
+        """Adapt the scale to an update without one."""
+        self._num_updates.add_(1)
+        if int(self._num_updates) < self._config.window:
+            return
+        self._num_updates.zero_()
+        if math.isfinite(float(self.scale) * self._config.factor):
+            self.scale.mul_(self._config.factor)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return live references to what a checkpoint must hold."""
+        return {"scale": self.scale, "num_updates": self._num_updates}
 
 
 @dataclass(frozen=True)
@@ -18,6 +59,7 @@ class Precision:
     device: torch.device  # where parameters live
     param_dtype: torch.dtype = torch.float32  # of parameters, gradients and optimizer state
     autocast_dtype: torch.dtype | None = None  # of matrix products, None for `param_dtype` itself
+    scaling: LossScale | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -54,25 +96,50 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """Return what `backward` multiplies gradients by."""
+        return 1.0 if self.scaling is None else self.scaling.scale
+
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar loss to those that are there."""
+        """Add the gradients of a scalar loss, times `loss_scale`, to those that are there."""
+        if self.scaling is not None:
+            loss = loss * self.scaling.scale
         loss.backward()
 
-    def unscale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
-        """Multiply all gradients by `factor` in place, together with whatever `backward` has scaled them by."""
+    def rescale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
+        """Multiply all gradients by `factor` in place."""
         if isinstance(factor, Tensor):
             # Not a number: reading it from the device would make the host wait in every step.
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         elif factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer."""
-        optimizer.step()
+    def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
+        """Step the optimizer, unless gradients have overflowed. Return whether they have.
+
+        Args:
+            grad_norm: () of the whole gradient, the same on all ranks.
+        """
+        if self.scaling is None:
+            optimizer.step()
+            return False
+        overflowed = self.scaling.overflowed(grad_norm)
+        if overflowed:
+            self.scaling.shrink()
+        else:
+            optimizer.step()
+            self.scaling.grow()
+        return overflowed
+
+    def begin_anew(self) -> None:
+        """Forget what the run has taught about its numbers."""
+        if self.scaling is not None:
+            self.scaling.begin_anew()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to what a checkpoint must hold of this: nothing, for formats without a loss scale."""
-        return {}
+        return {} if self.scaling is None else self.scaling.state_dict()
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -92,4 +159,6 @@ def build_precision(config: PrecisionConfig, device: torch.device, gpus: Sequenc
     # Not on a CPU unless it is asked for: most of them emulate bf16.
     if kind == "bf16" or (kind == "auto" and gpus and all(gpu.has_bf16 for gpu in gpus)):
         return Precision(device, autocast_dtype=torch.bfloat16)
+    if kind == "fp16":
+        return Precision(device, autocast_dtype=torch.float16, scaling=LossScale(config.loss_scale, device))
     return Precision(device)

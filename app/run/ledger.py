@@ -28,6 +28,7 @@ class StepStats:
     num_samples: int
     samples_digest: int  # of all samples, unsigned 64 bit
     finite: bool
+    overflowed: bool = False  # its gradients have, in fp16, and updated nothing
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, mean over the global batch
     # Known to this rank alone: its microbatches whose loss is not finite, in a step that is not.
     suspects: tuple[Microbatch, ...] = ()
@@ -85,6 +86,7 @@ class Ledger:
             "loss": stats.loss,
             "step_s": round(times.step_s, 6),
             "time_s": round(times.ended_s, 4),
+            **({"overflow": True} if stats.overflowed else {}),
             # Of most steps there are none, and a run has millions.
             **{name: round(seconds, 4) for name, seconds in waits_s.items() if seconds >= _SHORTEST_S},
         }

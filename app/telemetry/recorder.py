@@ -231,7 +231,7 @@ class Recorder:
     def gradient_norms(self, result: StepResult) -> None:
         """Keep the distribution of the parameters' gradient norms. A collective where gradients are sharded."""
         # A step that is left out has none.
-        if result.grad_norms is not None:
+        if result.grad_norms is not None and not result.overflowed:
             norms = unsharded(result.grad_norms)
             self._world.groups.gate()
             # They were taken before the sums were divided by the true count; the norm of the whole was so after.

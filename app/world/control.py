@@ -44,6 +44,7 @@ class StepResult(NamedTuple):
     metric_names: tuple[str, ...] = ()
     grad_norms: Tensor | None = None
     lr: float = 0.0  # of the first parameter group
+    overflowed: bool = False  # gradients in fp16 have, on all ranks alike, and updated nothing
     seconds: float = 0.0  # of the host, which waits for the device at every gate
     data_s: float = 0.0  # of these, the wait for batches
     losses: tuple[tuple[Microbatch, Tensor], ...] = ()
@@ -71,7 +72,7 @@ class _HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         loss_sum, count, self.grad_norm, *metrics = self._host.tolist()
-        not_finite = not (math.isfinite(loss_sum) and math.isfinite(self.grad_norm))
+        not_finite = not (math.isfinite(loss_sum) and (math.isfinite(self.grad_norm) or self.result.overflowed))
         # Float64 is exact to 2^53, so the halves of a digest may be added up over 2^21 ranks.
         high, low = divmod(self.result.samples_digest, _HALF)
         return [loss_sum, count, high, low, self.result.num_samples, not_finite, *metrics]
@@ -91,6 +92,7 @@ class _HostCopy:
             num_samples=num_samples,
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
+            overflowed=self.result.overflowed,
             metrics=means(self.result.metric_names, row[_ROW:]),
             suspects=() if finite else self._suspects(),
         )

@@ -126,13 +126,13 @@ def with_a_collective_after_the_gate() -> None:
     several_buckets()
     honest = Precision.update
 
-    def update(self: Precision, optimizer: torch.optim.Optimizer) -> None:
+    def update(self: Precision, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> bool:
         communicator = current[-1].communicator
         for group in optimizer.param_groups:
             for param in group["params"]:
                 communicator.broadcast(param.grad, 0)  # of what is equal on all ranks
         communicator.wait()
-        honest(self, optimizer)
+        return honest(self, optimizer, grad_norm)
 
     current: list[Groups] = []
     gate = Groups.gate

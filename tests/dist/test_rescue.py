@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from app.checkpoint.catalog import Catalog
 from app.parallel.precision import Precision
@@ -89,10 +90,10 @@ def test_a_checkpoint_of_that_step_stays_whole_and_so_does_one_of_each_other_ran
 def break_updates() -> None:
     honest = Precision.update
 
-    def update(self: Precision, optimizer: Any) -> None:
+    def update(self: Precision, optimizer: Any, grad_norm: Tensor) -> bool:
         if any(state["step"] >= 8 for state in optimizer.state.values()):
             raise ZeroDivisionError
-        honest(self, optimizer)
+        return honest(self, optimizer, grad_norm)
 
     Precision.update = update
 

@@ -1,0 +1,69 @@
+"""fp16: a step whose gradients overflow updates nothing, on all ranks alike; the run goes on with a smaller scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.weights import read_whole
+from app.components.worker_state import WorkerState
+from app.config import Config
+from app.run.directory import RunDirectory
+from tests.dist.drill import Drilled, drill
+from tests.dist.reference import CPU
+from tests.dist.small import small
+
+# So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
+SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"
+STEPS = 24
+
+
+def config_of(storage: Path, kind: str, *overrides: str) -> Config:
+    return small(storage, SCALE, f"parallel.kind={kind}", f"run.steps={STEPS}", *overrides)
+
+
+def overflows(run: Drilled) -> list[int]:
+    return [step for step, line in sorted(run.history.committed.items()) if line.get("overflow")]
+
+
+def scale_of(config: Config) -> float:
+    """The scale of the last checkpoint."""
+    catalog = Catalog(RunDirectory.of(config).store)
+    newest = catalog.newest()
+    assert newest is not None
+    return float(read_whole(catalog, newest, "precision")["scale"])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
+    config = config_of(tmp_path, kind, "run.steps=2")
+    run = drill(config, worlds=[2])
+    assert overflows(run) == [1, 2]
+    assert run.summary["lost_steps"] == 0
+    assert scale_of(config) == pytest.approx(1e15 / 1024**2)
+    initial = WorkerState(config, CPU).model.state_dict()
+    assert all(torch.equal(run.weights[name], initial[name]) for name in initial)
+    assert not any(tensor.any() for tensor in run.optimizer.values())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) -> None:
+    undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[1])
+    expected = overflows(undisturbed)
+    assert expected[:4] == [1, 2, 3, 8], "after four updates it grows, and overflows again"
+    config = config_of(tmp_path, kind)
+    drill(config, worlds=[3, 2, 3], leave_after=[5, 5], stop_after=4)
+    resumed = drill(config, worlds=[2])
+    assert overflows(resumed) == expected
+    assert scale_of(config) == scale_of(config_of(tmp_path / "undisturbed", kind))
+    losses = [line["loss"] for _, line in sorted(resumed.history.committed.items())]
+    assert losses == pytest.approx([line["loss"] for line in undisturbed.history.lines], rel=0.02)
+
+
+def test_a_run_in_fp32_goes_on_in_fp16(tmp_path: Path) -> None:
+    drill(small(tmp_path, "precision.kind=fp32", "run.steps=3"), worlds=[2])
+    run = drill(config_of(tmp_path, "ddp"), worlds=[2])
+    assert overflows(run)[:2] == [4, 5]
