@@ -23,6 +23,7 @@ from app.data.batches import Batch, stack, tensors_of
 from app.data.loader import own_randomness
 from app.errors import UsageError
 from app.parallel import Parallel, strategy_of
+from app.parallel.activations import checkpoint_activations
 from app.parallel.precision import build_precision
 from app.plan import Plan
 from app.run.directory import RunDirectory
@@ -91,6 +92,7 @@ class WorkerState:
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         self._model = self.precision.convert(model)
         self.precision.begin_anew()
+        checkpoint_activations(self._model, self._config.memory.activation_checkpointing)
         self._optimizer = None
         self.hooks = Hooks(self._config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)

@@ -452,6 +452,16 @@ class PrecisionConfig(Section):
     """fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23"""
 
 
+ActivationCheckpointing = Literal["none", "full", "selective"] | PositiveInt
+
+
+class MemoryConfig(Section):
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """what of the repeated layers (those that fsdp gathers one at a time) is computed again in the backward, so that it
+    need not be kept: full is all but their inputs; selective keeps products of matrices and attention; 2 is all of
+    every second layer"""
+
+
 class ValidationConfig(Section):
     every: Interval | None = Every(200, "steps")
     """how often to measure the loss on the held-out samples; null for at the end only"""
@@ -596,6 +606,7 @@ class Config(Section):
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
     parallel: DdpConfig | FsdpConfig | DataParallelConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.parallel.fsdp import blocks_of
+from app.parallel.blocks import blocks_of
 from app.parallel.precision import Precision
 
 CPU = torch.device("cpu")
