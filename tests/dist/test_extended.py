@@ -28,13 +28,15 @@ def train(config: Config, worlds: Sequence[int], leave_after: Sequence[int] = ()
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_an_extended_run_equals_one_process_that_leaves_no_sample_out(tmp_path: Path, kind: str) -> None:
-    words = [f"parallel.kind={kind}", "schedule.kind=constant"]  # a rate that the length has no part in
+    # A rate that the length has no part in.
+    words = [f"parallel.kind={kind}", "schedule.kind=constant", "validation.every=1 epoch"]
     train(small(tmp_path, "run.epochs=1", *words), worlds=[2])
     train(small(tmp_path, "run.epochs=2", *words), worlds=[3, 2], leave_after=[2])
     last = small(tmp_path, "run.epochs=4", *words)
     run = train(last, worlds=[2])
     assert run.told("short_step", "position") == [55, 110]
     assert [line["num_samples"] for line in run.history.lines].count(3) == 2
+    assert run.told("validation", "step") == [5, 10, 15, 19]  # the steps in which an epoch ends
     check_run(run, reference(last, ended_at=[1, 2]))
 
 
