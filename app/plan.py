@@ -1,12 +1,14 @@
 """Assign microbatches to workers. Pure arithmetic: the one place where world size and shares enter.
 
-Theorem. The training samples form one endless stream of positions. Step s (counted from 1) is the positions
-[(s - 1) * global_size, s * global_size), cut into a fixed grid of microbatches, and its gradient is
+Theorem. The training samples form one endless stream of positions. Each step is the global_size positions behind those
+of the step before, or as many as are left where the run ends; a run that is extended goes on behind the last of them.
+So steps 1 to s (counted from 1) are a partition of the stream up to there: no position is left out, and none comes
+twice. A step is cut into a fixed grid of microbatches, and its gradient is
 
     sum over the grid of (gradient of the microbatch's loss sum)  /  (global count of the step).
 
-Neither the grid nor the count mentions who computed what, so the result does not depend on the world size, on the
-shares, on restarts, or on when any of them changed, except for the order in which floating point sums are taken.
+Neither the steps, the grid nor the count mention who computed what, so the result does not depend on the world size,
+on the shares, on restarts, or on when any of them changed, except for the order in which floating point sums are taken.
 
 What breaks it: anything that couples samples beyond their microbatch (SyncBatchNorm), randomness keyed by rank or by
 wall time, a mean taken before the sum over ranks, or another `microbatch_size` together with dropout (another draw) or
@@ -31,6 +33,31 @@ class Microbatch(NamedTuple):
     # A pad has weight 0: one real sample that counts for nothing. It keeps a rank in step with its peers' collectives
     # when it has nothing of its own to compute.
     weight: int = 1
+
+
+class End(NamedTuple):
+    """An earlier end of the run, which has cut a step short: `position` is the one behind the last sample of `step`."""
+
+    step: int
+    position: int
+
+
+def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:
+    """Return the first position of a step. `ends` are the earlier ends of the run, oldest first."""
+    last = End(0, 0)  # the newest one before the step
+    for end in ends:
+        if end.step < step:
+            last = end
+    return last.position + (step - last.step - 1) * global_size
+
+
+def step_of(position: int, global_size: int, ends: Sequence[End] = ()) -> int:
+    """Return the step that a position of the stream is in. `ends` are the earlier ends of the run, oldest first."""
+    last = End(0, 0)  # the newest one up to the position
+    for end in ends:
+        if end.position <= position:
+            last = end
+    return last.step + 1 + (position - last.position) // global_size
 
 
 def even_shares(num_microbatches: int, world_size: int) -> Shares:
@@ -65,6 +92,7 @@ class Plan:
     equal_forwards: bool = False  # every rank runs the same number, for strategies whose forward is a collective
     num_samples: int | None = None  # where the stream ends, None for an endless one; the last step may then be short
     skip: frozenset[int] = frozenset()  # steps that are left out; no rank runs their positions
+    ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first; these steps stay short
     _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # (first step, shares), oldest first
     _last_read: int = field(default=0, init=False)  # the last step that a stream has given out
 
@@ -81,11 +109,12 @@ class Plan:
         equal_forwards: bool = False,
         num_samples: int | None = None,
         skip: frozenset[int] = frozenset(),
+        ends: tuple[End, ...] = (),
     ) -> Self:
         """Make a plan with even shares."""
         num_microbatches = _ceil_div(global_size, microbatch_size)
         shares = even_shares(num_microbatches, world_size)
-        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip)
+        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip, ends)
 
     def change(self, first_step: int, shares: Shares) -> None:
         """Set other shares from `first_step` on, on all ranks alike. Raises ValueError if that step has been read."""
@@ -140,10 +169,9 @@ class Plan:
                 yield from self.microbatches(step, rank)
 
     def num_samples_in(self, step: int) -> int:
-        """Return the samples of all ranks in `step`: global_size, or fewer where the stream ends."""
-        if self.num_samples is None:
-            return self.global_size
-        return min(self.global_size, self.num_samples - self._begin(step))
+        """Return the samples of all ranks in `step`: global_size, or fewer where the run ends, or has ended once."""
+        start, stop = self.positions(step)
+        return stop - start
 
     def num_microbatches_in(self, step: int) -> int:
         """Return the microbatches of all ranks in `step`, without pads."""
@@ -151,24 +179,25 @@ class Plan:
 
     def positions(self, step: int) -> tuple[int, int]:
         """Return the positions [start, stop) of the stream that all ranks together run in `step`."""
-        begin = self._begin(step)
-        return begin, begin + self.num_samples_in(step)
-
-    def _begin(self, step: int) -> int:
-        return (step - 1) * self.global_size
+        begin = begin_of(step, self.global_size, self.ends)
+        for end in self.ends:
+            if end.step == step:
+                return begin, end.position
+        stop = begin + self.global_size
+        return begin, stop if self.num_samples is None else min(stop, self.num_samples)
 
     def _microbatch(self, step: int, index: int) -> Microbatch:
         begin, end = self.positions(step)
         start = begin + index * self.microbatch_size
         stop = min(start + self.microbatch_size, end)
-        # The last step of a stream that ends has fewer samples than the grid has room for.
+        # The last step before an end has fewer samples than the grid has room for.
         if start >= stop:
             return self._pad(step, index)
         return Microbatch(step, index, start, stop)
 
     def _pad(self, step: int, index: int) -> Microbatch:
         # The first sample of the step: it exists in a short step too.
-        begin = self._begin(step)
+        begin = begin_of(step, self.global_size, self.ends)
         return Microbatch(step, index, begin, begin + 1, weight=0)
 
     def _check(self, shares: Shares) -> None:

@@ -32,10 +32,15 @@ class Interval:
     # would name different steps: the leader requests the act, the control channel carries the request, and all ranks
     # act at the same step.
     def __init__(
-        self, every: Every | None, steps_per_epoch: float, clock: Callable[[], float] = time.monotonic
+        self,
+        every: Every | None,
+        epoch: int,  # samples in one
+        samples_up_to: Callable[[int], int],  # a step, of the whole run
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = every
-        self._steps_per_epoch = steps_per_epoch
+        self._epoch = epoch
+        self._samples_up_to = samples_up_to
         self._clock = clock
         self._since_s = clock()
         self._requested = False
@@ -55,11 +60,12 @@ class Interval:
     def due(self, step: int) -> bool:
         if self._every is None or self._every.unit in _SECONDS:
             return False
-        period = float(self._every.count)
-        if self._every.unit == "epochs":
-            period *= self._steps_per_epoch
+        count = self._every.count
+        if self._every.unit == "steps":
+            return step % count == 0
         # Not a remainder: an epoch need not be a whole number of steps.
-        return step // period > (step - 1) // period
+        period = count * self._epoch
+        return self._samples_up_to(step) // period > self._samples_up_to(step - 1) // period
 
     def wanted(self) -> bool:
         """Return True once the time has come, and then False until `done`."""

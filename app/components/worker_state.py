@@ -25,7 +25,7 @@ from app.errors import UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
 from app.parallel.precision import build_precision
-from app.plan import Plan
+from app.plan import End, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
@@ -54,6 +54,7 @@ class WorkerState:
         self.fingerprint = fingerprint(self.dataset)
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
+        self.ends: tuple[End, ...] = ()  # where the run ended before it was extended
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
         self._memory: NodeMemory | None = None
@@ -120,8 +121,11 @@ class WorkerState:
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
 
-    def prepare(self, skip: frozenset[int], parallel: Parallel) -> tuple[nn.Module, State]:
+    def prepare(self, skip: frozenset[int], parallel: Parallel, ends: tuple[End, ...] = ()) -> tuple[nn.Module, State]:
         """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew.
+
+        Args:
+            ends: where the run ended before it was extended, the same in all attempts of a command.
 
         Returns:
             The model as it is trained in this attempt, and live references to everything that a checkpoint holds.
@@ -132,6 +136,7 @@ class WorkerState:
         if skip != self.skip or not parallel.survivors_hold_all or not is_whole:
             self._start_anew()
         self.skip = skip
+        self.ends = ends
         model = parallel.wrap(self._model)
         return model, self.state(parallel.unwrap(model))
 
@@ -179,9 +184,13 @@ class WorkerState:
         """Return the trigger of a periodic act, last carried out `age_s` ago or more, for another attempt."""
         # The same one for all attempts: with a clock of its own, each of many short attempts would put the act off.
         if name not in self._triggers:
-            self._triggers[name] = Interval(every, self.order.num_train / self._config.batch.global_size)
+            self._triggers[name] = Interval(every, self.order.num_train, self._samples_up_to)
         self._triggers[name].begin(age_s)
         return self._triggers[name]
+
+    def _samples_up_to(self, step: int) -> int:
+        """Return the number of samples in the steps up to `step`, those that are left out too."""
+        return begin_of(step + 1, self._config.batch.global_size, self.ends)
 
     def close_later(self, close: Callable[[], object]) -> None:
         """Have `close` called when the attempt is over, however it ends."""
@@ -195,7 +204,7 @@ class WorkerState:
     @property
     def num_steps(self) -> int:
         """Return the length of the run in optimizer steps."""
-        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size)
+        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.ends)
 
     def plan(self, world_size: int, parallel: Parallel) -> Plan:
         """Return the plan of the steps of an attempt, with even shares."""
@@ -206,6 +215,7 @@ class WorkerState:
             equal_forwards=parallel.equal_forwards,
             num_samples=self._config.run.num_samples(self.order.num_train),
             skip=self.skip,
+            ends=self.ends,
         )
 
     def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:

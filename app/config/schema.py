@@ -5,6 +5,7 @@ by `kind`; `target` puts the user's own code in its place. Rules across fields a
 errors are reported at the field that they are attached to, so a rule is attached to the field that is read later.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -25,6 +26,7 @@ from app.config.base import (
     Variable,
 )
 from app.config.faults import FaultsConfig
+from app.plan import End, step_of
 
 
 class RunConfig(Section):
@@ -35,7 +37,8 @@ class RunConfig(Section):
     resume: Literal["auto", "must", "never"] = "auto"
     """auto resumes an earlier run of this name if there is one; must needs one, never allows none"""
     epochs: PositiveInt | None = None
-    """length of the run in passes over the training samples, in place of steps"""
+    """length of the run in passes over the training samples, in place of steps; the last step may be short, and a run
+    that is extended goes on behind it"""
     # No default here: a file that gives epochs need not set it to null.
     steps: PositiveInt | None = None
     """length of the run in optimizer steps; 2000 unless epochs is given"""
@@ -62,9 +65,13 @@ class RunConfig(Section):
             return None
         return steps or 2000
 
-    def num_steps(self, num_train: int, global_size: int) -> int:
-        """Return the length of the run in steps, given how many samples are trained on and how many are in a step."""
-        return self.steps or -(-(self.epochs or 0) * num_train // global_size)
+    def num_steps(self, num_train: int, global_size: int, ends: Sequence[End] = ()) -> int:
+        """Return the length of the run in steps, given how many samples are trained on and how many are in a step.
+
+        Args:
+            ends: where the run ended before it was extended, oldest first.
+        """
+        return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
 
     def num_samples(self, num_train: int) -> int | None:
         """Return where the stream of samples ends, None for a run counted in steps."""

@@ -6,8 +6,10 @@ from typing import Any
 from app.checkpoint.catalog import Catalog
 from app.config import Config, diff
 from app.errors import RunConflict, StorageError
+from app.plan import begin_of
 from app.run.directory import RunDirectory
-from app.run.events import RunStarted
+from app.run.events import RunStarted, ShortStep
+from app.run.ledger import last_end
 from app.run.owner import Ownership
 from app.telemetry.environment import environment
 from app.telemetry.outcome import already_finished
@@ -56,6 +58,8 @@ def _start_or_resume(
         say(already_finished(config, directory.uri, summary))
         return False
 
+    if stored is None or _length(stored) != _length(config):
+        _note_short_step(stored, config, directory, say)
     directory.delete_summary()
     # A request for other bounds that nobody has taken up was meant for the command before this one.
     directory.pop_scale_request()
@@ -83,13 +87,46 @@ def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> 
     """Return whether `config` asks for more steps or epochs than the finished run has done."""
     if summary.get("ended_early") and stored is not None:
         # What was asked for has not been done, and is not to be.
-        return (config.run.steps, config.run.epochs) != (stored.run.steps, stored.run.epochs)
+        return _length(config) != _length(stored)
     if config.run.steps is not None:
         return config.run.steps > int(summary["step"])
     if stored is None or stored.run.epochs is None:
         # How many epochs its steps were is not known here. If it has done them all, the run ends at once.
         return True
     return (config.run.epochs or 0) > stored.run.epochs
+
+
+def _length(config: Config) -> tuple[int | None, int | None]:
+    return config.run.steps, config.run.epochs
+
+
+def _note_short_step(
+    stored: Config | None, config: Config, directory: RunDirectory, say: Callable[[str], object]
+) -> None:
+    """Write down where the run ended, if that has cut its last step short: the steps of the longer run begin there.
+
+    Raises:
+        RunConflict: where it ended is not known.
+        StorageError: storage does not take it.
+    """
+    size, ends = config.batch.global_size, directory.ends()
+    end = last_end(directory.store, size, ends)
+    newest = Catalog(directory.store).newest() or 0
+    if stored and stored.run.epochs and newest > end.step:
+        # Whoever wrote the checkpoint died before the ledger was on storage, and the step may have been a short one.
+        length = f"run.epochs={stored.run.epochs}"
+        raise RunConflict(
+            f"{directory.uri} has a checkpoint of step {newest}, and its ledger ends with step {end.step}: it is not "
+            f"known where a run of another length would go on. Give {length} once more, which completes the ledger"
+        )
+    if not begin_of(end.step, size, ends) < end.position < begin_of(end.step + 1, size, ends):
+        return  # the step was whole, or its end is known already
+    event = ShortStep(step=end.step, position=end.position)
+    directory.record(event)
+    # Of another event that is lost nobody is told, and that is all. For want of this one, samples would be left out.
+    if end not in directory.ends():
+        raise StorageError(f"{directory.uri} takes no events; make room there, and give the command again")
+    say(event.line())
 
 
 def has_checkpoint(directory: RunDirectory) -> bool:

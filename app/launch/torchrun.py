@@ -16,6 +16,7 @@ from app.config import Config
 from app.errors import RunConflict, SteadfastError, TrainingError
 from app.faults.numerics import BadStep
 from app.launch.resume import start_or_resume
+from app.plan import End
 from app.run.directory import RunDirectory
 from app.run.events import Event, Failure
 from app.run.interrupts import EXIT_STOPPED, Interrupts
@@ -155,7 +156,8 @@ def _train(
     ownership: Ownership | None,
 ) -> Ending:
     skip = frozenset(answer["skip"])
-    form = partial(form_world, place.store, place.rank, place.world_size, answer["attempt"], place.device, skip)
+    ends = tuple(End(*end) for end in answer["ends"])
+    form = partial(form_world, place.store, place.rank, place.world_size, answer["attempt"], place.device, skip, ends)
     outcome = None
     with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
@@ -184,4 +186,5 @@ def _begin(
     if not start_or_resume(config, directory, "torchrun", started_s, console.line):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
-    return {"attempt": ownership.next_attempt(), "skip": sorted(directory.skipped_steps())}
+    attempt = ownership.next_attempt()
+    return {"attempt": attempt, "skip": sorted(directory.skipped_steps()), "ends": directory.ends()}

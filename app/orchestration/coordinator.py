@@ -87,6 +87,7 @@ class Coordinator:
         # All who were dead when a member noticed it are known by then: their heartbeats have been missing for so long.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
         self._skip = directory.skipped_steps()
+        self._ends = directory.ends()  # they change between two commands only
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that has claimed the run does so no more
 
@@ -373,7 +374,7 @@ class Coordinator:
         self.heartbeats.expect(names)
         store = self.members[names[0]].store
         for rank, name in enumerate(names):
-            place = WorldAssignment(rank, len(names), attempt, store, self._skip, names)
+            place = WorldAssignment(rank, len(names), attempt, store, self._skip, self._ends, names)
             self._waiting.pop(name).set_result(place)
         self.reconcile()  # somebody may have come meanwhile
 

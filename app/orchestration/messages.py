@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from app.plan import End
+
 Address = tuple[str, int]  # host, port
 
 
@@ -41,6 +43,7 @@ class WorldAssignment:
     attempt: int
     store: Address  # of a TCPStore in the leader's process, for this world alone
     skip: frozenset[int]  # steps that this world leaves out
+    ends: tuple[End, ...]  # where the run ended before it was extended
     members: tuple[str, ...]  # names of all workers of this world, by rank
 
 

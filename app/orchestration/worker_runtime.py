@@ -160,9 +160,17 @@ class RayRuntime:
             store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
         except (RuntimeError, OSError) as error:
             raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
-        node = self._member.node
         return form_world(
-            store, place.rank, place.size, place.attempt, self.device, place.skip, self._timeouts, self._progress, node
+            store,
+            place.rank,
+            place.size,
+            place.attempt,
+            self.device,
+            place.skip,
+            place.ends,
+            self._timeouts,
+            self._progress,
+            self._member.node,
         )
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:

@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar
 
 from app.config import Config, decoded, dump_config, parse_config
 from app.errors import StorageError, UsageError
-from app.run.events import Event, Rollback, parse_event
+from app.plan import End
+from app.run.events import Event, Rollback, ShortStep, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
@@ -140,6 +141,12 @@ class RunDirectory:
         for rollback in self.events(Rollback):
             skipped.update(rollback.steps)
         return frozenset(skipped)
+
+    def ends(self) -> tuple[End, ...]:
+        """Return where the run ended before it was extended, if that has cut a step short; oldest first."""
+        # An extension that was broken off has told of the same end as the one after it.
+        ends = {End(short.step, short.position) for short in self.events(ShortStep)}
+        return tuple(sorted(ends))
 
     def summary(self) -> dict[str, Any] | None:
         """Return what `write_summary` has written, None if there is none, or something else."""

@@ -76,6 +76,15 @@ class RunStarted(Event):
     launcher: str  # "ray" or "torchrun"
 
 
+class ShortStep(Event):
+    """The run has ended once, with a step of fewer samples than the others, and is extended."""
+
+    wording = "step {step} stays short, as the run ended with it; the next one goes on at position {position}"
+
+    step: int  # the last one then
+    position: int  # in the stream of training samples, behind the last one of `step`
+
+
 class AttemptStarted(Event):
     """The first step of an attempt is done."""
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from app.plan import Microbatch, Plan
+from app.plan import End, Microbatch, Plan, begin_of
 from app.run.directory import STEPS
 from app.storage import Store
 from app.storage.jsonl import decode, first_lines, is_number, last_lines, open_stream, read_blocks, read_lines
@@ -146,6 +146,25 @@ def _losses(lines: Iterable[dict[str, Any]], last_step: int) -> list[float]:
         if step <= last_step and is_number(loss) and math.isfinite(loss):
             found.append(loss)
     return found
+
+
+def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
+    """Return the highest step of the ledger, and the position behind its last sample; zeros for an empty ledger.
+
+    Args:
+        ends: the ends of the run that are known, oldest first.
+    """
+    step, num_samples = 0, 0
+    for line in read_lines(store, STEPS):
+        # In whichever attempt: the last line may be of one that did earlier steps again.
+        match line:
+            case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:  # it was left out
+                step, num_samples = found, stop - start
+            case {"step": int(found), "num_samples": int(found_samples)} if found >= step:
+                step, num_samples = found, found_samples
+    if not step:
+        return End(0, 0)
+    return End(step, begin_of(step, global_size, ends) + num_samples)
 
 
 def read_ledger(store: Store) -> History:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.config import Config
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.errors import SteadfastError, UsageError
-from app.plan import Plan
+from app.plan import Plan, step_of
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import AttemptStarted, Rollback
 from app.storage.jsonl import Line, decode, read_blocks
@@ -110,9 +110,11 @@ class _Auditor:
         self._order = SampleOrder(num_samples, config.data.held_out_fraction, config.run.seed)
         batch = config.batch
         end = config.run.num_samples(self._order.num_train)
-        self._plan = Plan.even(batch.global_size, batch.microbatch_size, 1, num_samples=end)
-        self._num_steps = config.run.num_steps(self._order.num_train, batch.global_size) if end else _LARGEST
-        self._epochs = _Epochs(self._order, num_samples, self._seed, batch.global_size)
+        ends = directory.ends()
+        self._plan = Plan.even(batch.global_size, batch.microbatch_size, 1, num_samples=end, ends=ends)
+        _check_ends(self._plan, self._order.num_train)
+        self._num_steps = config.run.num_steps(self._order.num_train, batch.global_size, ends) if end else _LARGEST
+        self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
         self._last: dict[int, int] = {}  # step by attempt
@@ -133,12 +135,13 @@ class _Auditor:
         positions = np.arange(start, stop)
         ids = self._order.train(positions)
         keys = sample_keys(ids, positions, self._seed)
-        sums = np.add.reduceat(keys, np.arange(0, stop - start, self._plan.global_size))
+        counts = np.array([self._plan.num_samples_in(line["step"]) for line in lines])
+        sums = np.add.reduceat(keys, np.cumsum(counts) - counts)
         for line, digest in zip(lines, sums.tolist(), strict=True):
             self._check(line, digest)
         self._last[attempt] = last
         self._num_lines += len(lines)
-        new = np.repeat(self._hold(first, len(lines), attempt), self._plan.global_size)[: stop - start]
+        new = np.repeat(self._hold(first, len(lines), attempt), counts)
         self._epochs.add(ids[new], positions[new])
 
     def _check_follows(self, step: int, attempt: int) -> None:
@@ -234,6 +237,15 @@ def _check_value(line: Line, name: str, expected: Any, meaning: str) -> None:
         raise CounterExample(line["step"], f"{name} {expected}", f"{line.get(name)}", meaning)
 
 
+def _check_ends(plan: Plan, num_train: int) -> None:
+    """Check that steps were cut short where an epoch ends, and nowhere else: nothing else ends a run within a step."""
+    for end in plan.ends:
+        start, stop = plan.positions(end.step)
+        if stop % num_train or not 0 < stop - start < plan.global_size:
+            found = f"the run to have ended at position {stop}"
+            raise CounterExample(end.step, "an end of an epoch in this step", found, "its samples may be others")
+
+
 def _left_out(directory: RunDirectory) -> dict[int, int]:
     """Return the attempt that ended with the rollback, by the step that is left out since then."""
     since: dict[int, int] = {}
@@ -247,10 +259,10 @@ class _Epochs:
     """Checks of each finished epoch that every training sample has come in it once."""
 
     # By the sum of a hash of each sample, as digests are: a set that lacks one and has another twice has another sum.
-    def __init__(self, order: SampleOrder, num_samples: int, seed: int, global_size: int) -> None:
+    def __init__(self, order: SampleOrder, num_samples: int, seed: int, plan: Plan) -> None:
         self._order = order
         self._num_samples = num_samples
-        self._global_size = global_size
+        self._plan = plan
         self._seed = seed
         self._begun: dict[int, tuple[int, int]] = {}  # by epoch: samples so far, and the sum of their hashes
         self._expected: int | None = None
@@ -277,7 +289,7 @@ class _Epochs:
             self._expected = self._sum_of_training()
         if found != self._expected:
             meaning = f"epoch {epoch + 1} has not each training sample once: its order is no permutation"
-            step = epoch * self._order.num_train // self._global_size + 1
+            step = step_of(epoch * self._order.num_train, self._plan.global_size, self._plan.ends)
             raise CounterExample(step, f"hashes that sum to {self._expected:016x}", f"{found:016x}", meaning)
 
     def _sum_of_training(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, Self
 import torch
 import torch.distributed as dist
 
+from app.plan import End
 from app.run.events import Event
 from app.world.clock import build_clock
 from app.world.groups import Groups
@@ -39,6 +40,7 @@ class World:
     attempt: int
     groups: Groups
     skip: frozenset[int] = frozenset()  # steps that are left out, because their numbers were bad
+    ends: tuple[End, ...] = ()  # where the run ended before it was extended
     progress: Progress = field(default_factory=Progress)  # the process's own, which remembers earlier attempts
     node: str = field(default_factory=socket.gethostname)  # the machine, with which this worker may be lost
     shard: int = 1
@@ -117,6 +119,7 @@ def form_world(
     attempt: int,
     device: torch.device,
     skip: frozenset[int] = frozenset(),
+    ends: tuple[End, ...] = (),
     timeouts: Timeouts = _DEFAULT,
     progress: Progress | None = None,
     node: str | None = None,
@@ -127,6 +130,6 @@ def form_world(
         PeerLost: a member did not come, or died while the groups formed.
     """
     groups = Groups.form(store, rank, size, attempt, device, timeouts)
-    world = World(rank, size, attempt, groups, skip, progress or Progress(), node or socket.gethostname())
+    world = World(rank, size, attempt, groups, skip, ends, progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank, build_clock(device))
     return world

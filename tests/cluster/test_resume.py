@@ -62,6 +62,19 @@ def test_the_same_command_again(on_head: Commands) -> None:
     check_identical(run.directory, on_head("undisturbed").directory)
 
 
+@pytest.mark.timeout(240)
+def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None:
+    """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
+    run = on_head("run", config="digits.yaml")
+    for epochs in (1, 2):
+        finished = run.run(f"run.epochs={epochs}", small=False)
+        assert finished.code == 0, finished.output
+    assert "step 23 stays short, as the run ended with it; the next one goes on at position 1438" in finished.output
+    committed = check_ledger(run.directory, 46).committed
+    assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]
+    assert summary_of(run.directory)["samples"] == 2 * 1438
+
+
 def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command: Commands) -> None:
     run = command()
     running = run.start(*OVERRIDES)

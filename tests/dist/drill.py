@@ -165,7 +165,8 @@ class DrillRuntime:
         world = form_world(
             self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress
         )
-        world = replace(world, skip=self._directory.skipped_steps())  # once all are here who may have more to say
+        # Once all are here who may have more to say.
+        world = replace(world, skip=self._directory.skipped_steps(), ends=self._directory.ends())
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,14 +41,18 @@ class GlobalBatch(NamedTuple):
     positions: NDArray[np.int64]
 
 
-def reference(config: Config, skip: frozenset[int] = frozenset()) -> Reference:
-    """The run that the configuration describes, done the plain way; steps to skip are as if they had never been."""
+def reference(config: Config, skip: frozenset[int] = frozenset(), ended_at: Sequence[int] = ()) -> Reference:
+    """The run that the configuration describes, done the plain way; steps to skip are as if they had never been.
+
+    Args:
+        ended_at: the epochs with which the run ended before it was extended.
+    """
     torch.manual_seed(config.run.seed)
     model = build_model(config.model).double()
     optimizer = _optimizer(config.optimizer, model)
 
     losses: list[float | None] = []
-    batches = global_batches(config)
+    batches = global_batches(config, ended_at)
     for step, global_batch in enumerate(batches, 1):
         if step in skip:
             losses.append(None)
@@ -102,12 +106,15 @@ def order_of(config: Config) -> SampleOrder:
     return SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, config.run.seed)
 
 
-def global_batches(config: Config) -> list[GlobalBatch]:
+def global_batches(config: Config, ended_at: Sequence[int] = ()) -> list[GlobalBatch]:
     """What each step of the run is made of."""
     order, size = order_of(config), config.batch.global_size
     end = (config.run.steps or 0) * size or (config.run.epochs or 0) * order.num_train
-    stream = np.arange(end)
-    parts = np.split(stream, range(size, end, size))
+    parts: list[NDArray[np.int64]] = []
+    begin = 0
+    for stop in [*(epochs * order.num_train for epochs in ended_at), end]:
+        parts += np.split(np.arange(begin, stop), range(size, stop - begin, size))
+        begin = stop
     return [GlobalBatch(order.train(positions), positions) for positions in parts]
 
 

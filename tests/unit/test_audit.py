@@ -13,9 +13,10 @@ import pytest
 from app.cli import main
 from app.config import Config, parse_config
 from app.data.order import SampleOrder, samples_digest
-from app.plan import Plan
+from app.launch.resume import start_or_resume
+from app.plan import End, Plan
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptStarted, Rollback
+from app.run.events import AttemptStarted, Rollback, ShortStep
 from app.run.ledger import Ledger, StepStats, StepTimes
 from app.run.owner import Ownership
 from app.storage import LocalStore
@@ -41,13 +42,25 @@ class Written:
         self.directory.write_config(self.config)
         self.num_samples = num_samples
         self._order = SampleOrder(num_samples, self.config.data.held_out_fraction, self.config.run.seed)
-        self._end = self.config.run.num_samples(self._order.num_train)
 
-    def attempt(self, number: int, first: int, last: int, as_planned: tuple[int, ...] = ()) -> None:
-        """Write the lines of steps `first` to `last`, those `as_planned` without a message of their own."""
+    def extend(self, epochs: int) -> None:
+        """Take the run up again with another length, as the command does."""
+        self.config = parse_config(RUN, overrides=[f"run.epochs={epochs}"])
+        assert start_or_resume(self.config, self.directory, "torchrun", 0.0, lambda line: None)
+
+    def attempt(
+        self, number: int, first: int, last: int, as_planned: tuple[int, ...] = (), ends: tuple[End, ...] | None = None
+    ) -> None:
+        """Write the lines of steps `first` to `last`, those `as_planned` without a message of their own.
+
+        Args:
+            ends: in place of those that the run's events tell of.
+        """
         batch = self.config.batch
         skip = self.directory.skipped_steps()
-        plan = Plan.even(batch.global_size, batch.microbatch_size, 2, num_samples=self._end, skip=skip)
+        end = self.config.run.num_samples(self._order.num_train)
+        ends = self.directory.ends() if ends is None else ends
+        plan = Plan.even(batch.global_size, batch.microbatch_size, 2, num_samples=end, skip=skip, ends=ends)
         with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
             for step in range(first, last + 1):
                 digest = self._digest(*plan.positions(step))
@@ -166,6 +179,58 @@ def test_a_broken_ledger_is_refuted(run: Written, name: str) -> None:
     with pytest.raises(CounterExample) as refuted:
         run.audit()
     assert str(refuted.value).startswith(said)
+
+
+def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
+    run.extend(4)
+    run.started(4, 11)
+    run.attempt(4, 12, 18)  # from a checkpoint before the short step, which is done again as it was
+    run.directory.write_summary({"status": "finished", "step": 18, "metrics": {}})
+    run.extend(6)
+    run.attempt(5, 19, 27, as_planned=(20,))
+    assert run.directory.ends() == ((13, 165), (18, 220))
+    assert run.audit() == {
+        "steps": 27,
+        "samples": 6 * 55 - 13,
+        "epochs": 6,
+        "epoch_samples": 55,
+        "digests": 14 + 7 + 8,
+        "redone": 3 + 2,
+        "unconfirmed": 2,
+        "left_out": 1,
+        "left_out_samples": 13,
+    }
+
+
+def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.extend(4)
+    run.attempt(4, 14, 18)
+    before = run.audit()
+    monkeypatch.setattr("app.telemetry.audit._PIECE", 26)
+    monkeypatch.setattr("app.telemetry.audit._CHUNK", 4)
+    assert run.audit() == before
+
+
+def test_samples_left_out_behind_a_short_step_are_noticed(run: Written) -> None:
+    """As they were before runs wrote down where they had ended: step 14 began where it would after a whole step."""
+    run.extend(4)
+    run.attempt(4, 14, 17, ends=())
+    with pytest.raises(CounterExample, match=r"step 14: expected samples_digest .* samples were lost"):
+        run.audit()
+
+
+def test_a_short_step_that_nothing_tells_of_is_noticed(run: Written) -> None:
+    run.config = parse_config(RUN, overrides=["run.epochs=4"])
+    run.attempt(4, 14, 17)
+    with pytest.raises(CounterExample, match="step 13: expected num_samples 13, found 9"):
+        run.audit()
+
+
+@pytest.mark.parametrize(("step", "position"), [(13, 164), (12, 165), (13, 220)])
+def test_a_step_is_cut_short_by_the_end_of_an_epoch_alone(run: Written, step: int, position: int) -> None:
+    run.directory.record(ShortStep(step=step, position=position))
+    with pytest.raises(CounterExample, match=f"step {step}: expected an end of an epoch in this step, found"):
+        run.audit()
 
 
 def test_a_line_that_was_cut_short_is_a_missing_step(run: Written) -> None:

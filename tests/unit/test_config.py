@@ -26,7 +26,9 @@ from app.config import (
 )
 from app.config.base import Section
 from app.config.load import CONFIGS
+from app.config.schema import RunConfig
 from app.errors import ConfigError
+from app.plan import End
 
 
 def problems(text: str, *overrides: str) -> list[str]:
@@ -190,6 +192,14 @@ def test_an_override_of_the_kind_drops_the_former_kinds_keys() -> None:
 def test_an_override_of_the_length_replaces_the_files() -> None:
     assert load_config("ddp.yaml", ["run.epochs=3"]).run.steps is None
     assert load_config("digits.yaml", ["run.steps=300"]).run.epochs is None
+
+
+def test_an_extended_run_is_as_long_as_its_steps_have_samples() -> None:
+    """Of 55 samples, in steps of 13: the third epoch ended with step 13, of 9 samples."""
+    ends = [End(13, 165)]
+    assert [RunConfig(epochs=epochs).num_steps(55, 13) for epochs in (2, 3, 4)] == [9, 13, 17]
+    assert [RunConfig(epochs=epochs).num_steps(55, 13, ends) for epochs in (2, 3, 4)] == [9, 13, 18]
+    assert RunConfig(steps=20).num_steps(55, 13, ends) == 20
 
 
 def test_a_run_that_is_shorter_than_its_warmup_loads_as_written() -> None:

@@ -17,8 +17,9 @@ from app.orchestration.heartbeat import _proof
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.restart import RestartCoordinator
 from app.orchestration.worker_runtime import _kind
+from app.plan import End
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished
+from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished, ShortStep
 from app.run.owner import Ownership
 from app.storage import LocalStore
 from tests.events import event_lines
@@ -71,6 +72,16 @@ def test_what_it_finished_without_the_others_does_not_count(tmp_path: Path) -> N
 def test_it_gets_no_assignment_without_heartbeats(tmp_path: Path) -> None:
     _, answer = asyncio.run(partition(tmp_path, lambda it, member: it.join(member)))
     assert answer is Leave.RELEASED
+
+
+def test_every_worker_is_told_where_the_run_ended_before(tmp_path: Path) -> None:
+    RunDirectory(LocalStore(tmp_path)).record(ShortStep(step=13, position=165))
+
+    async def form(worlds: Worlds) -> None:
+        places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
+        assert [place.ends for place in places if isinstance(place, WorldAssignment)] == [(End(13, 165),)] * 3
+
+    play(tmp_path, form)
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ LOG = events.Log(
 SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [
     events.RunStarted(launcher="ray"),
+    events.ShortStep(step=13, position=165),
     events.AttemptStarted(
         step=40,
         source="rank 2",

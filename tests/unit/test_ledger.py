@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from app.plan import End
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import Checkpoint, Rollback, RunStarted
-from app.run.ledger import History, PastLosses, Totals, past_losses
+from app.run.events import Checkpoint, Rollback, RunStarted, ShortStep
+from app.run.ledger import History, PastLosses, Totals, last_end, past_losses
 from app.storage import LocalStore
 from app.storage.jsonl import last_lines, open_stream
 from app.telemetry.goodput import goodput, read_totals
@@ -58,6 +59,42 @@ def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
     directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
     directory.record(Rollback(steps=(40, 42), cause="loss nan"))
     assert directory.skipped_steps() == {40, 41, 42}
+
+
+def test_ends_are_those_of_all_extensions_once_each(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    assert directory.ends() == ()
+    for step, position in ((18, 220), (13, 165), (18, 220)):
+        directory.record(ShortStep(step=step, position=position))
+    assert directory.ends() == (End(13, 165), End(18, 220))
+
+
+# A step of the ledger is (step, samples), and with a third number one that was left out from there on.
+LEDGERS: dict[str, tuple[list[tuple[int, ...]], tuple[int, int]]] = {
+    "nothing": ([], (0, 0)),
+    "whole steps": ([(1, 13), (2, 13)], (2, 26)),
+    "a short last step": ([(2, 13), (3, 9)], (3, 35)),
+    "one that was done, and not again": ([(2, 13), (3, 9), (2, 13)], (3, 35)),
+    "one that was left out": ([(2, 13), (3, 9, 26)], (3, 35)),
+    "one that is known": ([(3, 13), (4, 11)], (4, 50)),
+    "behind one that is known": ([(4, 11), (5, 13), (6, 9)], (6, 72)),
+}
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_where_the_last_step_of_a_ledger_ends(tmp_path: Path, name: str) -> None:
+    steps, expected = LEDGERS[name]
+    store = LocalStore(tmp_path)
+    lines: list[dict[str, Any]] = [{"step": "none"}, {"num_samples": 3}, {"step": 99}, {"step": 99, "positions": [1]}]
+    for step, num_samples, *start in steps:
+        line: dict[str, Any] = {"step": step, "num_samples": num_samples}
+        if start:
+            line = {"step": step, "num_samples": 0, "skipped": True, "positions": [start[0], start[0] + num_samples]}
+        lines.append(line)
+    stream = open_stream(store, STEPS)
+    stream.write(lines)
+    stream.close()
+    assert last_end(store, 13, [End(4, 50)]) == expected
 
 
 def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_minutes_on_the_leader_s_clock_are_steps_of_all_ranks(seconds: list[int]
     for rank in range(2):
         skew = 100.0 * rank
         periodic = Periodic(leader=rank == 0, num_steps=NUM_STEPS)
-        trigger = Interval(Every(2, "minutes"), 1.0, lambda skew=skew: skew + (1 + skew) * now_s)  # type: ignore[misc]
+        trigger = Interval(Every(2, "minutes"), 1, int, lambda skew=skew: skew + (1 + skew) * now_s)  # type: ignore[misc]
         periodic.add("checkpoint", trigger, ran[rank].append)
         ranks.append((periodic, Channel()))
     under_way: set[str] = set()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.plan import Microbatch, Plan, even_shares
+from app.plan import End, Microbatch, Plan, even_shares, step_of
 
 
 @st.composite
@@ -81,6 +81,64 @@ def test_a_stream_that_ends_is_run_to_its_end_and_not_beyond(plan: Plan, data: s
     first = data.draw(st.integers(1, num_steps))
     done = [position for step in range(first, num_steps + 1) for position in positions(run_by_all(plan, step))]
     assert done == list(range((first - 1) * plan.global_size, plan.num_samples))
+
+
+@st.composite
+def courses(draw: st.DrawFn) -> tuple[Plan, list[int]]:
+    """A run that was extended some times, each end a number of epochs; and where each of its ends lay, the last too."""
+    plan = draw(plans())
+    num_train = draw(st.integers(1, 150))
+    lengths = sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=5)))
+    stops = [length * num_train for length in lengths]
+    ends: list[End] = []
+    for stop in stops[:-1]:
+        step = step_of(stop - 1, plan.global_size, ends)
+        if replace(plan, num_samples=stop, ends=tuple(ends)).num_samples_in(step) < plan.global_size:
+            ends.append(End(step, stop))
+    return replace(plan, num_samples=stops[-1], ends=tuple(ends)), stops
+
+
+@given(courses())
+def test_the_steps_of_an_extended_run_are_a_partition_of_the_stream(course: tuple[Plan, list[int]]) -> None:
+    plan, stops = course
+    ends_at = [step_of(stop - 1, plan.global_size, plan.ends) for stop in stops]
+    done: list[int] = []
+    for step in range(1, ends_at[-1] + 1):
+        run = positions(run_by_all(plan, step))
+        assert plan.positions(step) == (len(done), len(done) + len(run))
+        assert len(run) == plan.num_samples_in(step) > 0
+        assert len(run) == plan.global_size or step in ends_at
+        done += run
+        if step in ends_at:  # each of the runs that it was before had all of its own samples then, and no other
+            assert len(done) in stops
+    assert done == list(range(stops[-1]))
+    for position in done:
+        start, stop = plan.positions(step_of(position, plan.global_size, plan.ends))
+        assert start <= position < stop
+
+
+@given(courses(), st.data())
+def test_what_a_run_has_done_stays_what_it_is_when_it_is_extended(
+    course: tuple[Plan, list[int]], data: st.DataObject
+) -> None:
+    """Whichever checkpoint it goes on from: the steps up to an end are those of the run that ended there."""
+    plan, stops = course
+    stop = data.draw(st.sampled_from(stops))
+    before = tuple(end for end in plan.ends if end.position < stop)
+    shorter = replace(plan, num_samples=stop, ends=before)
+    last = step_of(stop - 1, plan.global_size, before)
+    step = data.draw(st.integers(1, last))
+    assert run_by_all(plan, step) == run_by_all(shorter, step)
+
+
+@given(courses())
+def test_a_run_counted_in_steps_goes_on_for_ever_behind_its_ends(course: tuple[Plan, list[int]]) -> None:
+    plan, _ = course
+    endless = replace(plan, num_samples=None)
+    for step in range(1, 40):
+        assert endless.positions(step)[1] == endless.positions(step + 1)[0]
+        short = step in [end.step for end in plan.ends]
+        assert short == (endless.num_samples_in(step) < plan.global_size)
 
 
 @given(plans_that_end())

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.manifest import Manifest
 from app.config import parse_config
-from app.errors import StorageError
+from app.errors import RunConflict, StorageError
 from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
+from app.plan import End
+from app.run.directory import STEPS, RunDirectory
 from app.storage import LocalStore
+from app.storage.jsonl import FileStream, open_stream
 from tests.events import event_lines
 
 CONFIG = """
@@ -57,6 +61,70 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
         directory.check_shared()
     (tmp_path / "run" / "owner.json").mkdir(parents=True)
     directory.check_shared()
+
+
+def finish(directory: RunDirectory, text: str, num_samples: int) -> None:
+    """Leave what a run leaves that has finished with step 13, of so many samples."""
+    assert start_or_resume(parse_config(text), directory, "ray", 0.0, nothing)
+    stream = open_stream(directory.store, STEPS)
+    stream.write({"step": step, "attempt": 1, "num_samples": 13} for step in range(1, 13))
+    stream.write([{"step": 13, "attempt": 1, "num_samples": num_samples}])
+    stream.close()
+    directory.write_summary({"status": "finished", "step": 13, "metrics": {}})
+
+
+EPOCHS = "batch: {global_size: 13}\nrun: {epochs: 3}"
+LONGER = "batch: {global_size: 13}\nrun: {epochs: 4}"
+
+
+@pytest.mark.parametrize("longer", ["epochs: 4", "steps: 20"])
+def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: RunDirectory, longer: str) -> None:
+    directory.check_writable()
+    finish(directory, EPOCHS, 9)
+    said: list[str] = []
+    extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
+    assert start_or_resume(extended, directory, "ray", 0.0, said.append)
+    assert directory.ends() == (End(13, 165),)
+    assert said == ["step 13 stays short, as the run ended with it; the next one goes on at position 165"]
+    # It was broken off before its first step, and is given another length, or the same one, or its first one again.
+    for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
+        config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
+        assert start_or_resume(config, directory, "ray", 0.0, nothing)
+        assert directory.ends() == (End(13, 165),)
+
+
+def test_a_run_that_ended_with_a_whole_step_has_nothing_to_tell(directory: RunDirectory) -> None:
+    directory.check_writable()
+    finish(directory, EPOCHS, 13)
+    assert start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+    assert directory.ends() == ()
+
+
+def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunDirectory) -> None:
+    """Its checkpoint may be of a short step, and the position behind that is told by nobody yet."""
+    directory.check_writable()
+    finish(directory, EPOCHS, 9)
+    checkpoint = Manifest(14, 1, 1, 0.0, "data", {})
+    Catalog(directory.store).commit(checkpoint)
+    with pytest.raises(RunConflict, match=r"a checkpoint of step 14, and its ledger ends with step 13.*run.epochs=3"):
+        start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+    assert directory.stored_config() == parse_config(EPOCHS)
+    stream = open_stream(directory.store, STEPS)
+    stream.write([{"step": 14, "attempt": 2, "num_samples": 13, "confirmed": False}])
+    stream.close()
+    assert start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+
+
+def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.check_writable()
+    finish(directory, EPOCHS, 9)
+    monkeypatch.setattr(FileStream, "write", lambda self, lines: None)  # a disk that is full raises nothing
+    with pytest.raises(StorageError, match="takes no events"):
+        start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+    assert directory.stored_config() == parse_config(EPOCHS)
+    assert directory.summary()
 
 
 @pytest.mark.parametrize(("steps", "goes_on"), [(100, False), (200, True), (70, True)])

@@ -29,7 +29,7 @@ def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(
 
 @pytest.mark.parametrize("every", [Every(5, "minutes"), Every(1000, "steps")])
 def test_an_act_that_is_due_at_once_is_requested_once(every: Every) -> None:
-    trigger = Interval(every, 100.0, clock=lambda: 0.0)
+    trigger = Interval(every, 1, int, clock=lambda: 0.0)
     assert not trigger.wanted()
     trigger.hurry()
     assert trigger.wanted()

@@ -20,12 +20,13 @@ class Clock:
     [
         (Every(3, "steps"), [3, 6, 9]),
         (Every(1, "epochs"), [3, 5, 8, 10]),
+        (Every(1.2, "epochs"), [3, 6, 9]),
         (Every(1, "minutes"), []),
         (None, []),
     ],
 )
 def test_steps_and_epochs_are_counted(every: Every | None, due: list[int]) -> None:
-    trigger = Interval(every, steps_per_epoch=2.5)
+    trigger = Interval(every, 25, lambda step: 10 * step)
     assert [step for step in range(1, 11) if trigger.due(step)] == due
 
 
@@ -64,4 +65,4 @@ def test_a_new_process_counts_from_the_checkpoint_that_it_found() -> None:
 
 def minutes(count: int) -> tuple[Interval, Clock]:
     clock = Clock()
-    return Interval(Every(count, "minutes"), 1.0, clock), clock
+    return Interval(Every(count, "minutes"), 1, int, clock), clock
