@@ -15,6 +15,8 @@ from app.components.seed import seed_generators
 from app.components.totals import Totals
 from app.data import Fetched
 from app.data.batches import Batch
+from app.data.parts import Part, split
+from app.faults.memory import smaller
 from app.parallel import Parallel
 from app.parallel.precision import Precision
 from app.plan import Microbatch, Plan
@@ -64,10 +66,9 @@ class Stepper:
             self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
-                sums = self._run_microbatch(fetched, nominal, last=left == 0)
-                totals.add(sums, fetched.microbatch.weight)
+                loss_sum = self._run_microbatch(fetched, nominal, totals, last=left == 0)
                 if fetched.microbatch.weight:
-                    losses.append((fetched.microbatch, sums.loss_sum.detach()))
+                    losses.append((fetched.microbatch, loss_sum))
                 num_samples += fetched.num_samples
                 digest = (digest + fetched.digest) % 2**64
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals, nominal)
@@ -96,19 +97,46 @@ class Stepper:
             losses=tuple(losses),
         )
 
-    def _run_microbatch(self, fetched: Fetched, nominal: int, last: bool) -> Sums:
-        """Run forward and backward; the gradients travel behind the `last` one of a step."""
-        # 0 for a pad, which keeps a rank in step with the others' collectives.
-        weight = fetched.microbatch.weight
+    def _run_microbatch(self, fetched: Fetched, nominal: int, totals: Totals, last: bool) -> Tensor:
+        """Run forwards and backwards, and add to `totals`; the gradients travel behind the `last` one of a step.
+
+        Returns the sum of its losses, ().
+
+        Raises:
+            OutOfMemory: memory has run out in one of them.
+        """
         seed_generators(self.seed, fetched.microbatch, self.precision.device)
-        unchanged = nullcontext() if weight else self._buffers.undone()  # by a pad
+        parts = list(split(fetched, self.world.forward_size, self._num_parts(fetched)))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.precision.device)
+        for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+            try:
+                sums = self._run(part, nominal, last=last and left == 0)
+            except torch.OutOfMemoryError as error:
+                raise smaller(part.num_samples, error) from error
+            totals.add(sums, part.weight)
+            loss_sum += sums.loss_sum.detach() * part.weight
+        return loss_sum
+
+    def _num_parts(self, fetched: Fetched) -> int:
+        """Return in how many forwards a microbatch is run."""
+        size = self.world.forward_size
+        if size is None:
+            return 1
+        # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.
+        start, stop = fetched.microbatch.start, fetched.microbatch.stop
+        longest = self.plan.microbatch_size if self.parallel.equal_forwards else stop - start
+        return -(-longest // size)
+
+    def _run(self, part: Part, nominal: int, last: bool) -> Sums:
+        # Weight 0 is for a pad, which keeps a rank in step with the others' collectives.
+        unchanged = nullcontext() if part.weight else self._buffers.undone()
         with unchanged, self.parallel.synchronize(self.model, last):
             with self.precision.autocast():
-                sums = self.task.loss(self.model, fetched.batch)
-            self._statistics.forwarded(fetched.microbatch)
+                sums = self.task.loss(self.model, part.batch)
+            self._statistics.forwarded(part.microbatch, part.share)
             self.world.progress.mark("backward")
             # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
-            self.precision.backward(sums.loss_sum * (weight * self.parallel.loss_scale / nominal))
+            self.precision.backward(sums.loss_sum * (part.weight * self.parallel.loss_scale / nominal))
         self._statistics.put_back()
         return sums
 

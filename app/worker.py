@@ -2,6 +2,7 @@
 
 import traceback
 
+import torch
 from torch import nn
 
 from app.checkpoint.durable import Checkpoints
@@ -9,6 +10,7 @@ from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import EXITS, SteadfastError, as_exception
+from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
 from app.parallel import Parallel, arrange, build_parallel
 from app.run import events
@@ -69,12 +71,20 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             finally:
                 # The abort is how the others learn that something is wrong, so it comes once the reason is known.
                 world.groups.abort()
-                # The frames hold the model as it was wrapped for this world.
-                traceback.clear_frames(error.__traceback__)
+                _clear_frames(error)
+                if isinstance(error, OutOfMemory) and runtime.device.type == "cuda":
+                    torch.cuda.empty_cache()  # of parts that are too large for what comes
         finally:
             world.progress.leave()
             world.groups.destroy()
             worker.close_attempt()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    # They hold the model as it was wrapped for this world, and activations.
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def rescue(
@@ -85,7 +95,7 @@ def rescue(
     if not step or step == worker.writer.committed:
         return
     # After an error that is not the user's own the state is on storage, with a survivor, or not to be trusted.
-    if isinstance(error, BadStep | SteadfastError) or is_peer_loss(error):
+    if isinstance(error, BadStep | OutOfMemory | SteadfastError) or is_peer_loss(error):
         return
     parallel = build_parallel(config.parallel, world, worker.precision)
     state = worker.state(worker.model) if parallel.survivors_hold_all else {}

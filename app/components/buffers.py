@@ -141,12 +141,15 @@ class RunningStatistics:
         self._before = _copies(self._running)
         self._tracked_before = _copies(self._tracked)
 
-    def forwarded(self, microbatch: Microbatch) -> None:
-        """Take note of what a forward has made of the statistics."""
+    def forwarded(self, microbatch: Microbatch, share: float = 1.0) -> None:
+        """Take note of what a forward of a microbatch, or of a share of its samples, has made of the statistics.
+
+        Those of a microbatch that is run in parts are the mean of its parts'.
+        """
         if self._layers and microbatch.weight:  # a pad is no microbatch
             kept = torch._foreach_mul(self._before, self._kept_by_one)
             moved = torch._foreach_sub(self._running, kept)  # m s
-            torch._foreach_mul_(moved, [shares.of_each[microbatch.index] for shares in self._shares])
+            torch._foreach_mul_(moved, [share * shares.of_each[microbatch.index] for shares in self._shares])
             torch._foreach_add_(self._moved, moved)
 
     def put_back(self) -> None:

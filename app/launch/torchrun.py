@@ -14,11 +14,12 @@ import torch.distributed as dist
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import RunConflict, SteadfastError, TrainingError
+from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
 from app.launch.resume import start_or_resume
 from app.plan import End
 from app.run.directory import RunDirectory
-from app.run.events import Event, Failure
+from app.run.events import Event, Failure, ForwardsShrunk
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
@@ -71,6 +72,8 @@ class TorchrunRuntime:
         self._console.show(event)
 
     def failed(self, step: int, error: BaseException) -> None:
+        if isinstance(error, OutOfMemory):  # which the processes that torchrun starts read
+            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
         # Not shown: the end of the command tells it, once for all ranks.
         self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}"))
         # Not swallowed: torchrun restarts only what has exited.
@@ -157,7 +160,8 @@ def _train(
 ) -> Ending:
     skip = frozenset(answer["skip"])
     ends = tuple(End(*end) for end in answer["ends"])
-    form = partial(form_world, place.store, place.rank, place.world_size, answer["attempt"], place.device, skip, ends)
+    position = place.store, place.rank, place.world_size, answer["attempt"], place.device
+    form = partial(form_world, *position, skip, ends, answer["forward_size"])
     outcome = None
     with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
@@ -187,4 +191,9 @@ def _begin(
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()
-    return {"attempt": attempt, "skip": sorted(directory.skipped_steps()), "ends": directory.ends()}
+    return {
+        "attempt": attempt,
+        "skip": sorted(directory.skipped_steps()),
+        "ends": directory.ends(),
+        "forward_size": directory.forward_size(),
+    }

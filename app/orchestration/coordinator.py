@@ -88,6 +88,7 @@ class Coordinator:
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
         self._skip = directory.skipped_steps()
         self._ends = directory.ends()  # they change between two commands only
+        self._forward_size = directory.forward_size()
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that has claimed the run does so no more
 
@@ -196,6 +197,9 @@ class Coordinator:
         elif report.kind == "communication":
             cause = "communication failed"
             self._charge_communication(member, report)
+        elif report.forward_size is not None:
+            cause = "out of memory"
+            self._shrink(report, report.forward_size)
         else:
             self._charge(member, report)
         self._end_attempt(cause, report)
@@ -218,6 +222,11 @@ class Coordinator:
             budget=exceeded,
         )
         self.record(failure)
+
+    def _shrink(self, report: FailureReport, forward_size: int) -> None:
+        # Every rank may have run out, in forwards of another size each.
+        if self._forward_size is None or forward_size < self._forward_size:
+            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
         failure = events.Failure(
@@ -374,7 +383,7 @@ class Coordinator:
         self.heartbeats.expect(names)
         store = self.members[names[0]].store
         for rank, name in enumerate(names):
-            place = WorldAssignment(rank, len(names), attempt, store, self._skip, self._ends, names)
+            place = WorldAssignment(rank, len(names), attempt, store, self._skip, self._ends, self._forward_size, names)
             self._waiting.pop(name).set_result(place)
         self.reconcile()  # somebody may have come meanwhile
 
@@ -455,6 +464,8 @@ class Coordinator:
                 self._skip |= set(steps)
             case events.AttemptStarted(attempt=int(attempt)):
                 self._broken_worlds.stepped(attempt)
+            case events.ForwardsShrunk(forward_size=size):
+                self._forward_size = size
             case events.AttemptEnded():
                 self._running = 0
                 self._doomed.set()

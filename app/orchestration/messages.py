@@ -23,15 +23,17 @@ class Member:
 class FailureReport:
     """Why an attempt broke. Each worker that sees it break tells the coordinator."""
 
-    # "peer" when another worker seems to be gone, "numeric" for a step to be left out, "ours" for an error with a
-    # message of its own, "oom" for device or host memory, "exception" for any other. The coordinator makes
-    # "communication" of a "peer" if it misses nobody.
+    # "peer" when another worker seems to be gone, "numeric" for a step to be left out, "smaller" where a forward has
+    # run out of memory that may have fewer samples, "ours" for an error with a message of its own, "oom" for memory of
+    # the device or the host elsewhere, "exception" for any other. The coordinator makes "communication" of a "peer" if
+    # it misses nobody.
     kind: str
     attempt: int  # 0 for a worker that has been in no world yet
     step: int
     message: str
     traceback: str
     skip: tuple[int, ...] = ()  # steps to leave out from now on
+    forward_size: int | None = None  # samples of the largest forward from now on
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class WorldAssignment:
     store: Address  # of a TCPStore in the leader's process, for this world alone
     skip: frozenset[int]  # steps that this world leaves out
     ends: tuple[End, ...]  # where the run ended before it was extended
+    forward_size: int | None  # samples that a forward may have, None for those of a microbatch
     members: tuple[str, ...]  # names of all workers of this world, by rank
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from app.balance.shares import LABEL
 from app.config import Config
 from app.errors import SteadfastError
+from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
 from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
 from app.orchestration.internals.slots import report
@@ -110,7 +111,7 @@ class RayRuntime:
         kind, over = self._report(step, error)
         if over and kind != "peer":
             raise error
-        if kind not in ("peer", "numeric"):
+        if kind not in ("peer", "numeric", "smaller"):
             self.leave_reason = Leave.RELEASED  # a process that an exception has gone through is not trusted any more
 
     def close(self) -> None:
@@ -168,6 +169,7 @@ class RayRuntime:
             self.device,
             place.skip,
             place.ends,
+            place.forward_size,
             self._timeouts,
             self._progress,
             self._member.node,
@@ -179,7 +181,10 @@ class RayRuntime:
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
         skip = error.steps if isinstance(error, BadStep) else ()
         lines = "".join(traceback.format_exception(error))
-        failure = FailureReport(kind, self._attempt, step, message, lines, skip)
+        size = None
+        if isinstance(error, OutOfMemory):
+            message, size = error.error, error.forward_size
+        failure = FailureReport(kind, self._attempt, step, message, lines, skip, size)
         return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
 
     def _beat(self) -> Message:
@@ -200,6 +205,8 @@ class RayRuntime:
 
 
 def _kind(error: BaseException, attempt: int) -> str:
+    if isinstance(error, OutOfMemory):
+        return "smaller"
     # Before the first attempt there are no peers: a dataset, which may use sockets too, is being built.
     if attempt and is_peer_loss(error):
         return "peer"

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from app.config import Config, decoded, dump_config, parse_config
 from app.errors import StorageError, UsageError
 from app.plan import End
-from app.run.events import Event, Rollback, ShortStep, parse_event
+from app.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
 from app.storage.documents import read_json, write_json
@@ -147,6 +147,10 @@ class RunDirectory:
         # An extension that was broken off has told of the same end as the one after it.
         ends = {End(short.step, short.position) for short in self.events(ShortStep)}
         return tuple(sorted(ends))
+
+    def forward_size(self) -> int | None:
+        """Return how many samples fit into a forward, None if no more than a microbatch has ever been asked for."""
+        return min((event.forward_size for event in self.events(ForwardsShrunk)), default=None)
 
     def summary(self) -> dict[str, Any] | None:
         """Return what `write_summary` has written, None if there is none, or something else."""

@@ -85,6 +85,16 @@ class ShortStep(Event):
     position: int  # in the stream of training samples, behind the last one of `step`
 
 
+class ForwardsShrunk(Event):
+    """Memory has run out in a forward or backward, and from now on a forward is of fewer samples."""
+
+    wording = "out of memory in step {step}: forwards go on with {forward_size:n} samples at the most | {error}"
+
+    step: int
+    forward_size: int  # samples; a microbatch of more is run in parts
+    error: str
+
+
 class AttemptStarted(Event):
     """The first step of an attempt is done."""
 

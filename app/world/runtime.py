@@ -41,6 +41,7 @@ class World:
     groups: Groups
     skip: frozenset[int] = frozenset()  # steps that are left out, because their numbers were bad
     ends: tuple[End, ...] = ()  # where the run ended before it was extended
+    forward_size: int | None = None  # samples that a forward may have, None for those of a microbatch
     progress: Progress = field(default_factory=Progress)  # the process's own, which remembers earlier attempts
     node: str = field(default_factory=socket.gethostname)  # the machine, with which this worker may be lost
     shard: int = 1
@@ -120,6 +121,7 @@ def form_world(
     device: torch.device,
     skip: frozenset[int] = frozenset(),
     ends: tuple[End, ...] = (),
+    forward_size: int | None = None,
     timeouts: Timeouts = _DEFAULT,
     progress: Progress | None = None,
     node: str | None = None,
@@ -130,6 +132,7 @@ def form_world(
         PeerLost: a member did not come, or died while the groups formed.
     """
     groups = Groups.form(store, rank, size, attempt, device, timeouts)
-    world = World(rank, size, attempt, groups, skip, ends, progress or Progress(), node or socket.gethostname())
+    place = rank, size, attempt, groups, skip, ends, forward_size
+    world = World(*place, progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank, build_clock(device))
     return world

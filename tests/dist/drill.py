@@ -14,11 +14,13 @@ from torch import Tensor
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.weights import read_whole
 from app.config import Config
+from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
 from app.run.directory import RunDirectory
-from app.run.events import Event, RunStarted
+from app.run.events import Event, ForwardsShrunk, RunStarted
 from app.run.ledger import History, read_ledger
 from app.worker import work
+from app.world.groups import is_peer_loss
 from app.world.progress import Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
@@ -166,7 +168,9 @@ class DrillRuntime:
             self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress
         )
         # Once all are here who may have more to say.
-        world = replace(world, skip=self._directory.skipped_steps(), ends=self._directory.ends())
+        directory = self._directory
+        skip, ends, forward_size = directory.skipped_steps(), directory.ends(), directory.forward_size()
+        world = replace(world, skip=skip, ends=ends, forward_size=forward_size)
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world
@@ -183,8 +187,10 @@ class DrillRuntime:
         self._events.close()
 
     def failed(self, step: int, error: BaseException) -> None:
-        """A bad step ends an attempt as a wish to leave does: the schedule goes on."""
-        if not isinstance(error, BadStep):
+        """A bad step, or want of memory, ends an attempt as a wish to leave does: the schedule goes on."""
+        if isinstance(error, OutOfMemory):
+            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+        elif not (isinstance(error, BadStep) or (is_peer_loss(error) and self._directory.forward_size())):
             raise error
         self._events.close()  # which step is to be left out is read there
         self._events = self._directory.open_events()

@@ -19,7 +19,6 @@ from tests.dist.small import small
     ("fault", "seen"),
     [
         ("{kind: fail_at, step: 7, rank: 1}", "InjectedFault: injected at step 7"),
-        ("{kind: oom_at, step: 7, rank: 1}", "OutOfMemoryError: injected at step 7"),
         ("{kind: kill_at, step: 7, rank: 1}", "process 1: gone"),
         ("{kind: kill_at, step: 4, rank: 1, phase: checkpoint}", "process 1: gone"),
         ("{kind: nan_at, step: 7, rank: 1}", "step 7: loss nan, gradient norm nan: not finite"),

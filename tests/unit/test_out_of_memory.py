@@ -1,0 +1,65 @@
+"""Microbatches in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.data.loader import Fetched
+from app.data.parts import Part, split
+from app.errors import TrainingError
+from app.faults.memory import OutOfMemory, smaller
+from app.plan import Microbatch
+
+
+def fetched(num_samples: int, weight: int = 1) -> Fetched:
+    microbatch = Microbatch(1, 0, 10, 10 + num_samples, weight)
+    batch = {"x": torch.arange(num_samples), "y": (torch.arange(2 * num_samples).reshape(num_samples, 2), "text")}
+    return Fetched(microbatch, batch, num_samples, 0)
+
+
+def rows(parts: list[Part]) -> list[list[int]]:
+    return [part.batch["x"].tolist() for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "size", "num_parts", "expected", "weights"),
+    [
+        (5, None, 1, [[0, 1, 2, 3, 4]], [1]),
+        (5, 8, 1, [[0, 1, 2, 3, 4]], [1]),
+        (5, 2, 3, [[0, 1], [2, 3], [4]], [1, 1, 1]),
+        # Where forwards are collectives, a short microbatch runs as many as a whole one.
+        (1, 2, 3, [[0], [0], [0]], [1, 0, 0]),
+    ],
+)
+def test_parts_hold_each_sample_once(
+    num_samples: int, size: int | None, num_parts: int, expected: list[list[int]], weights: list[int]
+) -> None:
+    parts = list(split(fetched(num_samples), size, num_parts))
+    assert rows(parts) == expected
+    assert [part.weight for part in parts] == [part.microbatch.weight for part in parts] == weights
+    assert sum(part.share for part in parts if part.weight) == pytest.approx(1)
+    assert [part.num_samples for part in parts] == [len(part.batch["y"][0]) for part in parts]
+
+
+def test_parts_of_a_pad_count_for_nothing() -> None:
+    assert [part.weight for part in split(fetched(1, weight=0), 2, 2)] == [0, 0]
+
+
+def test_a_batch_that_is_not_cut_by_samples_is_refused_with_a_remedy() -> None:
+    packed = fetched(4)._replace(batch=torch.zeros(1, 12))
+    with pytest.raises(TrainingError, match=r"a tensor of shape \(1, 12\) of them. Lower batch.microbatch_size"):
+        list(split(packed, 2, 2))
+
+
+def test_each_time_half_of_the_samples_are_tried() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.\nA long story")
+    sizes = [5]
+    while sizes[-1] > 1:
+        found = smaller(sizes[-1], error)
+        assert isinstance(found, OutOfMemory)
+        assert found.error == "CUDA out of memory."
+        sizes.append(found.forward_size)
+    assert sizes == [5, 3, 2, 1]
+    with pytest.raises(TrainingError, match="a forward of one sample does not fit"):
+        smaller(1, error)
