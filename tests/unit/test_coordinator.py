@@ -19,7 +19,7 @@ from app.orchestration.restart import RestartCoordinator
 from app.orchestration.worker_runtime import _kind
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished, ShortStep
+from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished, ForwardsShrunk, ShortStep
 from app.run.owner import Ownership
 from app.storage import LocalStore
 from tests.events import event_lines
@@ -82,6 +82,24 @@ def test_every_worker_is_told_where_the_run_ended_before(tmp_path: Path) -> None
         assert [place.ends for place in places if isinstance(place, WorldAssignment)] == [(End(13, 165),)] * 3
 
     play(tmp_path, form)
+
+
+def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_smaller_forwards(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        for name, size in (("a", 4), ("b", 4), ("c", 6)):
+            report = FailureReport("smaller", worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
+            assert not await worlds.subject.failed(name, report)
+        places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
+        assert [place.forward_size for place in places if isinstance(place, WorldAssignment)] == [4] * 3
+
+    worlds = play(tmp_path, story)
+    assert worlds.told() == []
+    (shrunk,) = worlds.directory.events(ForwardsShrunk)
+    assert (shrunk.step, shrunk.forward_size, shrunk.error) == (8, 4, "CUDA out of memory.")
+    (ended,) = worlds.directory.events(AttemptEnded)
+    assert ended.cause == "out of memory"
+    assert worlds.directory.forward_size() == 4
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:

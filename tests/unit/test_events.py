@@ -34,6 +34,7 @@ SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [
     events.RunStarted(launcher="ray"),
     events.ShortStep(step=13, position=165),
+    events.ForwardsShrunk(step=7, forward_size=4, error="CUDA out of memory."),
     events.AttemptStarted(
         step=40,
         source="rank 2",
