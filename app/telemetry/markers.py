@@ -1,10 +1,11 @@
 """What has interrupted a run, for the curves that it interrupts."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
 from app.run.directory import RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, Failure
+from app.telemetry.interruptions import read_interruptions
 
 
 @dataclass(frozen=True)
@@ -13,22 +14,16 @@ class Markers:
 
     num_failures: int
     num_resizes: int
+    num_restarts: int
     lines: tuple[str, ...]
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
         """Read the events so far, before the first step of an attempt."""
-        num_failures = 0
-        num_resizes = 0
-        lines: list[str] = []
-        for event in directory.all_events():
-            match event:
-                case AttemptStarted():
-                    lines.clear()
-                case Failure():
-                    num_failures += 1
-                    lines.append(event.line())
-                case AttemptEnded(cause="resized"):
-                    num_resizes += 1
-                    lines.append(event.line())
-        return cls(num_failures, num_resizes, tuple(lines))
+        interruptions = read_interruptions(directory.all_events())
+        counts = Counter(each.kind for each in interruptions)
+        lines: tuple[str, ...] = ()
+        if interruptions and interruptions[-1].attempt is None:
+            last = interruptions[-1]
+            lines = tuple(f"{last.kind}: {cause}" for cause in last.causes) or (last.kind,)
+        return cls(counts["failure"], counts["resize"], counts["restart"], lines)

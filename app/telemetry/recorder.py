@@ -142,8 +142,16 @@ class Recorder:
             restored, timer = self._started
             self._started = None
             timer.mark("first_step")
-            nodes = self._snapshots.nodes if self._snapshots else {}
-            self._publish(timer.event(restored.step, restored.source, self._world.size, nodes))
+            self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
+
+    def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
+        """Tell of the attempt's start, and on which nodes and GPUs its ranks are, where that is known."""
+        known: dict[str, Any] = {"step_s": round(step_s, 4)}
+        if self._snapshots is not None and self._snapshots.nodes:
+            known["nodes"] = self._snapshots.nodes
+        if self._worker.gpus:
+            known["gpus"] = tuple(gpu.name for gpu in self._worker.gpus)
+        self._publish(event.model_copy(update=known))
 
     def _new_acts_s(self) -> dict[str, float]:
         """Return the seconds in acts between steps since the last call."""

@@ -87,7 +87,12 @@ class Trackers:
         """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
         public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
         self.text(step, "configuration", dump_config(public))
-        self.scalars(step, {"events/failures": markers.num_failures, "events/resizes": markers.num_resizes})
+        counts: dict[str, float] = {
+            "events/failures": markers.num_failures,
+            "events/resizes": markers.num_resizes,
+            "events/restarts": markers.num_restarts,
+        }
+        self.scalars(step, counts)
         if markers.lines:
             self.text(step, "events", "\n".join(markers.lines))
 

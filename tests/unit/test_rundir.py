@@ -10,9 +10,11 @@ from app.config import parse_config
 from app.errors import StorageError
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
+from app.run.events import RunStarted
 from app.storage import LocalStore
 from tests.events import event_lines
 
+BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
 task: {kind: classification}
@@ -38,8 +40,8 @@ def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) ->
 def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(directory: RunDirectory) -> None:
     directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, "ray", 0.0, nothing)
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, "ray", 0.0, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, BEGUN, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, BEGUN, nothing)
     assert directory.store.read("model.safetensors") == b"x"
     assert [event["event"] for event in event_lines(directory)] == ["run_started"]
 
@@ -65,10 +67,10 @@ def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_f
 ) -> None:
     directory.check_writable()
     said: list[str] = []
-    assert start_or_resume(parse_config("run: {steps: 100}"), directory, "ray", 0.0, said.append)
+    assert start_or_resume(parse_config("run: {steps: 100}"), directory, BEGUN, said.append)
     summary = {"status": "finished", "step": 60, "metrics": {}, "ended_early": "loss has not been better than 2.1"}
     directory.write_summary(summary)
     again = parse_config(f"run: {{steps: {steps}}}")
-    assert start_or_resume(again, directory, "ray", 0.0, said.append) == goes_on
+    assert start_or_resume(again, directory, BEGUN, said.append) == goes_on
     if not goes_on:
         assert said[-1].startswith(f"{directory.uri} has finished: 60 steps | loss has not been better than 2.1")

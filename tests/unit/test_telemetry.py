@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from app.config import parse_config
-from app.run.directory import RunDirectory
 from app.run.events import (
     AttemptEnded,
     AttemptStarted,
@@ -37,6 +36,7 @@ from app.run.events import (
     PartsInEvaluation,
     PrecisionLowered,
     Preemption,
+    RankTimes,
     Rollback,
     Scale,
     Shares,
@@ -462,40 +462,21 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
 def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_the_run(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = parse_config("cluster: {env: {TOKEN: hidden}}")
-    for first_step, markers in ((1, Markers(0, 0, ())), (8, Markers(1, 1, ("failure: its node is gone",)))):
+    for first_step, markers in ((1, Markers(0, 0, 0, ())), (8, Markers(1, 1, 2, ("failure: its node is gone",)))):
         trackers = build_trackers(config, LocalStore(tmp_path), first_step)
         trackers.begin(config, first_step - 1, markers)
         trackers.close()
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    counts = {
-        tag: [(each.step, each.value) for each in found.Scalars(f"events/{tag}")] for tag in ("failures", "resizes")
-    }
-    assert counts == {"failures": [(0, 0), (7, 1)], "resizes": [(0, 0), (7, 1)]}
+    counts = {}
+    for tag in ("failures", "resizes", "restarts"):
+        counts[tag] = [(each.step, each.value) for each in found.Scalars(f"events/{tag}")]
+    assert counts == {"failures": [(0, 0), (7, 1)], "resizes": [(0, 0), (7, 1)], "restarts": [(0, 0), (7, 2)]}
     (told,) = found.Tensors("events/text_summary")
     assert (told.step, told.tensor_proto.string_val[0].decode()) == (7, "    failure: its node is gone")
     written = found.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "global_size: 48" in written
     assert "hidden" not in written
-
-
-def test_markers_count_the_whole_run_and_tell_of_what_came_since_the_last_attempt(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    started = AttemptStarted(
-        step=0,
-        source="start",
-        world_size=2,
-        detected_s=0.0,
-        formed_s=0.0,
-        built_s=0.0,
-        restored_s=0.0,
-        first_step_s=0.0,
-    )
-    for event in (started, Failure(error="first"), started, Failure(error="second"), AttemptEnded(cause="resized")):
-        directory.record(event)
-    markers = Markers.read(directory)
-    assert (markers.num_failures, markers.num_resizes) == (2, 1)
-    assert [line.split(":")[1] for line in markers.lines] == [" second", " resized"]
 
 
 def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -551,6 +532,14 @@ def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:
     tracked.write_text("2")
     assert len(clean) == 40
     assert environment(tmp_path)["git"] == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_are_shown_to_those_alone_who_ask_for_them(verbose: bool) -> None:
+    file = io.StringIO()
+    with closing(Console(verbose, file)) as console:
+        console.show(RankTimes(step=4, num_steps=4, own_ms=(1.5, 2.0), last=(0, 1)))
+    assert ("each rank spends by itself" in file.getvalue()) == verbose
 
 
 def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
