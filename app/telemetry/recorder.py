@@ -88,6 +88,7 @@ class Recorder:
         self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
+        self._worker.close_later(lambda: self._trackers.leave())
         self._trackers.begin(self._config, restored.step, Markers.read(self._directory))
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
@@ -261,9 +262,11 @@ class Recorder:
         self._world.progress.enter("end")
         acts_s = {f"{act}_s": round(seconds, 4) for act, seconds in self._new_acts_s().items()}
         self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step, **acts_s))
+        # They are not left: the sample is drawn when all else is closed, and then the attempt waits for them.
+        trackers, self._trackers = self._trackers, Trackers([])
         self._worker.close_attempt()
         if outcome.kind == "resized":
-            self._trackers.close()
+            trackers.close()
             return
         # On every rank, since it is a collective where state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
@@ -274,8 +277,8 @@ class Recorder:
             self._directory.write_summary(summary)
             sample = _sample(self._worker.task, whole, self._worker.precision.device)
             if sample:
-                self._trackers.text(outcome.step, "sample", sample)
-            self._trackers.close()
+                trackers.text(outcome.step, "sample", sample)
+            trackers.close()
             self._publish(events.Finished(summary=summary, sample=sample))
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:

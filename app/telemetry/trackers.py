@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Protocol
 
 from app.config import Config, TensorBoardConfig, WandbConfig, dump_config
@@ -98,6 +99,11 @@ class Trackers:
 
     def close(self) -> None:
         self._tell(lambda tracker: tracker.close())
+
+    def leave(self) -> None:
+        """Close them on a thread beside: the attempt has failed, and the next one waits for no service."""
+        if self._trackers:
+            Thread(target=self.close, name="trackers").start()
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):
