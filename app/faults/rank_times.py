@@ -25,7 +25,7 @@ class RankTimes:
     def look(self, world: Reports, now_s: float) -> events.RankTimes | None:
         """Take the newest reports of all members of a world. Return what there is to tell, which is rare."""
         attempt = next(iter(world.values())).attempt
-        if attempt != self._attempt or world.keys() != self._told.keys():
+        if attempt != self._attempt:
             self._begin(attempt, world, now_s)
             return None
         if len(world) == 1:

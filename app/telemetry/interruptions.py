@@ -28,7 +28,7 @@ class Interruption:
     """What lies between two attempts: the set of workers changed, or a command ended before the run did."""
 
     kind: Kind
-    time_s: float  # Unix time at which the first that is known of it was written down
+    time_s: float  # Unix time at which the attempt before was first known to be over
     causes: tuple[str, ...]  # in words
     ended: int | None  # the attempt before
     # What follows is known once there is another attempt.
@@ -113,8 +113,10 @@ class _Between:
         return "resize" if self.ended and self.ended.cause == "resized" else "failure"
 
     def pending(self, before: AttemptStarted) -> Interruption:
-        first = min((event.time_s or 0.0 for event in [*self.told, self.ended] if event), default=0.0)
-        return Interruption(self.kind, first, self._causes(), before.attempt)
+        known_s = [self.ended.time_s if self.ended else None, self.again_s, self.command_s]
+        told_s = self.told[-1].time_s if self.told else None
+        first_s = min((time_s for time_s in known_s if time_s), default=told_s or 0.0)
+        return Interruption(self.kind, first_s, self._causes(), before.attempt)
 
     def interruption(self, before: AttemptStarted, after: AttemptStarted) -> Interruption:
         """Return what lies between two attempts that both have come to a step."""
@@ -173,7 +175,7 @@ def _in_words(event: Event) -> str:
         case ProcessRestarted():
             return f"{event.process} has died"
         case RunStarted(again=True):
-            return f"{event.launcher} has started the command's processes again"
+            return "torchrun has restarted its ranks" if event.launcher == "torchrun" else "the command came back"
     return "the command was given again"
 
 

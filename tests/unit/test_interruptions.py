@@ -39,7 +39,7 @@ def test_a_failure_has_a_detection_and_a_way_back() -> None:
     failure = only(LOST, FAILED, *restores, SECOND)
     assert (failure.kind, failure.cause) == ("failure", "loss of worker m1 on node 01234567: reset")
     assert (failure.ended, failure.attempt, failure.workers) == (1, 2, (3, 2))
-    assert (failure.time_s, failure.step, failure.source) == (101.5, 9, "snapshot")
+    assert (failure.time_s, failure.step, failure.source) == (102.0, 9, "snapshot")
     # The last step was at 100, the first one again began at 107; of two tries the one that came to a step has restored.
     assert (failure.detected_s, failure.back_s, failure.lost_steps, failure.lost_s) == (2.0, 5.0, 3, 7.0)
 
@@ -54,6 +54,7 @@ def test_an_agreed_change_has_no_detection_and_failures_that_changed_nothing_are
     assert (resize.kind, resize.cause, resize.detected_s, resize.back_s) == ("resize", "a worker left", None, 5.0)
     assert only(RESIZED, started(2, 4, 108.0)).cause == "a worker came"
     going = events.Preemption(node="0123456789", deadline_s=0, members=("m1",))
+    assert resize.time_s == 102.0
     assert only(LOST, going, RESIZED, SECOND).cause == "node 01234567 is going with 1 worker"
 
 
@@ -69,12 +70,19 @@ def test_where_the_same_command_begins_again_its_gap_is_detection_and_start_up()
     again = [events.RunStarted(time_s=time_s, launcher="torchrun", again=True) for time_s in (103.0, 105.0)]
     failure = only(*again, SECOND)
     assert (failure.kind, failure.detected_s, failure.back_s) == ("failure", 3.0, 4.0)
-    assert failure.causes == ("torchrun has started the command's processes again",)
+    assert failure.causes == ("torchrun has restarted its ranks",)
+    died = events.ProcessRestarted(process="raylet", follows="the command starts again")
+    assert (
+        only(died, events.RunStarted(launcher="ray", again=True), SECOND).cause
+        == "raylet has died; the command came back"
+    )
 
 
 def test_what_is_not_over_has_no_end_yet_and_a_spare_that_fails_interrupts_nothing() -> None:
     (pending,) = read_interruptions([COMMAND, FIRST, LOST, FAILED])
     assert (pending.kind, pending.ended, pending.attempt, pending.back_s) == ("failure", 1, None, None)
+    (of_torchrun,) = read_interruptions([COMMAND, FIRST, events.Failure(time_s=101.0, error="closed by peer\nat x")])
+    assert (of_torchrun.time_s, of_torchrun.cause) == (101.0, "closed by peer")
     assert only(events.RunStarted(time_s=200.0, launcher="ray")).kind == "restart"
     assert read_interruptions([COMMAND, FIRST, LOST]) == []
     assert read_interruptions([COMMAND, LOST, FAILED]) == []
