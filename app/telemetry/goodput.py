@@ -173,7 +173,7 @@ class TimeLedger:
         return False
 
     def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", category: str) -> None:
-        """Add the time from where the last attempt's ended to the beginning of the first step, as of this category."""
+        """Add the time from where the last attempt ended to the beginning of the first step, as of this category."""
         stepping_s = span.first_s - span.first_step_s
         started = self._started.get(attempt)
         if started is not None and started.time_s is not None:

@@ -47,7 +47,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
-    monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", library)
     monkeypatch.setattr("app.telemetry.wandb.require_extra", lambda *_: None)
     return library
 

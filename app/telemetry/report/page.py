@@ -158,7 +158,7 @@ def _stragglers(course: Course) -> str:
     for event in course.told.get(events.Straggler, []):
         found.setdefault((event.rank, event.member, event.phase), []).append(event)
     if not found:
-        return "<p>There was none.</p>"
+        return "<p>No rank cost the others so much.</p>"
     rows = []
     slowest = sorted(found.items(), key=lambda each: -max(event.share for event in each[1]))
     for (rank, member, phase), told in slowest[:_MOST_ROWS]:
