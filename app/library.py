@@ -111,7 +111,7 @@ def fit(
             console.stage("starting", started_s)
         if isinstance(model, nn.Module):
             _take_weights_of_first(model, place)
-        ending = train_here(config, place, started_s, console, Interrupts(of_process=False))
+        ending = train_here(config, place, started_s, started_s, console, Interrupts(of_process=False))
         return _result(config, place, ending)
 
 

@@ -65,8 +65,8 @@ def _in_words(annotation: str) -> str:
     """Write an annotation as JSON has it: `tuple[int, ...]` is a list of integer."""
     if matched := re.fullmatch(r"tuple\[(\w+), .*\]", annotation):
         return f"list of {_TYPES[matched[1]]}"
-    if matched := re.fullmatch(r"Mapping\[str, (\w+)\]", annotation):
-        return f"{_TYPES[matched[1]]} by name"
+    if matched := re.fullmatch(r"Mapping\[str, (.+)\]", annotation):
+        return f"{_in_words(matched[1])} by name"
     return _TYPES[annotation]
 
 

@@ -25,11 +25,12 @@ class OfflineRun(NamedTuple):
 
 
 def offline_runs(directory: Path) -> list[OfflineRun]:
-    """Return what lies in the folder `wandb` of a run directory, oldest first."""
-    return [_read(path) for path in sorted(directory.glob("wandb/wandb/offline-run-*/run-*.wandb"))]
+    """Return what lies in the folder `wandb` of a run directory, oldest first; also what there is of one under way."""
+    found = [_read(path) for path in sorted(directory.glob("wandb/wandb/offline-run-*/run-*.wandb"))]
+    return [run for run in found if run is not None]
 
 
-def _read(path: Path) -> OfflineRun:
+def _read(path: Path) -> OfflineRun | None:
     run: Any = None
     history: list[dict[str, Any]] = []
     has_ended = False
@@ -42,6 +43,8 @@ def _read(path: Path) -> OfflineRun:
                 history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
             case "exit":
                 has_ended = True
+    if run is None:
+        return None
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     return OfflineRun(run.run_id, run.project, config, history, has_ended)
 
@@ -58,6 +61,8 @@ def _records(data: bytes) -> Iterator[Any]:
             continue
         _, num_bytes, part = _FRAME.unpack_from(data, position)
         position += _FRAME.size
+        if position + num_bytes > len(data):  # it is being written
+            return
         message += data[position : position + num_bytes]
         position += num_bytes
         if part in (_WHOLE, _LAST):

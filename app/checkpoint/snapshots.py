@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -113,7 +112,7 @@ class Snapshots:
         self._next_s = -1.0
         self._requested = False
         self.num_nodes = 1
-        self.nodes: Counter[str] = Counter()  # how many ranks are on each; empty where no copies are wanted
+        self.nodes: dict[str, tuple[int, ...]] = {}  # the ranks on each; empty where no copies are wanted
         if memory is not None:
             self._begin(memory, state)
 
@@ -125,7 +124,8 @@ class Snapshots:
         places = [mine] * world.size
         dist.all_gather_object(places, mine, group=world.groups.control)
         nodes = [place.node for place in places]
-        self.nodes = Counter(nodes)
+        for rank, node in enumerate(nodes):
+            self.nodes[node] = (*self.nodes.get(node, ()), rank)
         self.num_nodes = len(self.nodes)
         lasting = all(place.lasting for place in places)
         # A process's own memory is lost with it, so its copy has to go to another one, be it on the same node.

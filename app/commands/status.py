@@ -3,7 +3,8 @@
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,12 @@ from app.units import compact, duration, in_words, joined, number, plural, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from app.telemetry.incidents import Incident
-    from app.telemetry.status import Status, StatusReader
+    from app.telemetry.interruptions import Interruption
+    from app.telemetry.status import Node, Status, StatusReader
 
 _EVERY_S = 1.0
 _NODE_DIGITS = 8  # of Ray's 56, by which a node is found
-_NUM_INCIDENTS = 8  # that are shown; all are in --json
+_NUM_INTERRUPTIONS = 8  # that are shown; all are in --json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -163,7 +164,7 @@ def _lines(status: "Status") -> Iterator[tuple[str, str]]:
         found = status.goodput
         stalled = f"stalled {duration(found['stall_s'])}"
         yield "goodput", joined([f"{found['goodput']:.1%} of {duration(found['wall_s'])}", stalled])
-    yield "incidents", "\n".join(_incidents(status))
+    yield "interrupted", "\n".join(_interruptions(status))
     yield "events", "\n".join(f"{_clock(event.time_s)} {event.line()}" for event in status.latest)
 
 
@@ -199,12 +200,34 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
     yield "data wait", f"{log.data_wait:.0%}"
     yield "memory", f"{size(log.memory_bytes)}, peak of the leader"
-    yield "world", joined([plural(log.world_size, "worker"), _nodes(status.nodes)])
+    nodes = plural(len(status.nodes), "node") if status.nodes else ""
+    yield "world", joined([plural(log.world_size, "worker"), nodes])
+    yield "nodes", "\n".join(_node(node) for node in status.nodes)
 
 
-def _nodes(nodes: Mapping[str, int]) -> str:
-    workers = [f"{node[:_NODE_DIGITS]} has {count}" for node, count in nodes.items()]
-    return f"{plural(len(workers), 'node')}: {', '.join(workers)}" if workers else ""
+def _node(node: "Node") -> str:
+    """Return the line of a node: its ranks, their GPUs, and what a step costs each by itself."""
+    ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_ranges(node.ranks)}"
+    gpus = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items())
+    speed = last = ""
+    if node.own_ms:
+        fastest, slowest = number(min(node.own_ms)), number(max(node.own_ms))
+        times = fastest if fastest == slowest else f"{fastest} to {slowest}"
+        speed = f"{times} ms of a step by themselves" if len(node.ranks) > 1 else f"{times} ms of a step by itself"
+        share, rank = max(zip(node.last, node.ranks, strict=True))
+        last = f"rank {rank} is the last in {share:.0%}"
+    return joined([f"{node.node[:_NODE_DIGITS]} {ranks}", gpus, speed, last])
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return ascending numbers in a few words: "0-3, 8"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _checkpoint(status: "Status") -> str:
@@ -222,22 +245,22 @@ def _at_risk(status: "Status") -> str:
     return f"steps that a loss would cost: {', '.join(losses)}" if losses else ""
 
 
-def _incidents(status: "Status") -> list[str]:
-    lines = [_incident(incident) for incident in status.incidents[-_NUM_INCIDENTS:]]
-    if len(status.incidents) > _NUM_INCIDENTS:
-        lines.insert(0, f"... {len(status.incidents) - _NUM_INCIDENTS} before these")
+def _interruptions(status: "Status") -> list[str]:
+    lines = [_interruption(each) for each in status.interruptions[-_NUM_INTERRUPTIONS:]]
+    if len(status.interruptions) > _NUM_INTERRUPTIONS:
+        lines.insert(0, f"... {len(status.interruptions) - _NUM_INTERRUPTIONS} before these")
     return lines
 
 
-def _incident(incident: "Incident") -> str:
-    cause = "; ".join(incident.causes) or "workers joined or left"
-    if incident.back_s is None or incident.world_sizes is None:
-        return f"{_clock(incident.time_s)} {cause} | not back yet"
-    before, after = incident.world_sizes
-    back = f"back in {incident.back_s:.1f} s"
+def _interruption(each: "Interruption") -> str:
+    cause = f"{_clock(each.time_s)} {each.cause or each.kind}"
+    if each.back_s is None or each.workers is None:
+        return f"{cause} | not back yet"
+    before, after = each.workers
     workers = f"{before} -> {after} workers" if before != after else plural(after, "worker")
-    redone = f"{plural(incident.lost_steps, 'step')} redone" if incident.lost_steps else ""
-    return joined([f"{_clock(incident.time_s)} {cause}", workers, back, redone])
+    detected = f"detected in {each.detected_s:.1f} s" if each.detected_s is not None else ""
+    lost = f"{plural(each.lost_steps, 'step')} lost" if each.lost_steps else ""
+    return joined([cause, workers, detected, f"back in {each.back_s:.1f} s", lost])
 
 
 def _clock(time_s: float | None) -> str:

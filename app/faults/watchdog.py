@@ -84,6 +84,16 @@ def _is_in_own_code(report: ProgressReport) -> bool:
     return report.phase == "loader" or not is_in_collective
 
 
+def own_s(before: ProgressReport, after: ProgressReport) -> float:
+    """Return the seconds of a step that a worker spends by itself, between two reports that a step lies between."""
+    # What is left of a step it may have spent waiting for others. On a device, which waits for the loader too, a host's
+    # phases last as long as it launches the work of each.
+    loader_s = after.spent_s.get("loader", 0.0) - before.spent_s.get("loader", 0.0)
+    forward_s = after.spent_s.get("forward", 0.0) - before.spent_s.get("forward", 0.0)
+    device_s = after.device_s - before.device_s
+    return (max(loader_s, device_s) if after.device_s else loader_s + forward_s) / (after.step - before.step)
+
+
 @dataclass(frozen=True)
 class Straggler:
     """A worker that the others wait for in every step."""

@@ -31,7 +31,8 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     # Before anything in the directory is read, which another command might change.
     ownership = Ownership.claim(directory.store, before.token, say=console.line)
     try:
-        if not start_or_resume(config, directory, "ray", started_s, console.line):
+        begun = events.RunStarted(time_s=started_s, launcher="ray", again=bool(before.what) or None)
+        if not start_or_resume(config, directory, begun, console.line):
             return 0
         console.stage("starting Ray", started_s)
         config = _scaled(config, before.num_workers or config.scaling.num_workers)

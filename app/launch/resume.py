@@ -15,17 +15,18 @@ from app.telemetry.environment import environment
 from app.telemetry.outcome import already_finished
 
 
-def start_or_resume(
-    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
-) -> bool:
+def start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object]) -> bool:
     """Write down what is to run. Return False if the run has finished already, after telling the user so by `say`.
+
+    Args:
+        begun: the command, as the events are to tell of it.
 
     Raises:
         RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
         StorageError: one of the directory's files is not what it should be, or cannot be written.
     """
     try:
-        return _start_or_resume(config, directory, launcher, started_s, say)
+        return _start_or_resume(config, directory, begun, say)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise StorageError(
@@ -34,9 +35,7 @@ def start_or_resume(
         ) from error
 
 
-def _start_or_resume(
-    config: Config, directory: RunDirectory, launcher: str, started_s: float, say: Callable[[str], object]
-) -> bool:
+def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object]) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
     _check_resume_mode(config, directory, resumable)
@@ -52,6 +51,7 @@ def _start_or_resume(
     if refused:
         # There is nothing to resume, and the ledger and events of the former configuration would only mislead.
         directory.clear()
+        begun = begun.model_copy(update={"again": None})
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
@@ -69,7 +69,7 @@ def _start_or_resume(
             say(f"changed {change.key}: {change.old} -> {change.new}")
     if resumable and stored is None:
         say(f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations")
-    directory.record(RunStarted(time_s=started_s, launcher=launcher))
+    directory.record(begun)
     directory.write_environment(environment())
     return True
 

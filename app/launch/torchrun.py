@@ -1,5 +1,6 @@
 """Train under plain torchrun, which says what the world is and restarts what fails."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from app.config import Config
 from app.errors import RunConflict, SteadfastError, TrainingError
 from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
+from app.launch.detect import given_s
 from app.launch.resume import start_or_resume
 from app.plan import End
 from app.run.directory import RunDirectory
-from app.run.events import Event, Failure, ForwardsShrunk
+from app.run.events import Event, Failure, ForwardsShrunk, RunStarted
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.telemetry.console import Console
@@ -113,7 +115,7 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
     """Run this process's part of the training, and return its exit code: that of rank 0 if rank 0 refuses."""
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
-        return train_here(config, place, started_s, console, Interrupts()).exit_code
+        return train_here(config, place, started_s, given_s(started_s), console, Interrupts()).exit_code
     except BadStep as error:
         raise TrainingError(str(error)) from error
     except Exception as error:
@@ -122,8 +124,15 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
         raise TrainingError(f"another rank is gone, or cannot be reached: {error}") from error
 
 
-def train_here(config: Config, place: Place, started_s: float, console: Console, interrupts: Interrupts) -> Ending:
-    """Train in this process, together with those at the other places. A collective."""
+def train_here(
+    config: Config, place: Place, started_s: float, command_s: float, console: Console, interrupts: Interrupts
+) -> Ending:
+    """Train in this process, together with those at the other places. A collective.
+
+    Args:
+        started_s: Unix time at which this process began.
+        command_s: Unix time at which the command was given; torchrun may have restarted this process since.
+    """
     directory = RunDirectory.of(config)
     ownership = None
     # torchrun keeps one store over its restarts: without their count, an answer to a former life would be read.
@@ -132,7 +141,7 @@ def train_here(config: Config, place: Place, started_s: float, console: Console,
         if place.rank == 0:
             try:
                 ownership = _claim(directory, console)
-                answer = _begin(config, directory, ownership, console, started_s)
+                answer = _begin(config, directory, ownership, console, _begun(directory, started_s, command_s))
             except SteadfastError as error:
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
                 raise
@@ -183,11 +192,25 @@ def _claim(directory: RunDirectory, console: Console) -> Ownership:
     return Ownership.claim(directory.store, token, console.line)
 
 
+def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunStarted:
+    """Return the event of this beginning: the command's second one if it was there when the run last did something."""
+    # Not by torchrun's count of restarts, which a node that joins leaves as it is, nor by its name for the command: one
+    # that the user has chosen may come again with the next command.
+    last_s = 0.0
+    with contextlib.suppress(OSError):  # what is wrong with storage is told below
+        last_s = float(directory.last_step_line().get("time_s", 0.0))
+        for event in directory.all_events():
+            last_s = max(last_s, event.time_s or 0.0)
+    if last_s >= command_s:
+        return RunStarted(time_s=started_s, launcher="torchrun", again=True)
+    return RunStarted(time_s=command_s, launcher="torchrun")
+
+
 def _begin(
-    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, started_s: float
+    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, begun: RunStarted
 ) -> dict[str, Any]:
     """Return what all ranks need to know: what the attempt is, or the exit code if there is none."""
-    if not start_or_resume(config, directory, "torchrun", started_s, console.line):
+    if not start_or_resume(config, directory, begun, console.line):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from app.config import RecoveryConfig
+from app.faults.rank_times import RankTimes
 from app.faults.verdicts import Costs, Guess, Price, patience_s
 from app.faults.watchdog import Hang, Watchdog, find_straggler
 from app.orchestration.heartbeat import Message, Silence
@@ -76,6 +77,7 @@ class Supervisor:
         self._stretches: dict[str, float] = {}  # how late each worker's heartbeats are
         self._compared: dict[str, ProgressReport] = {}  # at the last look for stragglers
         self._compared_s = 0.0
+        self._rank_times = RankTimes()
         self._unwritten: dict[str, bytes] = {}  # stacks, by file
         self._writing = ThreadPoolExecutor(1, "stacks")  # storage may take any time
 
@@ -205,6 +207,8 @@ class Supervisor:
                 self._run.record(events.Straggler(**vars(found)))
             self._compared = world
             self._compared_s = now_s
+        if times := self._rank_times.look(world, now_s):
+            self._run.record(times)
 
     def _world(self) -> dict[str, ProgressReport]:
         """Return the newest report of each member of the world; nothing if not all have begun the attempt."""

@@ -21,6 +21,7 @@ class Event(BaseModel):
 
     name: ClassVar[str]  # in `events.jsonl`: that of the class, in small letters
     kept: ClassVar[bool] = True  # written to `events.jsonl`; what comes every few steps is only shown
+    detail: ClassVar[bool] = False  # shown to those alone who ask for details
     wording: ClassVar[str] = ""  # the console line, with fields in braces; by default all fields follow the name
     # The field whose entries stand beside the others in the line: scripts ask for `loss`, not for `metrics.loss`.
     spread: ClassVar[str] = ""
@@ -74,6 +75,8 @@ class RunStarted(Event):
     """A command has taken the run up."""
 
     launcher: str  # "ray" or "torchrun"
+    # It is the command that had the run before: torchrun has restarted its ranks, or it came back after Ray had died.
+    again: bool | None = None
 
 
 class ShortStep(Event):
@@ -106,7 +109,10 @@ class AttemptStarted(Event):
     built_s: float  # from there until model, optimizer and the rest were there
     restored_s: float  # from there until every rank held the state
     first_step_s: float  # from there to the end of the first step
-    nodes: Mapping[str, int] | None = None  # how many ranks are on each, where `checkpoint.node_memory` has them tell
+    step_s: float | None = None  # that step by itself
+    # The ranks on each, where `checkpoint.node_memory` has them tell.
+    nodes: Mapping[str, tuple[int, ...]] | None = None
+    gpus: tuple[str, ...] | None = None  # by rank, where they train on GPUs
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
@@ -475,6 +481,22 @@ class Straggler(Event):
     phase: str  # "loader", "forward", or on CUDA "device"
     lost_s: float  # how long they wait for it in a step, most of it in `phase`
     share: float  # of the step's time, 0 to 1
+
+
+class RankTimes(Event):
+    """What a step costs each rank by itself: loader and forward, or on GPUs the longer of loader and device.
+
+    Under Ray, which brings the heartbeats of all workers together: 20 seconds after an attempt has begun, and then ever
+    more rarely. Each tells of the time since the one before it.
+    """
+
+    detail = True
+    wording = "ms of a step that each rank spends by itself, up to step {step}: {own_ms:each}"
+
+    step: int  # the last one that all ranks have done
+    num_steps: int  # since the last such event of the attempt
+    own_ms: tuple[float, ...]  # by rank, mean of these steps
+    last: tuple[int, ...]  # by rank: at how many looks, seconds apart, the others had to wait for it most
 
 
 class Scale(Event):

@@ -38,7 +38,7 @@ class Console:
 
     def show(self, event: Event) -> None:
         # `finish` tells it, with what the driver alone knows.
-        if isinstance(event, Finished):
+        if isinstance(event, Finished) or (event.detail and not self.verbose):
             return
         if isinstance(event, Log) and self._rich.is_terminal:
             self._move_bar(event)

@@ -15,8 +15,8 @@ CATEGORIES = {
     "validation": "measuring held-out samples",
     "snapshot": "while training waited for a copy in memory",
     "checkpoint wait": "while training waited for a checkpoint",
-    "start-up": "from a command to its first step",
-    "detection": "from the last step to the end of an attempt that failed",
+    "start-up": "from a command, or its second beginning, to the next step",
+    "detection": "from the last step to the end of an attempt that failed, or to the command's second beginning",
     "re-forming": "forming the next world and building model and data in it",
     "restore": "until every rank held the state",
     "redone": "in steps that had to be done again",
@@ -29,7 +29,7 @@ _PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that
 
 def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: None) -> Totals:
     """Read what a run's ledger and events come to, however long they are."""
-    starts_s = sorted(event.time_s or 0.0 for event in directory.all_events() if isinstance(event, RunStarted))
+    starts_s = sorted(event.time_s or 0.0 for event in directory.events(RunStarted) if not event.again)
     totals = Totals.read(directory.store, starts_s, mark)
     # A command that was killed has no event of its end. What it wrote last, a step or an event, is taken for it.
     for event in directory.all_events():
@@ -98,6 +98,7 @@ class TimeLedger:
         self._started: dict[int, AttemptStarted] = {}
         self._ended: dict[int, AttemptEnded] = {}
         self._waiting: list[Waiting] = []
+        self._again_s: list[float] = []  # when a command began again, oldest first
         for event in events:
             self._learn(event)
         self.accounts: list[Account] = []
@@ -118,6 +119,8 @@ class TimeLedger:
                 self._ended.setdefault(attempt, event)
             case Waiting():
                 self._waiting.append(event)
+            case RunStarted(again=True, time_s=float(time_s)):
+                self._again_s.append(time_s)
 
     def rank_s(self) -> dict[str, float]:
         """Return the seconds of all ranks together, by category, in the order of `CATEGORIES`."""
@@ -133,9 +136,11 @@ class TimeLedger:
         for attempt, span in spans:
             account = Account(attempt, span.world_size or 1, cursor.now_s)
             self.accounts.append(account)
+            category = "start-up"
             if before is not None:
-                self._add_end(before[0], before[1].world_size or 1, account, cursor)
-            self._add_start(attempt, span, account, cursor, first=before is None)
+                again = self._add_end(before[0], before[1].world_size or 1, account, cursor, span.first_s)
+                category = "start-up" if again else "re-forming"
+            self._add_start(attempt, span, account, cursor, category)
             _add_steps(span, account, cursor)
             account.ended_s = cursor.now_s
             before = attempt, span
@@ -144,25 +149,32 @@ class TimeLedger:
             cursor.spend_until(end_s, "start-up", self.accounts[-1], 1)
         else:
             account = self.accounts[-1]
-            self._add_end(before[0], account.world_size, account, cursor)
-            cursor.spend_until(end_s, "idle", account, account.world_size)
+            again = self._add_end(before[0], account.world_size, account, cursor, end_s)
+            cursor.spend_until(end_s, "start-up" if again else "idle", account, account.world_size)
         self.accounts[-1].ended_s = cursor.now_s
 
-    def _add_end(self, attempt: int, num_ranks: int, account: Account, cursor: "_Cursor") -> None:
-        """Add the time from the last step of an attempt to its end."""
-        ended = self._ended.get(attempt)
-        if ended is None or ended.time_s is None:
-            return
-        for act in ACTS:
-            seconds = getattr(ended, f"{act}_s") or 0.0
-            cursor.spend_until(min(cursor.now_s + seconds, ended.time_s), _CATEGORY_OF_ACT[act], account, num_ranks)
-        category = "idle" if ended.cause in _PLANNED else "detection"
-        cursor.spend_until(ended.time_s, category, account, num_ranks)
+    def _add_end(self, attempt: int, num_ranks: int, account: Account, cursor: "_Cursor", until_s: float) -> bool:
+        """Add the time from the last step of an attempt to its end, or to where its command began again by `until_s`.
 
-    def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", first: bool) -> None:
-        """Add the time from a command, or the end of the attempt before, to the beginning of the first step."""
+        Return whether it did begin again.
+        """
+        last_step_s = cursor.now_s
+        ended = self._ended.get(attempt)
+        if ended is not None and ended.time_s is not None:
+            for act in ACTS:
+                seconds = getattr(ended, f"{act}_s") or 0.0
+                cursor.spend_until(min(cursor.now_s + seconds, ended.time_s), _CATEGORY_OF_ACT[act], account, num_ranks)
+            category = "idle" if ended.cause in _PLANNED else "detection"
+            cursor.spend_until(ended.time_s, category, account, num_ranks)
+        for again_s in self._again_s:
+            if last_step_s <= again_s <= until_s:
+                cursor.spend_until(again_s, "detection", account, num_ranks)
+                return True
+        return False
+
+    def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", category: str) -> None:
+        """Add the time from where the last attempt ended to the beginning of the first step, as of this category."""
         stepping_s = span.first_s - span.first_step_s
-        category = "start-up" if first else "re-forming"
         started = self._started.get(attempt)
         if started is not None and started.time_s is not None:
             ready_s = started.time_s - started.first_step_s

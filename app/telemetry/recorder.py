@@ -91,6 +91,7 @@ class Recorder:
         self._tell_of_numerics()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
+        self._worker.close_later(lambda: self._trackers.leave())
         self._trackers.begin(self._config, restored.step, self._past)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
@@ -150,8 +151,16 @@ class Recorder:
             restored, timer = self._started
             self._started = None
             timer.mark("first_step")
-            nodes = self._snapshots.nodes if self._snapshots else {}
-            self._publish(timer.event(restored.step, restored.source, self._world.size, nodes))
+            self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
+
+    def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
+        """Tell of the attempt's start, and on which nodes and GPUs its ranks are, where that is known."""
+        known: dict[str, Any] = {"step_s": round(step_s, 4)}
+        if self._snapshots is not None and self._snapshots.nodes:
+            known["nodes"] = self._snapshots.nodes
+        if self._worker.gpus:
+            known["gpus"] = tuple(gpu.name for gpu in self._worker.gpus)
+        self._publish(event.model_copy(update=known))
 
     def _new_acts_s(self) -> dict[str, float]:
         """Return the seconds in acts between steps since the last call."""
@@ -261,9 +270,11 @@ class Recorder:
         self._world.progress.enter("end")
         acts_s = {f"{act}_s": round(seconds, 4) for act, seconds in self._new_acts_s().items()}
         self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step, **acts_s))
+        # They are not left: the sample is drawn when all else is closed, and then the attempt waits for them.
+        trackers, self._trackers = self._trackers, Trackers([])
         self._worker.close_attempt()
         if outcome.kind == "resized":
-            self._trackers.close()
+            trackers.close()
             return
         # On every rank, since it is a collective where state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
@@ -274,8 +285,8 @@ class Recorder:
             self._directory.write_summary(summary)
             sample = _sample(self._worker.task, whole, self._worker.precision.device)
             if sample:
-                self._trackers.text(outcome.step, "sample", sample)
-            self._trackers.close()
+                trackers.text(outcome.step, "sample", sample)
+            trackers.close()
             self._publish(events.Finished(summary=summary, sample=sample))
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:

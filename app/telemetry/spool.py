@@ -1,5 +1,6 @@
 """A folder of the run directory, for libraries that write files and know no buckets."""
 
+import contextlib
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,11 +35,15 @@ class Spool:
         if self._temporary is None:
             return
         for path in self.path.rglob("*"):
-            found = path.stat()
-            now = found.st_size, found.st_mtime_ns
-            if path.is_file() and self._uploaded.get(path) != now:
-                self._store.commit(f"{self._folder}/{path.relative_to(self.path)}", path.read_bytes())
-                self._uploaded[path] = now
+            # What a link leads to has its own turn, or is no part of the folder.
+            if path.is_symlink() or not path.is_file():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # its writer has deleted it meanwhile
+                found = path.stat()
+                now = found.st_size, found.st_mtime_ns
+                if self._uploaded.get(path) != now:
+                    self._store.commit(f"{self._folder}/{path.relative_to(self.path)}", path.read_bytes())
+                    self._uploaded[path] = now
 
     def close(self) -> None:
         """Copy what there is, and delete it here."""

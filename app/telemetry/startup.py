@@ -1,8 +1,6 @@
 """Where the time between two attempts goes."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from app.run.directory import RunDirectory
 from app.run.events import AttemptStarted, RunStarted
@@ -23,15 +21,15 @@ class StartupTimer:
         self._seconds[f"{phase}_s"] = round(now_s - self._marked_s, 4)
         self._marked_s = now_s
 
-    def event(self, step: int, source: str, world_size: int, nodes: Mapping[str, int]) -> AttemptStarted:
-        """Return what there is to tell once the first step is done. `nodes` is empty where they are not known."""
-        known: dict[str, Any] = {"nodes": nodes} if nodes else {}
-        return AttemptStarted(step=step, source=source, world_size=world_size, **known, **self._seconds)
+    def event(self, step: int, source: str, world_size: int) -> AttemptStarted:
+        """Return what there is to tell of an attempt that began with the state of `step`."""
+        return AttemptStarted(step=step, source=source, world_size=world_size, **self._seconds)
 
     def measure_detection(self, directory: RunDirectory) -> None:
         """Take the time from the end of progress to the beginning of this start. Before the attempt writes a step."""
         # Progress ended at the former attempt's last step, or has never begun since the command was given.
         ended_s = float(directory.last_step_line().get("time_s", 0.0))
         for started in directory.events(RunStarted):
-            ended_s = max(ended_s, started.time_s or 0.0)
+            if not started.again:  # or it is a part of what the former attempt's failure costs
+                ended_s = max(ended_s, started.time_s or 0.0)
         self._seconds["detected_s"] = round(self._began_s - (ended_s or self._began_s), 4)

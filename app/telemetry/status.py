@@ -1,8 +1,8 @@
 """How a run is now, read from what it has written down: by any machine that sees its directory."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.run.directory import METRICS, RunDirectory
@@ -14,6 +14,8 @@ from app.run.events import (
     Failure,
     Finished,
     Log,
+    RankTimes,
+    RunStarted,
     Snapshot,
     Validation,
     Waiting,
@@ -22,12 +24,23 @@ from app.run.events import (
 from app.run.owner import Owner, read_owner
 from app.storage.jsonl import last_lines
 from app.telemetry.goodput import goodput, read_totals
-from app.telemetry.incidents import Incident, read_incidents
+from app.telemetry.interruptions import Interruption, read_interruptions
 
 _SILENT_S = 20.0  # as long as a claim holds that is not renewed
 _GOODPUT_EVERY = 30  # times as long as it takes to read
 _NUM_LATEST = 8
-_SHOWN_ABOVE = (Snapshot, Finished)  # in figures of their own
+_SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # in figures of their own
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, with the ranks of the newest attempt that are on it. What follows them is by rank, () if unknown."""
+
+    node: str
+    ranks: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
+    own_ms: tuple[float, ...] = ()  # of a step that each spends by itself
+    last: tuple[float, ...] = ()  # share of looks at which the others had to wait for it most, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -42,11 +55,11 @@ class Status:
     attempt: int
     step: int
     step_age_s: float | None
-    nodes: Mapping[str, int]  # how many ranks of the newest attempt each has, {} if that is not known
+    nodes: tuple[Node, ...]  # () if they are not known
     log: Log | None  # the newest figures
     metrics: dict[str, float] | None  # of the newest validation
     checkpoint: Checkpoint | None
-    incidents: tuple[Incident, ...]
+    interruptions: tuple[Interruption, ...]
     latest: tuple[Event, ...]
     goodput: dict[str, float] | None
 
@@ -55,7 +68,8 @@ class Status:
         found: dict[str, Any] = dict(vars(self))
         found["log"] = self.log.to_line() if self.log else None
         found["checkpoint"] = self.checkpoint.to_line() if self.checkpoint else None
-        found["incidents"] = [vars(incident) for incident in self.incidents]
+        found["nodes"] = [vars(node) for node in self.nodes]
+        found["interruptions"] = [vars(each) for each in self.interruptions]
         found["latest"] = [event.to_line() for event in self.latest]
         return found
 
@@ -83,11 +97,11 @@ class StatusReader:
             attempt=owner.attempt if owner else 0,
             step=int(last_line.get("step", 0)),
             step_age_s=now_s - last_line["time_s"] if "time_s" in last_line else None,
-            nodes=getattr(_last(events, AttemptStarted), "nodes", None) or {},
+            nodes=_nodes(events),
             log=_last_log(self.directory),
             metrics=_last_metrics(events),
             checkpoint=_last(events, Checkpoint),
-            incidents=tuple(read_incidents(events)),
+            interruptions=tuple(read_interruptions(events)),
             latest=tuple(event for event in events if not isinstance(event, _SHOWN_ABOVE))[-_NUM_LATEST:],
             goodput=None if brief else self._read_goodput(),
         )
@@ -117,7 +131,7 @@ def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, An
                 return "running"
             case Waiting():
                 return "waiting for workers"
-            case AttemptEnded():
+            case AttemptEnded() | RunStarted():
                 return "starting"
     return "starting"
 
@@ -131,6 +145,24 @@ def _of_last_command(events: Sequence[Event]) -> Sequence[Event]:
 
 def _last(events: Sequence[Event], kind: type) -> Any:
     return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
+    started: AttemptStarted | None = _last(events, AttemptStarted)
+    if started is None or started.nodes is None:
+        return ()
+    times: RankTimes | None = _last(events, RankTimes)
+    nodes = []
+    for name, ranks in started.nodes.items():
+        node = Node(name, ranks)
+        if started.gpus:
+            node = replace(node, gpus=tuple(started.gpus[rank] for rank in ranks))
+        if times is not None and times.attempt == started.attempt:
+            num_looks = sum(times.last) or 1
+            own_ms = tuple(times.own_ms[rank] for rank in ranks)
+            node = replace(node, own_ms=own_ms, last=tuple(times.last[rank] / num_looks for rank in ranks))
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def _last_metrics(events: Sequence[Event]) -> dict[str, float] | None:

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Protocol
 
 from app.config import Config, TensorBoardConfig, WandbConfig, dump_config
@@ -87,12 +88,22 @@ class Trackers:
         """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
         public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
         self.text(step, "configuration", dump_config(public))
-        self.scalars(step, {"events/failures": past.num_failures, "events/resizes": past.num_resizes})
+        counts: dict[str, float] = {
+            "events/failures": past.num_failures,
+            "events/resizes": past.num_resizes,
+            "events/restarts": past.num_restarts,
+        }
+        self.scalars(step, counts)
         if past.interruptions:
             self.text(step, "events", "\n".join(past.interruptions))
 
     def close(self) -> None:
         self._tell(lambda tracker: tracker.close())
+
+    def leave(self) -> None:
+        """Close them on a thread beside: the attempt has failed, and the next one waits for no service."""
+        if self._trackers:
+            Thread(target=self.close, name="trackers").start()
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

@@ -4,6 +4,7 @@ import html
 import importlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ _FOLDER = "wandb"
 _ID = f"{_FOLDER}/run.json"
 _FLUSH_S = 0.1  # not the default fifteen: this is what a killed leader loses
 
+# Held while this process has the run open, for W&B knows a run once in a process: that of an attempt which has failed
+# is closed on a thread beside the next attempt.
+_open_here = threading.Lock()
+
 
 class WandbTracker:
     """Draws all attempts, resizes and resumes of a run as one run of Weights & Biases, on a thread of its own."""
@@ -25,19 +30,22 @@ class WandbTracker:
     def __init__(self, config: WandbConfig, run: Config, store: Store) -> None:
         require_extra("wandb", "wandb", "trackers")
         self._spool = Spool(store, _FOLDER)
+        self._run: Any = None
+        self._holds = False
         self._background = Background("Weights & Biases")
         # A second or more, which the thread pays and the first step does not wait for.
         self._background.submit(lambda: self._open(config, run, store))
 
     def _open(self, config: WandbConfig, run: Config, store: Store) -> None:
         self._wandb = importlib.import_module("wandb")
+        self._holds = _open_here.acquire()
         self._spool.path.mkdir(parents=True, exist_ok=True)
         settings = self._wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=_FLUSH_S)
         self._run = self._wandb.init(
             id=_id_of(store),
             resume="allow",
-            # After a failure this process may have the run open still.
-            reinit="return_previous",
+            # Not a run that the user's own code has open: it is not ours to draw in, nor to close.
+            reinit="create_new",
             project=config.project,
             entity=config.entity,
             tags=config.tags,
@@ -64,12 +72,15 @@ class WandbTracker:
         self._log(step, lambda: {tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
     def close(self) -> None:
-        def end() -> None:
-            self._run.finish()
-            self._spool.close()
-
-        self._background.submit(end)
         self._background.close()
+        # Also after an error, or the next attempt would wait for ever to open the run.
+        try:
+            if self._run is not None:
+                self._run.finish()
+        finally:
+            if self._holds:
+                _open_here.release()
+            self._spool.close()
 
     def _log(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
         def write() -> None:

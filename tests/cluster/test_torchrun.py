@@ -6,10 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from app.run.directory import RunDirectory
+from app.run.events import RunStarted
+from app.run.ledger import History
+from app.storage import LocalStore
+from app.telemetry.goodput import TimeLedger
+from app.telemetry.interruptions import read_interruptions
 from tests.checks import check_identical, check_ledger, summary_of
 from tests.command import ROOT, SMALL, Commands
 
@@ -33,12 +41,38 @@ def test_max_restarts_resumes_a_killed_worker(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "2"])
     running = run.start(*OVERRIDES, "run.steps=400")
     running.wait_for_step(60)
+    given_s = psutil.Process(running.process.pid).create_time()
+    killed_s = time.time()
     os.kill(running.worker_pids("main.py")[-1], signal.SIGKILL)
     finished = running.wait()
     assert finished.code == 0, finished.output
     history = check_ledger(run.directory, 400)
     assert history.num_lost <= 40
     assert summary_of(run.directory)["attempts"] == 2
+    check_gap(RunDirectory(LocalStore(run.directory)), history, given_s, killed_s)
+
+
+def check_gap(directory: RunDirectory, history: History, given_s: float, killed_s: float) -> None:
+    """Each second from torchrun's start to the end is accounted for, and the gap is what it was: the same command's."""
+    first, again = directory.events(RunStarted)
+    assert (first.again, again.again) == (None, True)
+    assert first.time_s == pytest.approx(given_s, abs=1.0)  # the kernel's clock of starts is that of a second
+    ledger = TimeLedger.read(directory)
+    wall_s = max(event.time_s or 0.0 for event in directory.all_events()) - (first.time_s or 0.0)
+    before, after = ledger.accounts
+    seconds = sum(before.seconds.values()) + sum(after.seconds.values())
+    assert seconds == pytest.approx(wall_s, rel=0.01)
+    assert summary_of(Path(directory.uri))["wall_s"] == pytest.approx(wall_s, rel=0.02)
+
+    last_s = max(line["time_s"] for line in history.lines if line["attempt"] == 1)
+    next_s = min(line["time_s"] - line["step_s"] for line in history.lines if line["attempt"] == 2 and line["step_s"])
+    gap_s = sum(after.seconds.get(part, 0.0) for part in ("detection", "start-up", "restore"))
+    assert gap_s == pytest.approx(next_s - last_s, abs=0.01 * wall_s)
+    assert after.seconds["detection"] == pytest.approx((again.time_s or 0.0) - last_s, abs=0.01)
+    assert (again.time_s or 0.0) > killed_s
+    (interruption,) = read_interruptions(directory.all_events())
+    assert interruption.kind == "failure"
+    assert interruption.lost_s == pytest.approx(gap_s, abs=0.01 * wall_s)
 
 
 @pytest.mark.timeout(240)

@@ -58,6 +58,11 @@ def test_a_run_on_unequal_gpus_tells_of_its_format_and_is_measured_by_all_of_the
     drilled = drill(config, worlds=[2], patch=unequal_gpus)
     assert drilled.told("precision_lowered", "gpu") == ["Tesla T4"]
     assert drilled.told("precision_lowered", "rank") == [1]
+    assert drilled.told("attempt_started", "gpus") == [["NVIDIA L4", "Tesla T4"]]
+    (nodes,) = drilled.told("attempt_started", "nodes")
+    assert list(nodes.values()) == [[0, 1]]
+    (step_s,), (first_step_s,) = (drilled.told("attempt_started", field) for field in ("step_s", "first_step_s"))
+    assert 0 < step_s <= first_step_s + 0.001  # both are rounded
     line = json.loads((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()[-1])
     flops = build_model(config.model).flops_per_sample()  # type: ignore[operator]
     assert line["mfu"] == pytest.approx(line["samples_per_s"] * flops / (30.3e12 + 8.1e12))

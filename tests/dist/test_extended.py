@@ -11,6 +11,7 @@ from app.checkpoint.catalog import path_of
 from app.config import Config
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
+from app.run.events import RunStarted
 from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_run, check_weights
 from tests.dist.drill import Drilled
@@ -22,7 +23,7 @@ FIRST = 5  # steps of the first epoch: 55 samples, of which the last step has 3
 
 def train(config: Config, worlds: Sequence[int], leave_after: Sequence[int] = ()) -> Drilled:
     """Do what the command does, with a drill in place of a launcher."""
-    assert start_or_resume(config, RunDirectory.of(config), "drill", 0.0, lambda line: None)
+    assert start_or_resume(config, RunDirectory.of(config), RunStarted(launcher="drill"), lambda line: None)
     return drills.drill(config, worlds=worlds, leave_after=leave_after)
 
 

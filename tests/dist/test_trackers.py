@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -24,6 +25,24 @@ from tests.dist.small import small
 
 OWN = "{target: 'tests.examples.json_lines:JsonLines', args: {file: mine.jsonl}}"
 BROKEN = "{target: 'tests.dist.test_trackers:Broken'}"
+
+
+class Noted:
+    """Writes down in which process it is opened and closed."""
+
+    def __init__(self, location: str, first_step: int) -> None:
+        self._path = Path(location) / f"tracker-{os.getpid()}.txt"
+        self._note("opened")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._note("closed")
+
+    def _note(self, what: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{what}\n")
 
 
 class Broken:
@@ -106,3 +125,13 @@ def test_a_peer_that_is_lost_while_ranks_agree_on_metrics_leaves_no_half_step(tm
     config = small(tmp_path)
     run = drill(config, worlds=[2, 2], patch=lose_a_peer_while_agreeing)
     check_weights(run, reference(config))
+
+
+@pytest.mark.parametrize("worlds", [[(0, 1), (1, 0)], [(0, 1), (0, 1)]], ids=["another leads", "the same one leads"])
+def test_after_a_failure_no_tracker_stays_open(tmp_path: Path, worlds: list[tuple[int, ...]]) -> None:
+    config = small(tmp_path, "trackers=[{target: 'tests.dist.test_trackers:Noted'}]")
+    drill(config, worlds=worlds, patch=lose_a_peer_while_agreeing)
+    notes = [path.read_text().split() for path in sorted((tmp_path / "small").glob("tracker-*.txt"))]
+    assert len(notes) == len({world[0] for world in worlds})
+    for note in notes:
+        assert note.count("closed") == note.count("opened") == 2 / len(notes)

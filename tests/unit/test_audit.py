@@ -16,7 +16,7 @@ from app.data.order import SampleOrder, samples_digest
 from app.launch.resume import start_or_resume
 from app.plan import End, Plan
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptStarted, Rollback, ShortStep
+from app.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
 from app.run.ledger import Ledger, StepStats, StepTimes
 from app.run.owner import Ownership
 from app.storage import LocalStore
@@ -46,7 +46,7 @@ class Written:
     def extend(self, epochs: int) -> None:
         """Take the run up again with another length, as the command does."""
         self.config = parse_config(RUN, overrides=[f"run.epochs={epochs}"])
-        assert start_or_resume(self.config, self.directory, "torchrun", 0.0, lambda line: None)
+        assert start_or_resume(self.config, self.directory, RunStarted(launcher="torchrun"), lambda line: None)
 
     def attempt(
         self, number: int, first: int, last: int, as_planned: tuple[int, ...] = (), ends: tuple[End, ...] | None = None

@@ -73,6 +73,26 @@ def test_the_time_between_two_commands_is_nobodys(directory: RunDirectory) -> No
     assert [(account.began_s, account.ended_s) for account in ledger.accounts] == [(100, 112), (200, 210), (300, 304)]
 
 
+def test_where_a_command_begins_again_the_gap_is_detection_and_start_up(directory: RunDirectory) -> None:
+    directory.record(RunStarted(time_s=100.0, launcher="torchrun"))
+    write(directory, step(1, 1, 2, 110.0), step(2, 1, 2, 112.0))  # killed
+    for again_s in (115.0, 118.0):  # one of them came to no step
+        directory.record(RunStarted(time_s=again_s, launcher="torchrun", again=True))
+    directory.record(started(2, 2, 130.0, step=1, source="snapshot", formed_s=1.0, built_s=1.0, restored_s=2.0))
+    write(directory, step(2, 2, 2, 130.0))
+    directory.record(RunStarted(time_s=140.0, launcher="torchrun", again=True))
+
+    totals = read_totals(directory)
+    ledger = TimeLedger(totals, directory.all_events())
+    assert [positive(account.seconds) for account in ledger.accounts] == [
+        {"start-up": 8, "productive": 2, "redone": 2},
+        {"detection": 3 + 10, "start-up": 11, "restore": 2, "productive": 2},
+    ]
+    assert sum(ledger.rank_s().values()) == 2 * 40
+    assert goodput(totals)["wall_s"] == 40
+    assert goodput(totals)["stall_s"] == 16
+
+
 def test_it_agrees_with_the_summary(directory: RunDirectory) -> None:
     directory.record(RunStarted(time_s=100.0, launcher="torchrun"))
     write(directory, step(1, 1, 1, 110.0, data_s=1.5), step(2, 1, 1, 112.0), step(2, 2, 1, 120.0, data_s=0.5))

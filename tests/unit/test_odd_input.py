@@ -27,6 +27,7 @@ from app.config import load_config, parse_config
 from app.errors import ConfigError, SteadfastError, StorageError, UsageError
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
+from app.run.events import RunStarted
 from app.storage import LocalStore
 from tests.command import ROOT
 
@@ -106,7 +107,7 @@ def test_a_key_of_a_merge_may_be_overridden() -> None:
 
 def begin(directory: RunDirectory, said: list[str]) -> bool:
     config = parse_config("run: {steps: 5}", "config.yaml", [f"run.storage={Path(directory.uri).parent}"])
-    return start_or_resume(config, directory, "ray", time.time(), said.append)
+    return start_or_resume(config, directory, RunStarted(launcher="ray"), said.append)
 
 
 @pytest.mark.parametrize(

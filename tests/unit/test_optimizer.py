@@ -16,8 +16,10 @@ from app.config import ConstantConfig, SgdConfig, Target, parse_config
 from app.errors import ConfigError, RunConflict
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
+from app.run.events import RunStarted
 from app.storage import LocalStore
 
+BEGUN = RunStarted(time_s=0.0, launcher="ray")
 OURS = "tests.unit.test_optimizer"
 
 
@@ -69,11 +71,11 @@ def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_
     directory = RunDirectory(LocalStore(tmp_path / "run"))
     directory.check_writable()
     said: list[str] = []
-    start_or_resume(parse_config(""), directory, "ray", 0.0, said.append)
+    start_or_resume(parse_config(""), directory, BEGUN, said.append)
     directory.store.commit("checkpoints/step-00000001/manifest.json", b"{}")
     with pytest.raises(RunConflict, match=r"optimizer.kind: adamw -> sgd"):
-        start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, "ray", 0.0, said.append)
-    start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, "ray", 0.0, said.append)
+        start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, BEGUN, said.append)
+    start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
     assert said == ["changed optimizer.lr: 0.001 -> 0.5"]
 
 

@@ -29,13 +29,17 @@ def directory(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(LocalStore(tmp_path))
     directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
     write(directory, attempt=1, steps=range(1, 5), world_size=2, began_s=START_S + 10)
-    directory.record(started(1, 2, START_S + 11, nodes={"alpha": 1, HOSTILE: 1}))
+    nodes = {"alpha": (1,), HOSTILE: (0,)}
+    directory.record(started(1, 2, START_S + 11, nodes=nodes, gpus=(HOSTILE, "NVIDIA H200")))
+    for own_ms, num_steps, last in (((10.0, 30.0), 1, (0, 4)), ((10.0, 10.0), 3, (3, 1))):
+        told = events.RankTimes(attempt=1, step=4, num_steps=num_steps, own_ms=own_ms, last=last)
+        directory.record(told.model_copy(update={"time_s": START_S + 14}))
     failure = events.Failure(time_s=START_S + 15.5, kind="worker", member="w1", error=HOSTILE)
     directory.record(failure)
     directory.record(events.AttemptEnded(time_s=START_S + 16, attempt=1, cause="worker lost"))
     directory.record(events.Restore(time_s=START_S + 19, attempt=2, step=2, source="snapshot", lost_steps=2))
     write(directory, attempt=2, steps=range(3, 6), world_size=1, began_s=START_S + 20)
-    directory.record(started(2, 1, START_S + 21, step=2, source="snapshot"))
+    directory.record(started(2, 1, START_S + 21, step=2, source="snapshot", detected_s=3.5))
     directory.record(events.Straggler(time_s=START_S + 22, member=HOSTILE, rank=1, phase="loader", lost_s=1, share=0.4))
     directory.record(events.AttemptEnded(time_s=START_S + 23, attempt=2, cause="resized", step=5))
     write(directory, attempt=3, steps=range(6, 7), world_size=2, began_s=START_S + 24)
@@ -47,13 +51,34 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def test_what_an_interruption_cost(directory: RunDirectory) -> None:
-    failure, growth = Course.read(directory).interruptions()
+    course = Course.read(directory)
+    failure, growth = course.interruptions
     assert (failure.kind, failure.step, failure.workers, failure.source) == ("failure", 2, (2, 1), "snapshot")
-    assert failure.cause == f"worker lost: w1, {HOSTILE}"
+    assert failure.cause == f"loss of worker w1: {HOSTILE}"
     # Two seconds until it was known, four until the next step began, and two steps of a second.
     assert (failure.detected_s, failure.back_s, failure.lost_steps, failure.redone_s) == (2, 4, 2, 2)
     assert failure.lost_s == 8
     assert (growth.kind, growth.workers, growth.cause, growth.lost_s) == ("resize", (1, 2), "a worker came", 1)
+    # What the time of all ranks is sorted into says the same.
+    spent = course.ledger.accounts[1].seconds
+    assert spent["detection"] == failure.detected_s
+    assert spent["re-forming"] + spent["restore"] == failure.back_s
+
+
+def test_a_rank_is_shown_with_what_a_step_cost_it_beside_the_others(directory: RunDirectory) -> None:
+    one, other = Course.read(directory).ranks()
+    assert (one.attempt, one.rank, one.node, one.gpu, one.own_ms, one.last) == (1, 0, HOSTILE, HOSTILE, 10.0, 3 / 8)
+    # A third as often as it was told of three times as many steps.
+    assert (other.node, other.gpu, other.own_ms, other.last) == ("alpha", "NVIDIA H200", 15.0, 5 / 8)
+    assert other.of_median == pytest.approx(15 / 12.5)
+
+
+def test_an_interruption_that_is_not_over_is_on_the_page(directory: RunDirectory) -> None:
+    directory.record(events.Failure(time_s=START_S + 27, kind="worker", member="w2", error="gone"))
+    directory.record(events.AttemptEnded(time_s=START_S + 28, attempt=3, cause="worker lost"))
+    page = Path(write_report(directory)).read_text()
+    assert "loss of worker w2: gone" in page
+    assert "not back yet" in page
 
 
 def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None:
@@ -66,7 +91,7 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
     around = page.partition("<script>")[0] + page.partition("</script>")[2]
     assert re.findall(r"<[^>]*\b(?:src|href)=", around) == []
     assert 'content="default-src' in page
-    for told in ("8.0 s", "2 → 1", "snapshot", "40%", "waiting for workers"):
+    for told in ("8.0 s", "2 → 1", "snapshot", "40%", "waiting for workers", "NVIDIA H200", "62%"):
         assert told in page
 
 
@@ -111,7 +136,7 @@ def test_a_run_that_has_not_begun_has_no_report(tmp_path: Path) -> None:
 
 def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> events.AttemptStarted:
     parts = {"detected_s": 0.0, "formed_s": 1.0, "built_s": 1.0, "restored_s": 0.5, "first_step_s": 1.0}
-    told = {"step": 0, "source": "start", **parts, **fields}
+    told = {"step": 0, "step_s": 1.0, "source": "start", **parts, **fields}
     return events.AttemptStarted(attempt=attempt, world_size=world_size, time_s=time_s, **told)
 
 

@@ -13,10 +13,12 @@ from app.errors import RunConflict, StorageError
 from app.launch.resume import start_or_resume
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
+from app.run.events import RunStarted
 from app.storage import LocalStore
 from app.storage.jsonl import FileStream, open_stream
 from tests.events import event_lines
 
+BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
 task: {kind: classification}
@@ -42,8 +44,8 @@ def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) ->
 def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(directory: RunDirectory) -> None:
     directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, "ray", 0.0, nothing)
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, "ray", 0.0, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, BEGUN, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, BEGUN, nothing)
     assert directory.store.read("model.safetensors") == b"x"
     assert [event["event"] for event in event_lines(directory)] == ["run_started"]
 
@@ -65,7 +67,7 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
 
 def finish(directory: RunDirectory, text: str, num_samples: int) -> None:
     """Leave what a run leaves that has finished with step 13, of so many samples."""
-    assert start_or_resume(parse_config(text), directory, "ray", 0.0, nothing)
+    assert start_or_resume(parse_config(text), directory, BEGUN, nothing)
     stream = open_stream(directory.store, STEPS)
     stream.write({"step": step, "attempt": 1, "num_samples": 13} for step in range(1, 13))
     stream.write([{"step": 13, "attempt": 1, "num_samples": num_samples}])
@@ -83,20 +85,20 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
     finish(directory, EPOCHS, 9)
     said: list[str] = []
     extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
-    assert start_or_resume(extended, directory, "ray", 0.0, said.append)
+    assert start_or_resume(extended, directory, BEGUN, said.append)
     assert directory.ends() == (End(13, 165),)
     assert said == ["step 13 stays short, as the run ended with it; the next one goes on at position 165"]
     # It was broken off before its first step, and is given another length, or the same one, or its first one again.
     for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
-        assert start_or_resume(config, directory, "ray", 0.0, nothing)
+        assert start_or_resume(config, directory, BEGUN, nothing)
         assert directory.ends() == (End(13, 165),)
 
 
 def test_a_run_that_ended_with_a_whole_step_has_nothing_to_tell(directory: RunDirectory) -> None:
     directory.check_writable()
     finish(directory, EPOCHS, 13)
-    assert start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+    assert start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
     assert directory.ends() == ()
 
 
@@ -107,12 +109,12 @@ def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunD
     checkpoint = Manifest(14, 1, 1, 0.0, "data", {})
     Catalog(directory.store).commit(checkpoint)
     with pytest.raises(RunConflict, match=r"a checkpoint of step 14, and its ledger ends with step 13.*run.epochs=3"):
-        start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+        start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
     assert directory.stored_config() == parse_config(EPOCHS)
     stream = open_stream(directory.store, STEPS)
     stream.write([{"step": 14, "attempt": 2, "num_samples": 13, "confirmed": False}])
     stream.close()
-    assert start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+    assert start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
 
 
 def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
@@ -122,7 +124,7 @@ def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
     finish(directory, EPOCHS, 9)
     monkeypatch.setattr(FileStream, "write", lambda self, lines: None)  # a disk that is full raises nothing
     with pytest.raises(StorageError, match="takes no events"):
-        start_or_resume(parse_config(LONGER), directory, "ray", 0.0, nothing)
+        start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
     assert directory.stored_config() == parse_config(EPOCHS)
     assert directory.summary()
 
@@ -133,10 +135,10 @@ def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_f
 ) -> None:
     directory.check_writable()
     said: list[str] = []
-    assert start_or_resume(parse_config("run: {steps: 100}"), directory, "ray", 0.0, said.append)
+    assert start_or_resume(parse_config("run: {steps: 100}"), directory, BEGUN, said.append)
     summary = {"status": "finished", "step": 60, "metrics": {}, "ended_early": "loss has not been better than 2.1"}
     directory.write_summary(summary)
     again = parse_config(f"run: {{steps: {steps}}}")
-    assert start_or_resume(again, directory, "ray", 0.0, said.append) == goes_on
+    assert start_or_resume(again, directory, BEGUN, said.append) == goes_on
     if not goes_on:
         assert said[-1].startswith(f"{directory.uri} has finished: 60 steps | loss has not been better than 2.1")

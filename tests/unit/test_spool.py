@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from app.storage import LocalStore
 from app.storage.memory import MemoryStore
 from app.telemetry.spool import Spool
+
+
+def uploads(store: MemoryStore) -> Counter[str]:
+    return Counter(name for verb, name in store.operations if verb == "commit")
 
 
 def test_to_a_bucket_go_the_files_that_have_changed() -> None:
@@ -16,12 +23,46 @@ def test_to_a_bucket_go_the_files_that_have_changed() -> None:
     (spool.path / "one").write_bytes(b"1")
     (spool.path / "deeper" / "two").write_bytes(b"2")
     spool.upload()
+    spool.upload()
     (spool.path / "one").write_bytes(b"1, 2")
     spool.close()
-    committed = [name for verb, name in store.operations if verb == "commit"]
-    assert sorted(committed) == ["tensorboard/deeper/two", "tensorboard/one", "tensorboard/one"]
+    assert uploads(store) == {"tensorboard/deeper/two": 1, "tensorboard/one": 2}
     assert store.read("tensorboard/one") == b"1, 2"
     assert not spool.path.exists()
+
+
+def test_of_a_library_that_draws_for_long_only_the_file_that_grows_is_uploaded_again() -> None:
+    """As W&B lays its folder out: a file that grows, others that do not, and links, of which one leads nowhere."""
+    store = MemoryStore()
+    spool = Spool(store, "wandb")
+    (spool.path / "run").mkdir()
+    (spool.path / "run" / "config.yaml").write_text("model: gpt")
+    (spool.path / "debug.log").symlink_to(spool.path / "run" / "config.yaml")
+    (spool.path / "latest").symlink_to(spool.path / "run")
+    (spool.path / "gone").symlink_to(spool.path / "nowhere")
+    with (spool.path / "run" / "history").open("ab", buffering=0) as history:
+        for _ in range(5):
+            history.write(b"row")
+            spool.upload()
+    spool.close()
+    assert uploads(store) == {"wandb/run/history": 5, "wandb/run/config.yaml": 1}
+    assert store.read("wandb/run/history") == 5 * b"row"
+
+
+def test_a_file_that_vanishes_while_others_are_uploaded_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    spool = Spool(store, "wandb")
+    for name in ("one", "two"):
+        (spool.path / name).write_bytes(b"1")
+    read = Path.read_bytes
+
+    def vanish(path: Path) -> bytes:
+        (spool.path / "one").unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", vanish)
+    spool.close()
+    assert uploads(store)["wandb/two"] == 1
 
 
 def test_on_a_disk_files_are_where_they_are_to_be(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from app.run.directory import EVENTS, METRICS, STEPS, RunDirectory
 from app.storage import LocalStore
 from app.storage.documents import write_json
 from app.storage.jsonl import open_stream
-from app.telemetry.incidents import read_incidents
 from app.telemetry.status import state_of
+from tests.events import changed
 
 NOW_S = time.time()
 PARTS = {"formed_s": 0.2, "built_s": 0.1, "restored_s": 0.1, "first_step_s": 0.1}
@@ -26,7 +26,14 @@ FIRST = events.AttemptStarted(
     time_s=NOW_S - 50, attempt=1, step=0, source="start", world_size=3, detected_s=5.0, **PARTS
 )
 SECOND = events.AttemptStarted(
-    time_s=NOW_S - 30, attempt=2, step=90, source="rank 1", world_size=2, detected_s=1.5, nodes={"a" * 56: 2}, **PARTS
+    time_s=NOW_S - 30,
+    attempt=2,
+    step=90,
+    source="rank 1",
+    world_size=2,
+    detected_s=1.5,
+    nodes={"a" * 56: (0, 1)},
+    **PARTS,
 )
 LOST = events.Failure(time_s=NOW_S - 31, attempt=1, error="reset", kind="worker", member="m1", node="0123456789")
 ENDED = events.AttemptEnded(time_s=NOW_S - 31, attempt=1, cause="worker lost", step=90)
@@ -77,9 +84,32 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert f"running on {os.uname().nodename}, pid {os.getpid()} | attempt 2" in shown
     assert re.search(r"step 100/400 25% \| last step \d+[sm] ago \| eta 10m", shown)
     assert "39.8k tok/s | 20 ms a step" in shown
-    assert "loss of worker m1 on node 01234567 | 3 -> 2 workers | back in 2.0 s" in shown
+    assert "loss of worker m1 on node 01234567: reset | 3 -> 2 workers | detected in 1.0 s | back in 1.0 s" in shown
     assert "steps that a loss would cost: worker 0, everything 40" in shown
-    assert "2 workers | 1 node: aaaaaaaa has 2" in shown
+    assert "2 workers | 1 node" in shown
+    assert "aaaaaaaa ranks 0-1" in shown
+
+
+def test_nodes_are_shown_with_their_ranks_gpus_and_what_a_step_costs_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = {"b" * 56: (0, 1, 3), "c" * 56: (2,)}
+    gpus = ("NVIDIA H200", "NVIDIA H200", "NVIDIA L4", "NVIDIA H200")
+    begun = changed(SECOND, world_size=4, nodes=nodes, gpus=gpus)
+    of_another = events.RankTimes(attempt=1, step=5, num_steps=5, own_ms=(1.0, 1.0, 1.0), last=(1, 0, 0))
+    times = events.RankTimes(attempt=2, step=99, num_steps=9, own_ms=(10.0, 11.0, 30.0, 10.5), last=(0, 1, 9, 0))
+    run_at(tmp_path / "run", os.getpid(), started(), FIRST, of_another, LOST, ENDED, begun)
+    assert main(0.0, ["status", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "bbbbbbbb ranks 0-1, 3 | 3 x NVIDIA H200 cccccccc rank 2 | 1 x NVIDIA L4" in shown
+    run_at(tmp_path / "run", os.getpid(), times)
+    assert main(0.0, ["status", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 x NVIDIA H200 | 10.00 to 11.00 ms of a step by themselves | rank 1 is the last in 10%" in shown
+    assert "1 x NVIDIA L4 | 30.00 ms of a step by itself | rank 2 is the last in 90%" in shown
+    assert main(0.0, ["status", str(tmp_path / "run"), "--json"]) == 0
+    (_, slow) = json.loads(capsys.readouterr().out)["nodes"]
+    assert slow == {"node": "c" * 56, "ranks": [2], "gpus": ["NVIDIA L4"], "own_ms": [30.0], "last": [0.9]}
 
 
 def test_for_scripts_it_is_one_object_and_all_runs_are_a_list(
@@ -112,6 +142,7 @@ def test_a_folder_without_runs_and_two_runs_are_one_message_each(
         ([started()], True, 0.0, "starting"),
         ([started(), FIRST], True, 0.0, "running"),
         ([started(), FIRST, LOST, ENDED], True, 0.0, "starting"),
+        ([started(), FIRST, LOST, started()], True, 0.0, "starting"),
         ([started(), events.Waiting(workers=1, needed=2)], True, 0.0, "waiting for workers"),
         ([started(), FIRST], True, 60.0, "silent"),
         ([started(), FIRST], False, 0.0, "killed"),
@@ -127,13 +158,3 @@ def test_the_state_follows_from_events_and_claim(
     directory = run_at(tmp_path, os.getpid() if alive else 2**30, *told, renewed=time.time() - age_s)
     assert state_of(told, read_owner(directory.store), None) == state
     assert state_of(told, None, {"status": "finished"}) == "finished"
-
-
-def test_an_incident_is_what_was_told_between_two_attempts() -> None:
-    restore = events.Restore(step=60, source="snapshot", lost_steps=30)
-    again = events.RunStarted(time_s=NOW_S - 5, launcher="ray")
-    (lost, resumed) = read_incidents([started(), FIRST, LOST, ENDED, restore, SECOND, again])
-    assert (lost.causes, lost.world_sizes, lost.lost_steps) == (("loss of worker m1 on node 01234567",), (3, 2), 30)
-    assert lost.back_s == pytest.approx(2.0)
-    assert (resumed.causes, resumed.back_s) == (("the command was given again",), None)
-    assert read_incidents([started(), FIRST, events.AttemptEnded(cause="finished")]) == []

@@ -248,3 +248,14 @@ def test_stacks_are_written_beside_the_event_loop(tmp_path: Path, monkeypatch: p
     world = play(tmp_path, monkeypatch, story)
     assert (tmp_path / "stacks" / "attempt-1-a.txt").read_text() == "File x, line 1"
     assert world.told() == []
+
+
+def test_what_a_step_costs_each_rank_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(world: World) -> None:
+        for _ in range(25):
+            world.step += 1
+            world.live(1, COMPUTES, COMPUTES)
+
+    world = play(tmp_path, monkeypatch, story)
+    (line,) = [line for line in event_lines(world.directory) if line["event"] == "rank_times"]
+    assert (line["attempt"], line["num_steps"], line["own_ms"], sum(line["last"])) == (1, 20, [0.0, 0.0], 4)

@@ -37,6 +37,7 @@ from app.run.events import (
     PartsInEvaluation,
     PrecisionLowered,
     Preemption,
+    RankTimes,
     Rollback,
     Scale,
     Shares,
@@ -462,16 +463,16 @@ def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
 def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_the_run(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = parse_config("cluster: {env: {TOKEN: hidden}}")
-    for first_step, past in ((1, Past()), (8, Past(1, 1, ("failure: its node is gone",)))):
+    for first_step, past in ((1, Past()), (8, Past(1, 1, 2, ("failure: its node is gone",)))):
         trackers = build_trackers(config, LocalStore(tmp_path), first_step)
         trackers.begin(config, first_step - 1, past)
         trackers.close()
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    counts = {
-        tag: [(each.step, each.value) for each in found.Scalars(f"events/{tag}")] for tag in ("failures", "resizes")
-    }
-    assert counts == {"failures": [(0, 0), (7, 1)], "resizes": [(0, 0), (7, 1)]}
+    counts = {}
+    for tag in ("failures", "resizes", "restarts"):
+        counts[tag] = [(each.step, each.value) for each in found.Scalars(f"events/{tag}")]
+    assert counts == {"failures": [(0, 0), (7, 1)], "resizes": [(0, 0), (7, 1)], "restarts": [(0, 0), (7, 2)]}
     (told,) = found.Tensors("events/text_summary")
     assert (told.step, told.tensor_proto.string_val[0].decode()) == (7, "    failure: its node is gone")
     written = found.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -479,27 +480,15 @@ def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_
     assert "hidden" not in written
 
 
-def test_the_past_counts_the_whole_run_and_tells_of_what_came_since_the_last_attempt(tmp_path: Path) -> None:
+def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
-    started = AttemptStarted(
-        step=0,
-        source="start",
-        world_size=2,
-        detected_s=0.0,
-        formed_s=0.0,
-        built_s=0.0,
-        restored_s=0.0,
-        first_step_s=0.0,
-    )
+    seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
     saved = Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0)
-    spread = changed(started, nodes={"a": 1, "b": 1})
-    ended = AttemptEnded(cause="resized")
-    for event in (started, Failure(error="first"), saved, spread, Failure(error="second"), ended):
+    started = AttemptStarted(step=0, source="start", world_size=2, nodes={"a": 1, "b": 1}, **seconds)
+    for event in (saved, started, Failure(error="its node is gone")):
         directory.record(event)
     past = Past.read(directory)
-    assert (past.num_failures, past.num_resizes) == (2, 1)
-    assert (past.committed, past.num_nodes) == (30, 2)
-    assert [line.split(":")[1] for line in past.interruptions] == [" second", " resized"]
+    assert (past.committed, past.num_nodes, past.num_failures) == (30, 2, 1)
 
 
 def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -555,6 +544,14 @@ def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:
     tracked.write_text("2")
     assert len(clean) == 40
     assert environment(tmp_path)["git"] == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_are_shown_to_those_alone_who_ask_for_them(verbose: bool) -> None:
+    file = io.StringIO()
+    with closing(Console(verbose, file)) as console:
+        console.show(RankTimes(step=4, num_steps=4, own_ms=(1.5, 2.0), last=(0, 1)))
+    assert ("each rank spends by itself" in file.getvalue()) == verbose
 
 
 def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,21 @@
 """Gather what the page shows of a run. Of a long one, as many points as a person can see."""
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal, Self, TypeVar
+from statistics import median
+from typing import Any, Self
 
 from app.run import events
 from app.run.directory import METRICS, RunDirectory
 from app.run.ledger import Totals
 from app.storage.jsonl import is_number, read_lines
-from app.telemetry.goodput import Account, TimeLedger, read_totals
+from app.telemetry.goodput import TimeLedger, read_totals
+from app.telemetry.interruptions import Interruption, read_interruptions
 
 _MOST_POINTS = 3000  # of a curve
 _MOST_EVENTS = 1000  # of a kind
-_ON_THE_WAY_BACK = ("start-up", "re-forming", "restore", "waiting for workers")
 _CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
-
-Kind = TypeVar("Kind", bound=events.Event)
 
 
 class Curve:
@@ -48,23 +46,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Interruption:
-    """What it cost that the set of workers changed, or that a command ended before the run."""
+class Rank:
+    """What a step has cost a rank by itself in an attempt, beside the others."""
 
-    kind: Literal["failure", "resize", "restart"]
-    time_s: float  # Unix time of its last step
-    step: int  # that the next attempt goes on from
-    cause: str
-    workers: tuple[int, int]  # before and after
-    source: str  # where the state was found
-    detected_s: float  # from the last step to the end of the attempt; 0 if nobody was there to see it
-    back_s: float  # from there, or from the next command, to the next first step
-    lost_steps: int
-    redone_s: float  # in steps of this attempt that were done again
-
-    @property
-    def lost_s(self) -> float:
-        return self.detected_s + self.back_s + self.redone_s
+    attempt: int
+    rank: int
+    node: str  # "" if that is not known
+    gpu: str  # "" on CPUs
+    own_ms: float
+    of_median: float  # of the attempt's ranks
+    last: float  # share of looks at which the others had to wait for it most, 0 to 1
 
 
 @dataclass
@@ -74,6 +65,7 @@ class Course:
     directory: RunDirectory
     totals: Totals
     ledger: TimeLedger
+    interruptions: list[Interruption]
     figures: Curve = field(default_factory=Curve)
     validations: Curve = field(default_factory=Curve)
     told: dict[type[events.Event], list[Any]] = field(default_factory=dict)  # the events that the page needs, by kind
@@ -81,7 +73,9 @@ class Course:
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
         totals = read_totals(directory)
-        course = cls(directory, totals, TimeLedger(totals, directory.all_events()))
+        redone_s = {attempt: span.redone_s for attempt, span in totals.spans.items()}
+        interruptions = read_interruptions(directory.all_events(), redone_s)
+        course = cls(directory, totals, TimeLedger(totals, directory.all_events()), interruptions)
         for event in directory.all_events():
             course._learn(event)
         for line in read_lines(directory.store, METRICS):
@@ -99,49 +93,32 @@ class Course:
         if is_number(line.get("step")):
             self.figures.add(int(line["step"]), row)
 
-    def interruptions(self) -> Iterator[Interruption]:
-        """Yield what lies between one attempt and the next, oldest first."""
-        for before, after in pairwise(account for account in self.ledger.accounts if account.attempt):
-            start = self._of_attempt(events.AttemptStarted, after.attempt)
-            restore = self._of_attempt(events.Restore, after.attempt)
-            kind, cause = self._cause(before, after)
-            yield Interruption(
-                kind=kind,
-                time_s=before.ended_s,
-                step=start.step if start else 0,
-                cause=cause,
-                workers=(before.world_size, after.world_size),
-                source=start.source if start else "",
-                detected_s=after.seconds.get("detection", 0.0),
-                back_s=sum(after.seconds.get(part, 0.0) for part in _ON_THE_WAY_BACK),
-                lost_steps=restore.lost_steps if restore else 0,
-                redone_s=before.seconds.get("redone", 0.0),
-            )
+    def ranks(self) -> list[Rank]:
+        """Return what is known of the ranks of each attempt, in their order."""
+        told: dict[int, list[events.RankTimes]] = {}
+        for event in self.told.get(events.RankTimes, []):
+            told.setdefault(event.attempt, []).append(event)
+        starts = {event.attempt: event for event in self.told.get(events.AttemptStarted, [])}
+        found: list[Rank] = []
+        for attempt, times in told.items():
+            found += _ranks(attempt, times, starts.get(attempt))
+        return found
 
-    def _of_attempt(self, kind: type[Kind], attempt: int) -> Kind | None:
-        return next((event for event in self.told.get(kind, []) if event.attempt == attempt), None)
 
-    def _cause(self, before: Account, after: Account) -> tuple[Literal["failure", "resize", "restart"], str]:
-        end = self._of_attempt(events.AttemptEnded, before.attempt)
-        if after.began_s > before.ended_s:
-            return "restart", end.cause if end else "the command was ended"
-        if end is not None and end.cause == "resized":
-            return "resize", self._why_resized(before, after)
-        cause = end.cause if end else ""
-        for failure in self._between(events.Failure, before, after):
-            if failure.member:
-                cause += f": {failure.member}, {failure.error}"
-                break
-        return "failure", cause
-
-    def _why_resized(self, before: Account, after: Account) -> str:
-        for preemption in self._between(events.Preemption, before, after):
-            return f"node {preemption.node[:8]} was going"
-        if self._between(events.Scale, before, after):
-            return "other bounds"
-        return "a worker came" if after.world_size > before.world_size else "a worker left"
-
-    def _between(self, kind: type[Kind], before: Account, after: Account) -> list[Kind]:
-        """Return the events from the first step of one attempt to that of the next."""
-        told = self.told.get(kind, [])
-        return [event for event in told if before.steps_from_s <= (event.time_s or 0.0) <= after.steps_from_s]
+def _ranks(attempt: int, told: list[events.RankTimes], start: events.AttemptStarted | None) -> list[Rank]:
+    nodes: dict[int, str] = {}
+    for node, ranks in ((start.nodes if start else None) or {}).items():
+        nodes.update(dict.fromkeys(ranks, node))
+    gpus = (start.gpus if start else None) or ()
+    num_steps = sum(event.num_steps for event in told) or 1
+    num_looks = sum(sum(event.last) for event in told) or 1
+    own_ms = []
+    for rank in range(len(told[0].own_ms)):
+        own_ms.append(sum(event.own_ms[rank] * event.num_steps for event in told) / num_steps)
+    typical_ms = median(own_ms) or math.inf
+    found = []
+    for rank, each_ms in enumerate(own_ms):
+        last = sum(event.last[rank] for event in told) / num_looks
+        gpu = gpus[rank] if gpus else ""
+        found.append(Rank(attempt, rank, nodes.get(rank, ""), gpu, each_ms, each_ms / typical_ms, last))
+    return found

@@ -10,7 +10,8 @@ from bokeh.plotting import figure
 
 from app.run.events import AttemptStarted
 from app.telemetry.goodput import CATEGORIES, Account
-from app.telemetry.report.course import Course, Interruption
+from app.telemetry.interruptions import Interruption
+from app.telemetry.report.course import Course
 
 # Told apart on a white and on a black page, and by those who see no red or no green (Okabe and Ito, 2008).
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
@@ -188,7 +189,9 @@ def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
     """Mark where attempts ended: a line, and a sign at its foot that tells more. Return what the colours mean."""
     rows: list[dict[str, Any]] = []
     lowest = min((value for value in values if math.isfinite(value)), default=0.0)
-    for each in course.interruptions():
+    for each in course.interruptions:
+        if each.step is None:  # nothing has followed yet
+            continue
         color = color_of(each)
         mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
         plot.add_layout(mark)
@@ -203,7 +206,7 @@ def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
 
 def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
     if start is not None and start.nodes:
-        return dict(start.nodes)
+        return {node: len(ranks) for node, ranks in start.nodes.items()}
     return {"workers": account.world_size}
 
 

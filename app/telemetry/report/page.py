@@ -16,6 +16,11 @@ from app.units import compact, duration, number, plural
 
 _MOST_ROWS = 200
 _MARKED = "Dotted lines: the step that a run went on from after a failure, a resize or another command."
+_RANKS_EXPLAINED = (
+    "What a step costs each rank by itself, and how often the others waited for it most: heartbeats tell, which only a "
+    "run on Ray brings together. Below, ranks that cost the others a tenth of every step or more."
+)
+_MOST_RANKS = 32
 
 
 def page_of(course: Course) -> str:
@@ -51,7 +56,7 @@ def _sections(course: Course, legends: Mapping[str, str]) -> Iterable[str]:
     yield _section("Step time", "Medians of log steps.", plots["steps"])
     yield _section("Where the time went", _explained(course), _shares(course) + plots["time"], wide=True)
     yield _section("What each interruption cost", "", _interruptions(course), wide=True)
-    yield _section("Slow ranks", "Those for which the others waited in every step.", _stragglers(course), wide=True)
+    yield _section("Slow ranks", _RANKS_EXPLAINED, _rank_times(course) + _stragglers(course), wide=True)
     yield _section("Configuration", "", _text(_read(course, "config.yaml")))
     environment = read_json(course.directory.store, "environment.json") or {}
     yield _section("Environment", "", _text(json.dumps(environment, indent=2)))
@@ -65,7 +70,6 @@ def _header(course: Course) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(course.ledger.accounts[0].began_s))
     worth = goodput(course.totals)
     summary = course.directory.summary() or {}
-    interruptions = list(course.interruptions())
     steps, losses = course.figures.steps, course.figures.column("loss")
     tiles = {
         "steps": str(summary.get("step", steps[-1] if steps else 0)),
@@ -73,7 +77,7 @@ def _header(course: Course) -> str:
         "goodput": f"{worth['goodput']:.1%}",
         "wall time": duration(worth["wall_s"]),
         "attempts": str(len(course.totals.spans)),
-        "failures": str(sum(each.kind == "failure" for each in interruptions)),
+        "failures": str(sum(each.kind == "failure" for each in course.interruptions)),
         "steps done again": str(course.totals.num_lost),
         "samples": compact(course.totals.samples),
     }
@@ -118,12 +122,14 @@ def _shares(course: Course) -> str:
 
 def _interruptions(course: Course) -> str:
     rows = []
-    for each in list(course.interruptions())[:_MOST_ROWS]:
-        detected = f"{each.detected_s:.1f} s" if each.kind == "failure" else ""
-        numbers = [detected, f"{each.back_s:.1f} s", str(each.lost_steps), f"{each.lost_s:.1f} s"]
-        row = [_cell(_key(figures.color_of(each)) + each.kind, "key"), _cell(str(each.step), "number")]
-        row.append(_cell("{} → {}".format(*each.workers), "number"))
+    for each in course.interruptions[:_MOST_ROWS]:
+        row = [_cell(_key(figures.color_of(each)) + each.kind, "key")]
+        row.append(_cell("" if each.step is None else str(each.step), "number"))
+        row.append(_cell("{} → {}".format(*each.workers) if each.workers else "", "number"))
         row += [_cell(escape(each.cause[:300]), "text"), _cell(escape(each.source))]
+        seconds = [each.detected_s, each.back_s]
+        numbers = ["" if value is None else f"{value:.1f} s" for value in seconds]
+        numbers += [str(each.lost_steps), f"{each.lost_s:.1f} s"] if each.attempt else ["", "not back yet"]
         rows.append(row + [_cell(value, "number") for value in numbers])
     if not rows:
         return "<p>There was none.</p>"
@@ -132,12 +138,27 @@ def _interruptions(course: Course) -> str:
     return _table(heads, rows)
 
 
+def _rank_times(course: Course) -> str:
+    """Return a table of the ranks that were the last most often, by attempt."""
+    ranks = course.ranks()
+    if not ranks:
+        return ""
+    rows = []
+    for rank in sorted(ranks, key=lambda each: -each.last)[:_MOST_RANKS]:
+        row = [str(rank.attempt), str(rank.rank), f"{rank.own_ms:.3g} ms", f"{rank.of_median:.2f}", f"{rank.last:.0%}"]
+        place = [_cell(escape(rank.node)), _cell(escape(rank.gpu))]
+        rows.append([*(_cell(value, "number") for value in row), *place])
+    heads = [(head, "number") for head in ("attempt", "rank", "by itself", "of the median", "last in")]
+    left = f"<p>And {len(ranks) - _MOST_RANKS} others.</p>" if len(ranks) > _MOST_RANKS else ""
+    return _table([*heads, ("node", ""), ("GPU", "")], rows) + left
+
+
 def _stragglers(course: Course) -> str:
     found: dict[tuple[int, str, str], list[events.Straggler]] = {}
     for event in course.told.get(events.Straggler, []):
         found.setdefault((event.rank, event.member, event.phase), []).append(event)
     if not found:
-        return "<p>There was none.</p>"
+        return "<p>No rank cost the others so much.</p>"
     rows = []
     slowest = sorted(found.items(), key=lambda each: -max(event.share for event in each[1]))
     for (rank, member, phase), told in slowest[:_MOST_ROWS]:
