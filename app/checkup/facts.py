@@ -32,6 +32,8 @@ class Space:
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU, and its memory; 0 where the driver does not say."""
+
     name: str
     free_bytes: int
     total_bytes: int
@@ -105,15 +107,22 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
     gpus = []
     for line in (output_of("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
         driver, name, free_mib, total_mib = line.split(", ")
-        gpus.append(Gpu(name, int(free_mib) * 2**20, int(total_mib) * 2**20))
+        gpus.append(Gpu(name, _bytes(free_mib), _bytes(total_mib)))
     return driver, tuple(gpus)
+
+
+def _bytes(mib: str) -> int:
+    return int(mib) * 2**20 if mib.isdigit() else 0  # [N/A] of a GPU that shares the memory of its machine
 
 
 def _disks(storage: str) -> tuple[Space, ...]:
     paths = [Path(tempfile.gettempdir())]
     if "://" not in storage:
         paths.insert(0, _existing(Path(storage)))
-    return tuple(_space(path) for path in paths)
+    disks: dict[int, Path] = {}
+    for path in paths:
+        disks.setdefault(path.stat().st_dev, path)  # both are often on one disk
+    return tuple(_space(path) for path in disks.values())
 
 
 def _existing(path: Path) -> Path:

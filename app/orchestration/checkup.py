@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -29,6 +28,7 @@ from app.checkup.findings import (
     silent_finding,
     slow_links,
 )
+from app.checkup.marks import Marks
 from app.checkup.network import CollectiveFigures, LinkFigures, Place, measure_collectives, measure_link, sizes_for
 from app.checkup.rounds import rounds
 from app.orchestration.trainer import head_host
@@ -43,8 +43,7 @@ _LINK_S = 60.0  # longer than the time-outs within, so that both nodes tell what
 _COLLECTIVES_S = 120.0
 _NUM_CLOCK_READINGS = 5
 _NUM_DOUBTS = 3  # times that a slow link is measured again
-_SEEN_S = 10.0  # for which a shared file system may keep an old listing
-_POLL_S = 0.2
+_DOUBTS_S = 60.0  # that it may take for all of them
 _LOCAL_SPEED = 1e9
 
 
@@ -65,22 +64,14 @@ class Inspector:
     def clock_s(self) -> float:
         return time.time()
 
-    def leave_mark(self, folder: str) -> str:
-        """Write a file where run directories will lie. Return what storage says against it."""
-        return leave_mark(self._store, f"{folder}/{self._name}")
+    def leave_mark(self, marks: Marks) -> str:
+        return marks.leave(self._name)
 
-    def marks(self, folder: str, awaited: set[str]) -> set[str]:
-        """Return whose files this node sees, once it sees all or has waited long enough."""
-        until_s = time.monotonic() + _SEEN_S
-        seen: set[str] = set()
-        while time.monotonic() < until_s and not awaited <= seen:
-            with suppress(OSError):
-                seen = set(self._store.list(folder))
-            time.sleep(_POLL_S)
-        return seen
+    def seen_marks(self, marks: Marks, awaited: set[str]) -> set[str]:
+        return marks.wait_for(awaited)
 
-    def remove_marks(self, folder: str) -> None:
-        remove_marks(self._store, folder)
+    def remove_marks(self, marks: Marks) -> None:
+        marks.remove()
 
     def serve(self, host: str) -> int:
         """Serve a store at an address of this node. Return its port."""
@@ -100,20 +91,6 @@ class Inspector:
             return measure_collectives(place, self._device, sizes_bytes)
         except (PeerLost, RuntimeError) as error:
             return _short(error)
-
-
-def leave_mark(store: Store, name: str) -> str:
-    """Write a file. Return what storage says against it, empty if nothing."""
-    try:
-        store.commit(name, b"")
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def remove_marks(store: Store, folder: str) -> None:
-    with suppress(OSError):  # another node has been faster
-        store.delete(folder)
 
 
 class Inspectors:
@@ -217,9 +194,13 @@ def _doubted(
 ) -> list[Link]:
     """Measure slow links again, one at a time. Return all links, with the better figures."""
     # A process that had to wait for its core looks like a slow link, but hardly each time.
+    # Where a node with many links is slow, there is no end to it, and no doubt.
+    until_s = time.monotonic() + _DOUBTS_S
     for _ in range(_NUM_DOUBTS):
         better = []
         for link in slow_links(links):
+            if time.monotonic() > until_s:
+                break
             again = _measure_pairs(inspectors, [(link.first, link.second)], stores, numbers)
             better += [link.or_better(each) for each in again]
         measured = {link.name: link for link in better}
@@ -275,16 +256,15 @@ def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float
 
 def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
     """Have all nodes, and this process, write below run.storage and look for what the others have written."""
-    folder = f".doctor-{uuid.uuid4().hex[:8]}"
+    marks = Marks(store, f".doctor-{uuid.uuid4().hex[:8]}")
     here = "this command"
-    errors = {here: leave_mark(store, f"{folder}/{here}")}
-    errors |= inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", folder=folder)
+    errors = {here: marks.leave(here)}
+    errors |= _of_nodes(inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", marks=marks))
     awaited = {name for name, error in errors.items() if not error}
-    seen = inspectors.ask("read run.storage", _ANSWER_S, "marks", folder=folder, awaited=awaited)
-    with suppress(OSError):
-        seen[here] = set(store.list(folder))
-    inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", folder=folder)
-    remove_marks(store, folder)
+    seen = inspectors.ask("read run.storage", _ANSWER_S, "seen_marks", marks=marks, awaited=awaited)
+    seen[here] = marks.seen()
+    inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", marks=marks)
+    marks.remove()
     return {name: Sight(frozenset(seen.get(name, ())), error) for name, error in errors.items()}
 
 
