@@ -20,6 +20,7 @@ _LITTLE_SHARED_MEMORY, _TOO_LITTLE_SHARED_MEMORY = _GIB, 128 * _MIB  # a contain
 _LITTLE_DISK, _TOO_LITTLE_DISK = 10 * _GIB, _GIB
 _FULL_DISK = 0.95  # at which Ray stops to use it
 _LITTLE_MEMORY = _GIB
+_NO_SPACE = ("No space left on device", "Disk quota exceeded")  # Linux's words for ENOSPC and EDQUOT
 _SKEW_S = 1.0  # by which the times of events are wrong
 _TOO_MUCH_SKEW_S = 900.0  # S3 refuses requests that are further off
 _SLOW_SHARE = 0.25  # of the speed of the best link
@@ -322,8 +323,10 @@ def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
     errors = _by_value({node: sight.error for node, sight in sights.items() if sight.error})
     for error, nodes in errors.items():
         what = f"{', '.join(nodes)} cannot write run.storage {location}: {error}"
-        remedy = f"Let the user of the workers write there (ls -ld {location}), or choose another run.storage"
-        findings.append(Finding("error", "run directory", what, remedy))
+        mend = f"Let the user of the workers write there (ls -ld {location})"
+        if any(words in error for words in _NO_SPACE):
+            mend = f"Free space there (df -h -i {location})"
+        findings.append(Finding("error", "run directory", what, f"{mend}, or choose another run.storage"))
     writers = {node for node, sight in sights.items() if not sight.error}
     missing = {node: frozenset(writers - sights[node].seen) for node in sorted(writers)}
     for unseen, nodes in _by_value(missing).items():

@@ -60,6 +60,30 @@ def test_a_collective_that_corrupts_is_named_with_the_node(gang: Gang, broken: s
     assert errors[0].what.startswith(f"{broken} gives w{where} a wrong result: element {index} of ")
 
 
+def narrow(member: Member, port: int, number: int) -> tuple[LinkFigures | None, int]:
+    """Measure a link of 5 Mbit/s. Return what came of it, and the bytes of the largest message."""
+    largest = 0
+
+    def send(tensor: torch.Tensor, *others: Any) -> None:
+        nonlocal largest
+        largest = max(largest, tensor.nbytes)
+        time.sleep(tensor.nbytes / 625e3)
+        stock(tensor, *others)
+
+    stock = dist.send
+    if member.number == 2:
+        return None, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", send)
+        return measure_link(Place("127.0.0.1", port, number, member.number, 2), CPU), largest
+
+
+def test_over_a_link_that_is_very_slow_no_large_message_is_sent(gang: Gang) -> None:
+    (figures, largest), *_ = gang.run(narrow, gang._store.port, 40)
+    assert largest == 2**16  # the next size would take six seconds, each time
+    assert 4e5 < figures.bytes_per_s < 625e3
+
+
 def links(member: Member, port: int, number: int, fault: str) -> dict[str, LinkFigures | None]:
     """Measure all pairs of three processes; process 2 is behind a link with a fault."""
 

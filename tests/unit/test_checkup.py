@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,8 @@ from app.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, siz
 from app.checkup.rounds import rounds
 from app.cli import main
 from app.config import Config
-from app.orchestration.checkup import skew
+from app.orchestration import checkup
+from app.orchestration.checkup import Inspectors, skew
 from app.storage import LocalStore
 
 GIB = 2**30
@@ -53,6 +56,7 @@ HEALTHY = NodeFacts(
     variables={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"},
 )
 FAST = LinkFigures(1e-4, 1e9, intact=True)
+SLOW = LinkFigures(1e-4, 1e7, intact=True)
 
 
 def of_package(name: str, version: str) -> NodeFacts:
@@ -259,6 +263,12 @@ def test_nodes_with_the_same_fault_of_storage_are_one_finding() -> None:
     ]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_where_storage_is_full_the_remedy_is_space(number: int) -> None:
+    (finding,) = judge_storage("/runs", {"w1": Sight(error=os.strerror(number))})
+    assert finding.remedy == "Free space there (df -h -i /runs), or choose another run.storage"
+
+
 def test_a_run_directory_that_is_not_the_same_everywhere_is_found() -> None:
     seen = {"w1": Sight(frozenset({"w1", "w3"})), "w2": Sight(frozenset({"w2"})), "w3": Sight(frozenset({"w1", "w3"}))}
     findings = judge_storage("/runs", seen)
@@ -294,6 +304,23 @@ def test_a_link_that_was_slow_once_is_not_slow() -> None:
     assert slow.or_better(fast) == fast.or_better(slow) == fast
     assert not fast.or_better(Link("a", "b", replace(FAST, intact=False))).figures.intact
     assert fast.or_better(Link("a", "b", None, "gone")).error == "gone"
+
+
+def test_slow_pairs_are_measured_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, str]] = []
+
+    def measure(inspectors: Inspectors, pairs: list[tuple[str, str]], *others: object) -> list[Link]:
+        measured.extend(pairs)
+        return [Link(first, second, SLOW) for first, second in pairs]
+
+    monkeypatch.setattr(checkup, "_measure_pairs", measure)
+    found = links("abcd", "d", SLOW)
+    again = checkup._doubted(Inspectors({}), found, {}, count())
+    assert (again, measured) == (found, 3 * [("a", "d"), ("b", "d"), ("c", "d")])
+    measured.clear()
+    monkeypatch.setattr(checkup, "_DOUBTS_S", -1.0)
+    assert checkup._doubted(Inspectors({}), found, {}, count()) == found
+    assert measured == []
 
 
 def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
