@@ -54,6 +54,7 @@ class NodeFacts:
     versions: dict[str, str]  # of Python, torch, ...; what is not there is left out
     num_cpus: int
     gpus: tuple[Gpu, ...]
+    device: str  # on which a worker of it would compute: cpu or cuda
     free_memory_bytes: int
     shared_memory: Space
     disks: tuple[Space, ...]
@@ -63,12 +64,13 @@ class NodeFacts:
     variables: dict[str, str]  # those of `INTERFACE_VARIABLES`, as gloo and NCCL will read them
 
 
-def gather_facts(head: str, storage: str) -> NodeFacts:
+def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     """Return the facts of this node.
 
     Args:
         head: the address of the cluster's head.
         storage: where run directories will lie: a path or a URI.
+        device: of this process.
     """
     driver, gpus = _gpus()
     own_address = _address_towards(head)
@@ -78,6 +80,7 @@ def gather_facts(head: str, storage: str) -> NodeFacts:
         versions=_versions(driver),
         num_cpus=os.cpu_count() or 1,
         gpus=gpus,
+        device=device.type,
         free_memory_bytes=free_bytes(),
         shared_memory=_space(Path(_SHARED_MEMORY)),
         disks=_disks(storage),

@@ -417,8 +417,8 @@ def _links_ok(links: Sequence[Link]) -> Finding:
     return Finding("ok", "links", what, figures=figures)
 
 
-def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]]) -> list[Finding]:
-    """Judge collectives by what each rank has seen of them."""
+def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]], library: str) -> list[Finding]:
+    """Judge collectives of a library, gloo or NCCL, by what each rank has seen of them."""
     findings = []
     for of_one in zip(*seen.values(), strict=True):
         wrong = {rank: figures.wrong for rank, figures in zip(seen, of_one, strict=True) if figures.wrong}
@@ -429,7 +429,7 @@ def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]]) -> list[F
             )
             findings.append(Finding("error", "collectives", f"{name} gives {rank} a wrong result: {what}", remedy))
         if not wrong:
-            findings.append(_timed(name, of_one, len(seen)))
+            findings.append(_timed(f"{name} over {library}", of_one, len(seen)))
     return findings
 
 

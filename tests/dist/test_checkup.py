@@ -45,7 +45,7 @@ def measured(gang: Gang, number: int, broken: str = "", where: int = 0) -> dict[
 
 
 def test_collectives_that_work_are_right(gang: Gang) -> None:
-    findings = judge_collectives(measured(gang, 1))
+    findings = judge_collectives(measured(gang, 1), "gloo")
     assert [finding.level for finding in findings] == ["ok"] * 4
     assert [finding.what.split()[0] for finding in findings] == list(COLLECTIVES)
     assert all(finding.figures.keys() == {"1024", "65536"} for finding in findings)
@@ -54,7 +54,9 @@ def test_collectives_that_work_are_right(gang: Gang) -> None:
 @pytest.mark.parametrize(("broken", "where"), [("all_reduce", 2), ("broadcast", 1), ("gather", 0), ("scatter", 2)])
 def test_a_collective_that_corrupts_is_named_with_the_node(gang: Gang, broken: str, where: int) -> None:
     number = 2 + list(COLLECTIVES).index(broken)
-    errors = [each for each in judge_collectives(measured(gang, number, broken, where)) if each.level == "error"]
+    errors = [
+        each for each in judge_collectives(measured(gang, number, broken, where), "gloo") if each.level == "error"
+    ]
     assert len(errors) == 1
     index = 356 if broken == "gather" else 100  # the second of three messages of 256 elements
     assert errors[0].what.startswith(f"{broken} gives w{where} a wrong result: element {index} of ")

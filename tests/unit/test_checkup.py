@@ -12,6 +12,7 @@ from itertools import combinations, count
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.checkup import facts as of_nodes
 from app.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
@@ -32,9 +33,10 @@ from app.checkup.rounds import rounds
 from app.cli import main
 from app.config import Config
 from app.orchestration import checkup
-from app.orchestration.checkup import Inspectors, skew
+from app.orchestration.checkup import Inspectors, Peer, common_device, skew, those_who_train
 from app.storage import LocalStore
 
+CPU = torch.device("cpu")
 GIB = 2**30
 HEALTHY = NodeFacts(
     versions={
@@ -47,6 +49,7 @@ HEALTHY = NodeFacts(
     },
     num_cpus=8,
     gpus=(Gpu("H100", 79 * GIB, 80 * GIB),),
+    device="cuda",
     free_memory_bytes=60 * GIB,
     shared_memory=Space("/dev/shm", 32 * GIB, 32 * GIB),
     disks=(Space("/mnt/shared", 500 * GIB, 1000 * GIB), Space("/tmp", 70 * GIB, 100 * GIB)),
@@ -133,7 +136,7 @@ def test_a_gpu_that_does_not_tell_its_memory_is_one_all_the_same(monkeypatch: py
     for variable in HEALTHY.variables:
         monkeypatch.setenv(variable, "lo")
     monkeypatch.setattr(of_nodes, "output_of", lambda *command: "580.95, NVIDIA GB10, [N/A], [N/A]")
-    facts = gather_facts("127.0.0.1", "s3://bucket/runs")
+    facts = gather_facts("127.0.0.1", "s3://bucket/runs", CPU)
     assert (facts.gpus, facts.versions["driver"]) == ((Gpu("NVIDIA GB10", 0, 0),), "580.95")
     (finding,) = judge_node("w1", replace(HEALTHY, gpus=facts.gpus))
     assert "8 CPUs, NVIDIA GB10 | free:" in finding.what
@@ -346,9 +349,17 @@ def test_the_slowest_rank_is_the_time_of_a_collective_and_a_wrong_result_names_i
     def seen(of_sum_s: float, wrong: str = "") -> list[CollectiveFigures]:
         return [CollectiveFigures("all_reduce", {1024: of_sum_s}, ""), CollectiveFigures("gather", {1024: 1e-3}, wrong)]
 
-    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")})
+    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")}, "NCCL")
     assert (good.level, good.figures) == ("ok", {"1024": 4e-3})
+    assert good.what.startswith("all_reduce over NCCL is right on 2 ranks")
     assert (bad.level, bad.what) == ("error", "gather gives w2 a wrong result: element 3 of 9 is 1, and should be 2")
+
+
+def test_a_head_without_a_gpu_keeps_no_gpus_from_nccl() -> None:
+    head, w1, w2 = Peer("10.0.0.1", 1, "cpu"), Peer("10.0.0.2", 2, "cuda"), Peer("10.0.0.3", 3, "cuda")
+    assert those_who_train({"head": head, "w1": w1, "w2": w2}) == ["w1", "w2"]
+    assert those_who_train({"head": head, "w1": head}) == ["head", "w1"]
+    assert [common_device(pair) for pair in ((head, w1), (w1, w2), (head, head))] == ["cpu", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize("num_nodes", range(8))
@@ -374,7 +385,7 @@ def test_the_facts_of_this_machine_are_as_it_is(tmp_path: Path, monkeypatch: pyt
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        facts = gather_facts("127.0.0.1", str(tmp_path / "not" / "there"))
+        facts = gather_facts("127.0.0.1", str(tmp_path / "not" / "there"), CPU)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (facts.num_open_files, facts.own_address, facts.variables["GLOO_SOCKET_IFNAME"]) == (256, "127.0.0.1", "lo")
