@@ -52,7 +52,7 @@ test-slow: .venv/.dev
 
 test-all: test test-slow
 
-# Needs root and, on Debian, apt-get install openssh-server rsync iproute2 faketime.
+# Needs root and, on Debian, apt-get install openssh-server rsync iproute2.
 e2e: .venv/.e2e
 	$(PYTEST) tests/e2e
 

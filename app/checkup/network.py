@@ -20,6 +20,7 @@ from app.world.groups import Groups
 from app.world.timeouts import Timeouts
 
 SIZES_BYTES = (2**10, 2**16, 2**22)  # not larger: rank 0 holds as many messages as there are ranks
+_LINK_SIZES_BYTES = (2**10, 2**16, 2**19, 2**22)
 _NUM_PINGS = 20
 _NUM_TIMES = 5  # of which the fastest counts: whatever else the machines do only makes them slower
 _LONG_S = 0.25  # after which nothing is tried again
@@ -85,12 +86,13 @@ def measure_link(place: Place, device: torch.device) -> LinkFigures | None:
             return None
         ping_s, intact = _round_trip(groups, 1, device, _NUM_PINGS)
         bytes_per_s = 0.0
-        for num_bytes in SIZES_BYTES:
+        # What a network lets through at once, before it slows down, makes smaller messages look fast: the last counts.
+        for num_bytes in _LINK_SIZES_BYTES:
             # Before it is sent: over a slow link it would take longer than anybody waits for.
             if bytes_per_s and 2 * num_bytes / bytes_per_s > _TOO_LONG_S:
                 break
             passed_s, same = _fastest_round_trip(groups, num_bytes // _BYTES_PER_ELEMENT, device)
-            bytes_per_s = max(bytes_per_s, 2 * num_bytes / passed_s)
+            bytes_per_s = 2 * num_bytes / passed_s
             intact = intact and same
         _announce(groups, 0, 0, device)
         return LinkFigures(ping_s / 2, bytes_per_s, intact)

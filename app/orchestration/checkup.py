@@ -334,7 +334,7 @@ def _of_nodes(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _alive() -> list[_Node]:
     """Return the nodes of the cluster, named by their hosts; where several are on one, also by a part of their ids."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerHostname"]))
     hosts = [node["NodeManagerHostname"] for node in nodes]
     found = []
     for node in nodes:
