@@ -32,6 +32,8 @@ class Space:
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU, and its memory; 0 where the driver does not say."""
+
     name: str
     free_bytes: int
     total_bytes: int
@@ -52,6 +54,7 @@ class NodeFacts:
     versions: dict[str, str]  # of Python, torch, ...; what is not there is left out
     num_cpus: int
     gpus: tuple[Gpu, ...]
+    device: str  # on which a worker of it would compute: cpu or cuda
     free_memory_bytes: int
     shared_memory: Space
     disks: tuple[Space, ...]
@@ -61,12 +64,13 @@ class NodeFacts:
     variables: dict[str, str]  # those of `INTERFACE_VARIABLES`, as gloo and NCCL will read them
 
 
-def gather_facts(head: str, storage: str) -> NodeFacts:
+def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     """Return the facts of this node.
 
     Args:
         head: the address of the cluster's head.
         storage: where run directories will lie: a path or a URI.
+        device: of this process.
     """
     driver, gpus = _gpus()
     own_address = _address_towards(head)
@@ -76,6 +80,7 @@ def gather_facts(head: str, storage: str) -> NodeFacts:
         versions=_versions(driver),
         num_cpus=os.cpu_count() or 1,
         gpus=gpus,
+        device=device.type,
         free_memory_bytes=free_bytes(),
         shared_memory=_space(Path(_SHARED_MEMORY)),
         disks=_disks(storage),
@@ -105,15 +110,22 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
     gpus = []
     for line in (output_of("nvidia-smi", query, "--format=csv,noheader,nounits") or "").splitlines():
         driver, name, free_mib, total_mib = line.split(", ")
-        gpus.append(Gpu(name, int(free_mib) * 2**20, int(total_mib) * 2**20))
+        gpus.append(Gpu(name, _bytes(free_mib), _bytes(total_mib)))
     return driver, tuple(gpus)
+
+
+def _bytes(mib: str) -> int:
+    return int(mib) * 2**20 if mib.isdigit() else 0  # [N/A] of a GPU that shares the memory of its machine
 
 
 def _disks(storage: str) -> tuple[Space, ...]:
     paths = [Path(tempfile.gettempdir())]
     if "://" not in storage:
         paths.insert(0, _existing(Path(storage)))
-    return tuple(_space(path) for path in paths)
+    disks: dict[int, Path] = {}
+    for path in paths:
+        disks.setdefault(path.stat().st_dev, path)  # both are often on one disk
+    return tuple(_space(path) for path in disks.values())
 
 
 def _existing(path: Path) -> Path:

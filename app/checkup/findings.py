@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from statistics import median, median_low
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from app.checkup.facts import INTERFACE_VARIABLES, NodeFacts, Space
 from app.checkup.network import CollectiveFigures, LinkFigures
 from app.units import joined, plural, size
 
 Level = Literal["ok", "warning", "error"]
+_Value = TypeVar("_Value")
 _MIB, _GIB = 2**20, 2**30
 # Sockets of gloo and Ray, files of a checkpoint and of the data: a small run has 200 open.
 _FEW_OPEN_FILES, _TOO_FEW_OPEN_FILES = 1024, 512
@@ -19,12 +20,15 @@ _LITTLE_SHARED_MEMORY, _TOO_LITTLE_SHARED_MEMORY = _GIB, 128 * _MIB  # a contain
 _LITTLE_DISK, _TOO_LITTLE_DISK = 10 * _GIB, _GIB
 _FULL_DISK = 0.95  # at which Ray stops to use it
 _LITTLE_MEMORY = _GIB
+_NO_SPACE = ("No space left on device", "Disk quota exceeded")  # Linux's words for ENOSPC and EDQUOT
 _SKEW_S = 1.0  # by which the times of events are wrong
 _TOO_MUCH_SKEW_S = 900.0  # S3 refuses requests that are further off
 _SLOW_SHARE = 0.25  # of the speed of the best link
 _SLOW_BYTES_PER_S = 30e6
 _SLOW_LATENCY_S = 5e-3
 _SLOW_LATENCY_RATIO = 10.0
+# Interfaces that lead to containers and virtual machines of the same machine, whatever speed they claim.
+_WITHIN_MACHINE = ("br-", "cali", "cni", "docker", "lxc", "lxd", "podman", "veth", "virbr")
 
 # Of each package: how bad it is where nodes have different ones, and why.
 _MUST_AGREE: dict[str, tuple[Level, str]] = {
@@ -35,6 +39,9 @@ _MUST_AGREE: dict[str, tuple[Level, str]] = {
     "driver": ("warning", "NCCL may choose other transports on each"),
     "Ray": ("error", "Ray refuses nodes of another version"),
 }
+# A head that only coordinates needs no GPU, nor what belongs to one.
+_OF_GPUS = ("CUDA", "NCCL", "driver")
+_NONE = "none"
 
 
 class _Fault(NamedTuple):
@@ -115,19 +122,30 @@ def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     findings = []
     agreed = []
     for package, (level, why) in _MUST_AGREE.items():
-        users: dict[str, list[str]] = {}
-        for node, facts in nodes.items():
-            users.setdefault(facts.versions.get(package, "none"), []).append(node)
+        users = _users(package, nodes)
         if len(users) > 1:
             found = "; ".join(f"{version} on {', '.join(where)}" for version, where in users.items())
             what = f"{package} differs between nodes: {found}"
             findings.append(Finding(level, "versions", what, f"Install one {package} on all nodes: {why}", dict(users)))
-        elif "none" not in users:
+        elif users and _NONE not in users:
             agreed.append(f"{package} {next(iter(users))}")
     findings += _judge_nccl(nodes)
     if not findings:
         findings.append(Finding("ok", "versions", f"{', '.join(agreed)}{_on_all(nodes)}"))
     return findings
+
+
+def _users(package: str, nodes: Mapping[str, NodeFacts]) -> dict[str, list[str]]:
+    """Return the nodes that have each version of a package, without those that have no use for it."""
+    users: dict[str, list[str]] = {}
+    for node, facts in nodes.items():
+        version = facts.versions.get(package, _NONE)
+        if version == _NONE and package in _OF_GPUS and not facts.gpus:
+            continue
+        if package == "torch":
+            version = version.partition("+")[0]  # what follows tells CUDA's version again, or that it has none
+        users.setdefault(version, []).append(node)
+    return users
 
 
 def _judge_nccl(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
@@ -156,7 +174,10 @@ def judge_node(node: str, facts: NodeFacts) -> list[Finding]:
 
 
 def _summary(facts: NodeFacts) -> str:
-    gpus = [f"{gpu.name} with {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free" for gpu in facts.gpus]
+    gpus = []
+    for gpu in facts.gpus:
+        memory = f" with {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free" if gpu.total_bytes else ""
+        gpus.append(f"{gpu.name}{memory}")
     return joined(
         [
             f"{plural(facts.num_cpus, 'CPU')}, {', '.join(gpus) or 'no GPU'}",
@@ -245,7 +266,10 @@ def _selects(value: str, name: str) -> bool:
 
 def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
     own = [each for each in facts.interfaces if each.address == facts.own_address and each.mbit_per_s]
-    faster = [each for each in facts.interfaces if each.is_up and own and each.mbit_per_s > own[0].mbit_per_s]
+    faster = []
+    for each in facts.interfaces:
+        if each.is_up and own and each.mbit_per_s > own[0].mbit_per_s and not each.name.startswith(_WITHIN_MACHINE):
+            faster.append(each)
     chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     if not faster or any(each.name == chosen for each in faster):
         return []
@@ -256,38 +280,60 @@ def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
 
 
 def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """Judge how far the clock of each node is ahead of this machine's: seconds, and by how much that may be wrong."""
+    """Judge how far the clock of each node is from most nodes', from this machine's where most do not agree.
+
+    Args:
+        skews: by how many seconds each is ahead of this machine's, and by how much that may be wrong.
+    """
     findings = []
     largest_s = 0.0
-    for node, (ahead_s, error_s) in skews.items():
+    reference_s, of_whom = _reference(skews)
+    for node, (ahead_of_this_s, error_s) in skews.items():
+        ahead_s = ahead_of_this_s - reference_s
         certain_s = abs(ahead_s) - error_s
         largest_s = max(largest_s, certain_s)
         if certain_s <= _SKEW_S:
             continue
         level: Level = "error" if certain_s >= _TOO_MUCH_SKEW_S else "warning"
         side = "ahead of" if ahead_s > 0 else "behind"
-        what = f"{node}: its clock is {abs(ahead_s):.1f} s {side} this machine's"
+        what = f"{node}: its clock is {abs(ahead_s):.1f} s {side} {of_whom}"
         remedy = (
             "Synchronize it (chrony, or timedatectl set-ntp true): times of events mislead, and S3 refuses requests"
         )
         findings.append(Finding(level, "clocks", what, remedy, {"ahead_s": ahead_s, "error_s": error_s}))
     if findings:
         return findings
-    return [Finding("ok", "clocks", f"within {max(0.001, largest_s):.3f} s of this machine's{_on_all(skews)}")]
+    return [Finding("ok", "clocks", f"within {max(0.001, largest_s):.3f} s of {of_whom}{_on_all(skews)}")]
+
+
+def _reference(skews: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
+    """Return the time that clocks are compared with, as seconds ahead of this machine's, and whose it is."""
+    # This machine's own clock may be the one that is wrong, and each of the others would be named for it.
+    all_ahead_s = [ahead_s for ahead_s, _ in skews.values()]
+    middle_s = median_low(all_ahead_s) if all_ahead_s else 0.0
+    near = [ahead_s for ahead_s in all_ahead_s if abs(ahead_s - middle_s) <= _SKEW_S]
+    if abs(middle_s) > _SKEW_S and len(near) > len(all_ahead_s) / 2 and len(near) > 1:
+        return middle_s, "that of most nodes"
+    return 0.0, "this machine's"
 
 
 def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
     """Judge whether all can write where run directories will lie, and see what the others have written."""
     findings = []
-    for node, sight in sights.items():
-        if sight.error:
-            what = f"{node} cannot write run.storage {location}: {sight.error}"
-            remedy = f"Let the user of the workers write there (ls -ld {location}), or choose another run.storage"
-            findings.append(Finding("error", "run directory", what, remedy))
+    errors = _by_value({node: sight.error for node, sight in sights.items() if sight.error})
+    for error, nodes in errors.items():
+        what = f"{', '.join(nodes)} cannot write run.storage {location}: {error}"
+        mend = f"Let the user of the workers write there (ls -ld {location})"
+        if any(words in error for words in _NO_SPACE):
+            mend = f"Free space there (df -h -i {location})"
+        findings.append(Finding("error", "run directory", what, f"{mend}, or choose another run.storage"))
     writers = {node for node, sight in sights.items() if not sight.error}
-    for node in sorted(writers):
-        if missing := writers - sights[node].seen:
-            what = f"{node} does not see at run.storage {location} what {', '.join(sorted(missing))} wrote there"
+    missing = {node: frozenset(writers - sights[node].seen) for node in sorted(writers)}
+    for unseen, nodes in _by_value(missing).items():
+        if unseen:
+            verb = "does" if len(nodes) == 1 else "do"
+            wrote = ", ".join(sorted(unseen))
+            what = f"{', '.join(nodes)} {verb} not see at run.storage {location} what {wrote} wrote there"
             remedy = (
                 "Mount one folder on all nodes, at /mnt/shared for example, or give run.storage a bucket or a path "
                 "that all of them share"
@@ -297,6 +343,14 @@ def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
         what = f"{location}: written by {', '.join(sights)}; each sees what the others wrote"
         findings.append(Finding("ok", "run directory", what))
     return findings
+
+
+def _by_value(found: Mapping[str, _Value]) -> dict[_Value, list[str]]:
+    """Return the nodes of each value, so that what many nodes have in common is one finding."""
+    nodes: dict[_Value, list[str]] = {}
+    for node, value in found.items():
+        nodes.setdefault(value, []).append(node)
+    return nodes
 
 
 def judge_links(links: Sequence[Link]) -> list[Finding]:
@@ -363,8 +417,8 @@ def _links_ok(links: Sequence[Link]) -> Finding:
     return Finding("ok", "links", what, figures=figures)
 
 
-def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]]) -> list[Finding]:
-    """Judge collectives by what each rank has seen of them."""
+def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]], library: str) -> list[Finding]:
+    """Judge collectives of a library, gloo or NCCL, by what each rank has seen of them."""
     findings = []
     for of_one in zip(*seen.values(), strict=True):
         wrong = {rank: figures.wrong for rank, figures in zip(seen, of_one, strict=True) if figures.wrong}
@@ -375,7 +429,7 @@ def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]]) -> list[F
             )
             findings.append(Finding("error", "collectives", f"{name} gives {rank} a wrong result: {what}", remedy))
         if not wrong:
-            findings.append(_timed(name, of_one, len(seen)))
+            findings.append(_timed(f"{name} over {library}", of_one, len(seen)))
     return findings
 
 

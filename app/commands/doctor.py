@@ -4,9 +4,10 @@ A finding is a line, and below it what to do.
 """
 
 import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [RUN | --config FILE [key=value ...]] [options]"
     add_run_argument(parser)
     parser.add_argument("-c", "--config", metavar="FILE", help="check the machines for it: its cluster, its storage")
-    parser.add_argument("--json", action="store_true", help="findings about machines as one JSON document")
+    as_json = "findings about machines as one JSON document; progress goes to stderr"
+    parser.add_argument("--json", action="store_true", help=as_json)
 
 
 def run(options: Namespace) -> int:
@@ -43,21 +45,28 @@ def run(options: Namespace) -> int:
 
 
 def _check_machines(config: Config, options: Namespace) -> int:
-    if not options.json:
-        print(_STARTING, flush=True)
+    tell = _teller(options.json)
+    tell(_STARTING)
     # Not before it is said what takes so long: with it come torch and Ray.
     from app.launch.checkup import check_machines
 
     findings = []
     for finding in check_machines(config, options.verbose):
         findings.append(finding)
-        if not options.json:
-            print(_told(finding), flush=True)
+        tell(_told(finding))
+    tell(_counted(findings))
     if options.json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        print(_counted(findings))
     return int(any(finding.level == "error" for finding in findings))
+
+
+def _teller(as_json: bool) -> Callable[[str], None]:
+    """Return what shows a line: on the standard output, beside a JSON document on the standard error."""
+    if as_json and sys.stdout.isatty():
+        # A terminal has one stream for both, and so has the one by which `--cluster` reads what the head prints.
+        return lambda line: None
+    stream = sys.stderr if as_json else sys.stdout
+    return lambda line: print(line, file=stream, flush=True)
 
 
 def _told(finding: "Finding") -> str:

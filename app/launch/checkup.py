@@ -11,11 +11,12 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
     import ray
 
     from app.orchestration.checkup import check_nodes
-    from app.orchestration.cluster import connect, describe_cluster
+    from app.orchestration.cluster import EMBEDDED, connect, describe_cluster, gpus_per_worker
 
     address = connect(config, verbose)
     try:
         yield Finding("ok", "cluster", describe_cluster(address))
-        yield from check_nodes(config.run.storage)
+        gpus = gpus_per_worker(config, address == EMBEDDED)
+        yield from check_nodes(config.run.storage, on_gpus=gpus > 0)
     finally:
         ray.shutdown()

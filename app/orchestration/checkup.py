@@ -2,11 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -29,6 +28,7 @@ from app.checkup.findings import (
     silent_finding,
     slow_links,
 )
+from app.checkup.marks import Marks
 from app.checkup.network import CollectiveFigures, LinkFigures, Place, measure_collectives, measure_link, sizes_for
 from app.checkup.rounds import rounds
 from app.orchestration.trainer import head_host
@@ -43,9 +43,16 @@ _LINK_S = 60.0  # longer than the time-outs within, so that both nodes tell what
 _COLLECTIVES_S = 120.0
 _NUM_CLOCK_READINGS = 5
 _NUM_DOUBTS = 3  # times that a slow link is measured again
-_SEEN_S = 10.0  # for which a shared file system may keep an old listing
-_POLL_S = 0.2
+_DOUBTS_S = 60.0  # that it may take for all of them
 _LOCAL_SPEED = 1e9
+
+
+class Peer(NamedTuple):
+    """A node for others to connect to: where its store listens, and its kind of device."""
+
+    host: str
+    port: int
+    device: str
 
 
 class Inspector:
@@ -60,60 +67,41 @@ class Inspector:
         self._served: dist.TCPStore | None = None
 
     def facts(self) -> NodeFacts:
-        return gather_facts(self._head, self._store.uri)
+        return gather_facts(self._head, self._store.uri, self._device)
 
     def clock_s(self) -> float:
         return time.time()
 
-    def leave_mark(self, folder: str) -> str:
-        """Write a file where run directories will lie. Return what storage says against it."""
-        return leave_mark(self._store, f"{folder}/{self._name}")
+    def leave_mark(self, marks: Marks) -> str:
+        return marks.leave(self._name)
 
-    def marks(self, folder: str, awaited: set[str]) -> set[str]:
-        """Return whose files this node sees, once it sees all or has waited long enough."""
-        until_s = time.monotonic() + _SEEN_S
-        seen: set[str] = set()
-        while time.monotonic() < until_s and not awaited <= seen:
-            with suppress(OSError):
-                seen = set(self._store.list(folder))
-            time.sleep(_POLL_S)
-        return seen
+    def seen_marks(self, marks: Marks, awaited: set[str]) -> set[str]:
+        return marks.wait_for(awaited)
 
-    def remove_marks(self, folder: str) -> None:
-        remove_marks(self._store, folder)
+    def remove_marks(self, marks: Marks) -> None:
+        marks.remove()
 
     def serve(self, host: str) -> int:
         """Serve a store at an address of this node. Return its port."""
         self._served = serve_store(host)
         return int(self._served.port)
 
-    def link(self, place: Place) -> LinkFigures | str | None:
+    def link(self, place: Place, device: str) -> LinkFigures | str | None:
         """Measure a link. Return what came of it; the error where the other node cannot be reached."""
         try:
-            return measure_link(place, self._device)
+            return measure_link(place, self._device_for(device))
         except (PeerLost, RuntimeError) as error:
             return _short(error)
 
-    def collectives(self, place: Place, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures] | str:
+    def collectives(self, place: Place, device: str, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures] | str:
         """Run all collectives. Return what came of them; the error where they failed."""
         try:
-            return measure_collectives(place, self._device, sizes_bytes)
+            return measure_collectives(place, self._device_for(device), sizes_bytes)
         except (PeerLost, RuntimeError) as error:
             return _short(error)
 
-
-def leave_mark(store: Store, name: str) -> str:
-    """Write a file. Return what storage says against it, empty if nothing."""
-    try:
-        store.commit(name, b"")
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def remove_marks(store: Store, folder: str) -> None:
-    with suppress(OSError):  # another node has been faster
-        store.delete(folder)
+    def _device_for(self, kind: str) -> torch.device:
+        return self._device if self._device.type == kind else torch.device(kind)
 
 
 class Inspectors:
@@ -161,10 +149,15 @@ class Inspectors:
             ray.kill(actor)
 
 
-def check_nodes(storage: str) -> Iterator[Finding]:
-    """Check all nodes of the cluster that this process has joined. Yield each finding as soon as it is there."""
+def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
+    """Check all nodes of the cluster that this process has joined. Yield each finding as soon as it is there.
+
+    Args:
+        storage: `run.storage`.
+        on_gpus: workers would train on GPUs.
+    """
     store = RunDirectory.at(storage).store
-    inspectors = _start(store)
+    inspectors = _start(store, on_gpus)
     try:
         facts = inspectors.ask("start and look at itself", _START_S, "facts")
         yield from inspectors.news()
@@ -183,44 +176,52 @@ def check_nodes(storage: str) -> Iterator[Finding]:
 
 
 def _check_network(inspectors: Inspectors, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    addresses = {name: facts[name].own_address for name in inspectors.names}
-    hosts = {name: {"host": address} for name, address in addresses.items()}
+    hosts = {name: {"host": facts[name].own_address} for name in inspectors.names}
     ports = inspectors.ask_each("serve a store", _ANSWER_S, "serve", hosts)
-    stores = {name: (addresses[name], port) for name, port in ports.items()}
+    peers = {}
+    for name, port in ports.items():
+        peers[name] = Peer(facts[name].own_address, port, facts[name].device)
     numbers = count(1)
     links = []
-    if len(_of_nodes(stores)) > 1:
-        for pairs in rounds(list(stores)):
-            links += _measure_pairs(inspectors, pairs, stores, numbers)
-        links = _doubted(inspectors, links, stores, numbers)
+    if len(_of_nodes(peers)) > 1:
+        for pairs in rounds(list(peers)):
+            links += _measure_pairs(inspectors, pairs, peers, numbers)
+        links = _doubted(inspectors, links, peers, numbers)
         yield from judge_links(links)
     if all(link.figures for link in links):
-        yield from _check_collectives(inspectors, stores, numbers, links)
+        yield from _check_collectives(inspectors, peers, numbers, links)
 
 
 def _measure_pairs(
-    inspectors: Inspectors, pairs: list[tuple[str, str]], stores: Mapping[str, tuple[str, int]], numbers: Iterator[int]
+    inspectors: Inspectors, pairs: list[tuple[str, str]], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
     """Measure pairs of nodes that have no node in common, all at the same time."""
     pairs = [pair for pair in pairs if set(pair) <= set(inspectors.names)]
+    # One kind for all pairs: NCCL between some and gloo between others would make the latter look slow.
+    device = common_device(peers.values())
     arguments: dict[str, Any] = {}
     for first, second in pairs:
         number = next(numbers)
         for rank, name in enumerate((first, second)):
-            arguments[name] = {"place": Place(*stores[first], number, rank, 2)}
+            place = Place(peers[first].host, peers[first].port, number, rank, 2)
+            arguments[name] = {"place": place, "device": device}
     answers = inspectors.ask_each("measure a link", _LINK_S, "link", arguments)
     return [_link(pair, answers) for pair in pairs]
 
 
 def _doubted(
-    inspectors: Inspectors, links: list[Link], stores: Mapping[str, tuple[str, int]], numbers: Iterator[int]
+    inspectors: Inspectors, links: list[Link], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
     """Measure slow links again, one at a time. Return all links, with the better figures."""
     # A process that had to wait for its core looks like a slow link, but hardly each time.
+    # Where a node with many links is slow, there is no end to it, and no doubt.
+    until_s = time.monotonic() + _DOUBTS_S
     for _ in range(_NUM_DOUBTS):
         better = []
         for link in slow_links(links):
-            again = _measure_pairs(inspectors, [(link.first, link.second)], stores, numbers)
+            if time.monotonic() > until_s:
+                break
+            again = _measure_pairs(inspectors, [(link.first, link.second)], peers, numbers)
             better += [link.or_better(each) for each in again]
         measured = {link.name: link for link in better}
         links = [measured.get(link.name, link) for link in links]
@@ -237,20 +238,33 @@ def _link(pair: tuple[str, str], answers: Mapping[str, LinkFigures | str | None]
 
 
 def _check_collectives(
-    inspectors: Inspectors, stores: Mapping[str, tuple[str, int]], numbers: Iterator[int], links: list[Link]
+    inspectors: Inspectors, peers: Mapping[str, Peer], numbers: Iterator[int], links: list[Link]
 ) -> Iterator[Finding]:
-    ranks = inspectors.names
+    ranks = those_who_train({name: peers[name] for name in inspectors.names})
+    device = common_device([peers[name] for name in ranks])
     slowest = min((link.figures.bytes_per_s for link in links if link.figures), default=_LOCAL_SPEED)
     number = next(numbers)
     arguments = {}
     for rank, name in enumerate(ranks):
-        place = Place(*stores[ranks[0]], number, rank, len(ranks))
-        arguments[name] = {"place": place, "sizes_bytes": sizes_for(slowest)}
+        place = Place(peers[ranks[0]].host, peers[ranks[0]].port, number, rank, len(ranks))
+        arguments[name] = {"place": place, "device": device, "sizes_bytes": sizes_for(slowest)}
     answers = inspectors.ask_each("run collectives", _COLLECTIVES_S, "collectives", arguments)
     for name, answer in answers.items():
         if isinstance(answer, str):
             yield failed_finding(name, "run collectives", answer)
-    yield from judge_collectives({name: answer for name, answer in answers.items() if not isinstance(answer, str)})
+    seen = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+    yield from judge_collectives(seen, "NCCL" if device == "cuda" else "gloo")
+
+
+def common_device(peers: Iterable[Peer]) -> str:
+    """Return the kind of device that all of some peers have."""
+    return "cuda" if all(peer.device == "cuda" for peer in peers) else "cpu"
+
+
+def those_who_train(peers: Mapping[str, Peer]) -> list[str]:
+    """Return the names of the peers that would train together: those with GPUs, all where none has one."""
+    # A head without a GPU only coordinates, and would have all others checked over gloo alone.
+    return [name for name, peer in peers.items() if peer.device == "cuda"] or list(peers)
 
 
 def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
@@ -275,16 +289,15 @@ def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float
 
 def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
     """Have all nodes, and this process, write below run.storage and look for what the others have written."""
-    folder = f".doctor-{uuid.uuid4().hex[:8]}"
+    marks = Marks(store, f".doctor-{uuid.uuid4().hex[:8]}")
     here = "this command"
-    errors = {here: leave_mark(store, f"{folder}/{here}")}
-    errors |= inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", folder=folder)
+    errors = {here: marks.leave(here)}
+    errors |= _of_nodes(inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", marks=marks))
     awaited = {name for name, error in errors.items() if not error}
-    seen = inspectors.ask("read run.storage", _ANSWER_S, "marks", folder=folder, awaited=awaited)
-    with suppress(OSError):
-        seen[here] = set(store.list(folder))
-    inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", folder=folder)
-    remove_marks(store, folder)
+    seen = inspectors.ask("read run.storage", _ANSWER_S, "seen_marks", marks=marks, awaited=awaited)
+    seen[here] = marks.seen()
+    inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", marks=marks)
+    marks.remove()
     return {name: Sight(frozenset(seen.get(name, ())), error) for name, error in errors.items()}
 
 
@@ -295,18 +308,18 @@ class _Node:
     gpus: int
 
 
-def _start(store: Store) -> Inspectors:
+def _start(store: Store, on_gpus: bool) -> Inspectors:
     """Start an inspector on each node; two where there is only one node, so that there is somebody to talk to."""
     nodes = _alive()
     if len(nodes) == 1:
-        nodes = [nodes[0], _Node(f"{nodes[0].name}{_SECOND}", nodes[0].id, nodes[0].gpus // 2)]
-    # As workers would train: on GPUs where all nodes have them, over NCCL.
-    gpus = int(all(node.gpus for node in nodes) and torch.cuda.is_available())
+        both = replace(nodes[0], gpus=nodes[0].gpus // 2)
+        nodes = [both, replace(both, name=f"{both.name}{_SECOND}")]
     head = head_host()
     actors = {}
     for node in nodes:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, scheduling_strategy=here)(Inspector)
+        num_gpus = int(on_gpus and node.gpus > 0)
+        actor = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=here)(Inspector)
         actors[node.name] = actor.remote(node.name, head, store)
     return Inspectors(actors)
 
@@ -321,7 +334,7 @@ def _of_nodes(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _alive() -> list[_Node]:
     """Return the nodes of the cluster, named by their hosts; where several are on one, also by a part of their ids."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerHostname"]))
     hosts = [node["NodeManagerHostname"] for node in nodes]
     found = []
     for node in nodes:

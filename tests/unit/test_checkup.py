@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
+import torch
 
+from app.checkup import facts as of_nodes
 from app.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
 from app.checkup.findings import (
     Finding,
@@ -23,13 +27,16 @@ from app.checkup.findings import (
     judge_storage,
     judge_versions,
 )
+from app.checkup.marks import Marks
 from app.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
 from app.checkup.rounds import rounds
 from app.cli import main
 from app.config import Config
-from app.orchestration.checkup import leave_mark, skew
+from app.orchestration import checkup
+from app.orchestration.checkup import Inspectors, Peer, common_device, skew, those_who_train
 from app.storage import LocalStore
 
+CPU = torch.device("cpu")
 GIB = 2**30
 HEALTHY = NodeFacts(
     versions={
@@ -42,6 +49,7 @@ HEALTHY = NodeFacts(
     },
     num_cpus=8,
     gpus=(Gpu("H100", 79 * GIB, 80 * GIB),),
+    device="cuda",
     free_memory_bytes=60 * GIB,
     shared_memory=Space("/dev/shm", 32 * GIB, 32 * GIB),
     disks=(Space("/mnt/shared", 500 * GIB, 1000 * GIB), Space("/tmp", 70 * GIB, 100 * GIB)),
@@ -51,6 +59,7 @@ HEALTHY = NodeFacts(
     variables={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"},
 )
 FAST = LinkFigures(1e-4, 1e9, intact=True)
+SLOW = LinkFigures(1e-4, 1e7, intact=True)
 
 
 def of_package(name: str, version: str) -> NodeFacts:
@@ -117,6 +126,22 @@ def test_each_way_to_name_an_interface_is_understood(value: str) -> None:
     assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
 
 
+@pytest.mark.parametrize("name", ["docker0", "br-0a1b", "virbr0"])
+def test_an_interface_to_containers_is_no_faster_way(name: str) -> None:
+    facts = replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface(name, "172.17.0.1", True, 100000)))
+    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
+
+
+def test_a_gpu_that_does_not_tell_its_memory_is_one_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in HEALTHY.variables:
+        monkeypatch.setenv(variable, "lo")
+    monkeypatch.setattr(of_nodes, "output_of", lambda *command: "580.95, NVIDIA GB10, [N/A], [N/A]")
+    facts = gather_facts("127.0.0.1", "s3://bucket/runs", CPU)
+    assert (facts.gpus, facts.versions["driver"]) == ((Gpu("NVIDIA GB10", 0, 0),), "580.95")
+    (finding,) = judge_node("w1", replace(HEALTHY, gpus=facts.gpus))
+    assert "8 CPUs, NVIDIA GB10 | free:" in finding.what
+
+
 def test_nodes_that_agree_are_one_line() -> None:
     (finding,) = judge_versions({"w1": HEALTHY, "w2": HEALTHY})
     assert (finding.level, finding.what.count("torch 2.13.0")) == ("ok", 1)
@@ -139,6 +164,18 @@ def test_a_version_that_differs_is_named_with_its_nodes(package: str, level: str
     assert finding.level == level
     assert finding.what == f"{package} differs between nodes: {HEALTHY.versions[package]} on w1, w3; 2.99 on w2"
     assert f"one {package} on all nodes" in finding.remedy
+
+
+def test_a_head_without_a_gpu_is_no_alarm() -> None:
+    versions = {"Python": "3.11.7", "torch": "2.13.0+cpu", "Ray": "2.60.0"}
+    head = replace(HEALTHY, versions=versions, gpus=())
+    (finding,) = judge_versions({"head": head, "w1": of_package("torch", "2.13.0+cu130"), "w2": HEALTHY})
+    assert (finding.level, "NCCL 2.28.3" in finding.what) == ("ok", True)
+    broken = replace(head, gpus=HEALTHY.gpus)
+    findings = judge_versions({"w1": HEALTHY, "w2": broken})
+    assert [finding.what for finding in findings if finding.what.startswith("NCCL")] == [
+        "NCCL differs between nodes: 2.28.3 on w1; none on w2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +201,20 @@ def test_a_clock_is_judged_by_what_is_certain_of_it(ahead_s: float, error_s: flo
         assert "chrony" in finding.remedy
 
 
+@pytest.mark.parametrize("nodes", [{"head": 0.0, "w1": 30.0, "w2": 30.5}, {"head": 0.0, "w1": -30.0, "w2": -30.0}])
+def test_the_clock_of_this_machine_may_be_the_one_that_is_wrong(nodes: dict[str, float]) -> None:
+    (finding,) = judge_clocks({node: (ahead_s, 0.01) for node, ahead_s in nodes.items()})
+    side = "behind" if nodes["w1"] > 0 else "ahead of"
+    assert finding.what == f"head: its clock is 30.0 s {side} that of most nodes"
+
+
+@pytest.mark.parametrize("ahead_s", [(0.0, 30.0), (0.0, 30.0, 60.0), (30.0,)])
+def test_where_most_nodes_do_not_agree_clocks_are_compared_with_this_machines(ahead_s: tuple[float, ...]) -> None:
+    findings = judge_clocks({f"w{number}": (each, 0.01) for number, each in enumerate(ahead_s)})
+    assert len(findings) == sum(each > 0 for each in ahead_s)
+    assert all("30.0 s ahead of this machine's" in finding.what or "60.0 s" in finding.what for finding in findings)
+
+
 def test_a_run_directory_that_all_share_is_good() -> None:
     both = Sight(frozenset({"w1", "w2"}))
     assert [finding.level for finding in judge_storage("/runs", {"w1": both, "w2": both})] == ["ok"]
@@ -171,9 +222,25 @@ def test_a_run_directory_that_all_share_is_good() -> None:
 
 def test_a_storage_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert leave_mark(LocalStore(tmp_path / "file"), "marks/w1") == "File exists"
-    assert leave_mark(LocalStore(tmp_path / "folder"), "marks/w1") == ""
-    assert (tmp_path / "folder" / "marks" / "w1").exists()
+    assert Marks(LocalStore(tmp_path / "file"), "marks").leave("w1") == "File exists"
+    below = f"File exists (in {tmp_path / 'file'}, the last folder of this path that is there)"
+    assert Marks(LocalStore(tmp_path / "file" / "runs"), "marks").leave("w1") == below
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    assert Marks(LocalStore(tmp_path / "link"), "marks").leave("w1") == "File exists"
+
+
+def test_nothing_but_marks_is_made_where_run_directories_will_lie(tmp_path: Path) -> None:
+    marks = Marks(LocalStore(tmp_path / "shared" / "runs"), "marks")
+    assert [marks.leave(name) for name in ("w1", "w2")] == ["", ""]
+    assert marks.wait_for({"w1", "w2"}) == {"w1", "w2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["marks"]
+    marks.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_marks_are_not_empty_since_a_full_disk_takes_empty_files(tmp_path: Path) -> None:
+    Marks(LocalStore(tmp_path), "marks").leave("w1")
+    assert (tmp_path / "marks" / "w1").stat().st_size > 0
 
 
 def test_the_clock_of_a_node_is_compared_with_the_middle_of_the_question() -> None:
@@ -185,6 +252,24 @@ def test_a_node_that_cannot_write_the_run_directory_is_named_once() -> None:
     (finding,) = judge_storage("/runs", sights)
     assert finding.what == "w2 cannot write run.storage /runs: Permission denied"
     assert (finding.level, "choose another run.storage" in finding.remedy) == ("error", True)
+
+
+def test_nodes_with_the_same_fault_of_storage_are_one_finding() -> None:
+    denied = Sight(error="Permission denied")
+    (finding,) = judge_storage("/runs", {"this command": denied, "w1": denied})
+    assert finding.what == "this command, w1 cannot write run.storage /runs: Permission denied"
+    three = Sight(frozenset({"w1", "w2", "w3"}))
+    findings = judge_storage("/runs", {"w1": three, "w2": three, "w3": three, "w4": Sight(frozenset({"w4"}))})
+    assert [finding.what for finding in findings] == [
+        "w1, w2, w3 do not see at run.storage /runs what w4 wrote there",
+        "w4 does not see at run.storage /runs what w1, w2, w3 wrote there",
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_where_storage_is_full_the_remedy_is_space(number: int) -> None:
+    (finding,) = judge_storage("/runs", {"w1": Sight(error=os.strerror(number))})
+    assert finding.remedy == "Free space there (df -h -i /runs), or choose another run.storage"
 
 
 def test_a_run_directory_that_is_not_the_same_everywhere_is_found() -> None:
@@ -224,6 +309,23 @@ def test_a_link_that_was_slow_once_is_not_slow() -> None:
     assert fast.or_better(Link("a", "b", None, "gone")).error == "gone"
 
 
+def test_slow_pairs_are_measured_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, str]] = []
+
+    def measure(inspectors: Inspectors, pairs: list[tuple[str, str]], *others: object) -> list[Link]:
+        measured.extend(pairs)
+        return [Link(first, second, SLOW) for first, second in pairs]
+
+    monkeypatch.setattr(checkup, "_measure_pairs", measure)
+    found = links("abcd", "d", SLOW)
+    again = checkup._doubted(Inspectors({}), found, {}, count())
+    assert (again, measured) == (found, 3 * [("a", "d"), ("b", "d"), ("c", "d")])
+    measured.clear()
+    monkeypatch.setattr(checkup, "_DOUBTS_S", -1.0)
+    assert checkup._doubted(Inspectors({}), found, {}, count()) == found
+    assert measured == []
+
+
 def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
     assert judge_links(links("ab", "ab", LinkFigures(1e-4, 1e7, True)))[0].level == "warning"
 
@@ -247,9 +349,17 @@ def test_the_slowest_rank_is_the_time_of_a_collective_and_a_wrong_result_names_i
     def seen(of_sum_s: float, wrong: str = "") -> list[CollectiveFigures]:
         return [CollectiveFigures("all_reduce", {1024: of_sum_s}, ""), CollectiveFigures("gather", {1024: 1e-3}, wrong)]
 
-    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")})
+    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")}, "NCCL")
     assert (good.level, good.figures) == ("ok", {"1024": 4e-3})
+    assert good.what.startswith("all_reduce over NCCL is right on 2 ranks")
     assert (bad.level, bad.what) == ("error", "gather gives w2 a wrong result: element 3 of 9 is 1, and should be 2")
+
+
+def test_a_head_without_a_gpu_keeps_no_gpus_from_nccl() -> None:
+    head, w1, w2 = Peer("10.0.0.1", 1, "cpu"), Peer("10.0.0.2", 2, "cuda"), Peer("10.0.0.3", 3, "cuda")
+    assert those_who_train({"head": head, "w1": w1, "w2": w2}) == ["w1", "w2"]
+    assert those_who_train({"head": head, "w1": head}) == ["head", "w1"]
+    assert [common_device(pair) for pair in ((head, w1), (w1, w2), (head, head))] == ["cpu", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize("num_nodes", range(8))
@@ -275,11 +385,11 @@ def test_the_facts_of_this_machine_are_as_it_is(tmp_path: Path, monkeypatch: pyt
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        facts = gather_facts("127.0.0.1", str(tmp_path / "not" / "there"))
+        facts = gather_facts("127.0.0.1", str(tmp_path / "not" / "there"), CPU)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (facts.num_open_files, facts.own_address, facts.variables["GLOO_SOCKET_IFNAME"]) == (256, "127.0.0.1", "lo")
-    assert facts.disks[0].path == str(tmp_path)
+    assert [disk.path for disk in facts.disks] == [str(tmp_path)]  # and not that of /tmp, which is the same
     assert {"Python", "torch", "Ray"} <= facts.versions.keys()
     assert "open files" in {finding.check for finding in judge_node("here", facts)}
 
@@ -298,11 +408,36 @@ def test_only_an_error_is_the_exit_code(
 
     monkeypatch.setattr("app.launch.checkup.check_machines", check)
     assert main(0.0, ["doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words]) == code
-    said = capsys.readouterr().out
+    printed = capsys.readouterr()
     assert asked[0].run.storage == "/somewhere"
     if words:
-        assert [each["level"] for each in json.loads(said)["findings"]] == ["ok", level]
-    else:
-        assert f"{level:<8} clocks: w2 is late\n         -> Synchronize it\n" in said
-        counted = {"ok": "0 errors, 0 warnings", "warning": "0 errors, 1 warning", "error": "1 error, 0 warnings"}
-        assert said.endswith(f"\n{counted[level]}\n")
+        assert [each["level"] for each in json.loads(printed.out)["findings"]] == ["ok", level]
+    progress = printed.err if words else printed.out
+    assert f"{level:<8} clocks: w2 is late\n         -> Synchronize it\n" in progress
+    counted = {"ok": "0 errors, 0 warnings", "warning": "0 errors, 1 warning", "error": "1 error, 0 warnings"}
+    assert progress.endswith(f"\n{counted[level]}\n")
+
+
+def test_a_finding_is_shown_beside_json_before_the_next_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+
+    def check(config: Config, verbose: bool) -> Iterator[Finding]:
+        for check in ("versions", "clocks"):
+            shown.append(capsys.readouterr().err)
+            yield Finding("ok", check, "good")
+
+    monkeypatch.setattr("app.launch.checkup.check_machines", check)
+    assert main(0.0, ["doctor", "--json"]) == 0
+    assert ["looking at the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
+
+
+def test_json_on_a_terminal_is_not_mixed_with_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.launch.checkup.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")]))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(0.0, ["doctor", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.err, len(json.loads(printed.out)["findings"])) == ("", 1)

@@ -137,6 +137,12 @@ class Lab:
     def heal(self, name: str) -> None:
         _run("ip", "-n", _SWITCH, "link", "set", _port(name), "up")
 
+    def narrow(self, name: str, mbit_per_s: int) -> None:
+        """Its network card has that speed in both directions, for as long as the host has power."""
+        shape = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "400ms")
+        for space, interface in ((f"{_PREFIX}{name}", "eth0"), (_SWITCH, _port(name))):
+            _run("tc", "-n", space, "qdisc", "replace", "dev", interface, "root", *shape)
+
     def start(
         self,
         name: str,
