@@ -20,6 +20,22 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 QUOTED = re.compile(r"'(.*?)'")  # a name in what pydantic says it expected
 # Pydantic names the member of a union among the keys of an error; nobody wrote these as keys.
 UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)
+# What users of other trainers look for in vain: the nearest name would lead them astray, so they are told what there is
+# in its place. A value stands behind its key.
+_INSTEAD = {
+    "parallel.find_unused_parameters": (
+        "parameters that a step does not use are fine without it, with reducer=steadfast, the default"
+    ),
+    "parallel.sync_batchnorm": (
+        "BatchNorm has the statistics of a microbatch, and the same running ones at any number of workers; for larger "
+        "groups raise batch.microbatch_size"
+    ),
+    "parallel.wrap": (
+        "fsdp gathers one at a time what the model's method blocks() returns, else the classes in its "
+        "_no_split_modules, else its largest list of layers"
+    ),
+    "precision.kind=fp16": "there is no loss scale; take bf16 where GPUs have it in hardware, else fp32",
+}
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
@@ -67,7 +83,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
         path, section = _locate(error["loc"])
         match error["type"]:
             case "extra_forbidden" | "invalid_key":
-                document.problem(path, f"unknown key{_suggestion(path[-1], section.model_fields)}")
+                document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
             case "missing":
                 document.problem(path, "missing")
             case "rule":
@@ -82,10 +98,10 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
             case _:
                 unmet.setdefault(path, []).append(error)
     for path, alternatives in unmet.items():
-        document.problem(path, _unmet(alternatives))
+        document.problem(path, _unmet(path, alternatives))
 
 
-def _unmet(alternatives: list[ErrorDetails]) -> str:
+def _unmet(path: Keys, alternatives: list[ErrorDetails]) -> str:
     """Write one sentence for a value that is none of what its field takes, such as "auto" or a number."""
     wanted: list[str] = []
     names: list[str] = []
@@ -93,7 +109,7 @@ def _unmet(alternatives: list[ErrorDetails]) -> str:
         wanted.append(error["msg"].removeprefix("Value error, ").replace("Input should", "must"))
         names += QUOTED.findall(error.get("ctx", {}).get("expected", ""))
     seen = alternatives[0]["input"]
-    return f"{' or '.join(wanted)}, found {_shortened(seen)}{_nearest(seen, names)}"
+    return f"{' or '.join(wanted)}, found {_shortened(seen)}{_instead(path, seen) or _nearest(seen, names)}"
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
@@ -133,6 +149,13 @@ def _sections(annotation: Any) -> list[type[Section]]:
 def _shortened(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _instead(path: Keys, value: Any = None) -> str:
+    """Return what there is in place of a key, or of a value of it, that other trainers have; "" if nothing is known."""
+    key = ".".join(path)
+    known = _INSTEAD.get(key if value is None else f"{key}={value}")
+    return f"; {known}" if known else ""
 
 
 def _suggestion(name: Any, valid: Iterable[str]) -> str:
