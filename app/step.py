@@ -56,7 +56,7 @@ class Stepper:
         nominal = self.plan.global_size * self.units_per_sample
         totals = Totals(self.precision.device)
         num_samples = digest = 0  # of this rank
-        losses: list[tuple[Microbatch, Tensor]] = []
+        losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
@@ -67,7 +67,7 @@ class Stepper:
                 sums = self._run_microbatch(fetched, nominal, last=left == 0)
                 totals.add(sums, fetched.microbatch.weight)
                 if fetched.microbatch.weight:
-                    losses.append((fetched.microbatch, sums.loss_sum.detach()))
+                    losses.append((fetched.microbatch, sums.loss_sum.detach(), sums.count))
                 num_samples += fetched.num_samples
                 digest = (digest + fetched.digest) % 2**64
             self.world.progress.mark("gradients")
