@@ -58,7 +58,7 @@ class Stepper:
         nominal = self.plan.global_size * self.units_per_sample
         totals = Totals(self.precision.device)
         num_samples = digest = 0  # of this rank
-        losses: list[tuple[Microbatch, Tensor]] = []
+        losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
@@ -66,9 +66,9 @@ class Stepper:
             self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
-                loss_sum = self._run_microbatch(fetched, nominal, totals, last=left == 0)
+                loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0)
                 if fetched.microbatch.weight:
-                    losses.append((fetched.microbatch, loss_sum))
+                    losses.append((fetched.microbatch, loss_sum, count))
                 num_samples += fetched.num_samples
                 digest = (digest + fetched.digest) % 2**64
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals, nominal)
@@ -97,10 +97,12 @@ class Stepper:
             losses=tuple(losses),
         )
 
-    def _run_microbatch(self, fetched: Fetched, nominal: int, totals: Totals, last: bool) -> Tensor:
+    def _run_microbatch(
+        self, fetched: Fetched, nominal: int, totals: Totals, last: bool
+    ) -> tuple[Tensor, Tensor | int]:
         """Run forwards and backwards, and add to `totals`; the gradients travel behind the `last` one of a step.
 
-        Returns the sum of its losses, ().
+        Returns the sum of its losses, (), and their count.
 
         Raises:
             OutOfMemory: memory has run out in one of them.
@@ -108,6 +110,7 @@ class Stepper:
         seed_generators(self.seed, fetched.microbatch, self.precision.device)
         parts = list(split(fetched, self.world.forward_size, self._num_parts(fetched)))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.precision.device)
+        count: Tensor | int = 0
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
             try:
                 sums = self._run(part, nominal, last=last and left == 0)
@@ -115,7 +118,8 @@ class Stepper:
                 raise smaller(part.num_samples, error) from error
             totals.add(sums, part.weight)
             loss_sum += sums.loss_sum.detach() * part.weight
-        return loss_sum
+            count = count + sums.count * part.weight
+        return loss_sum, count
 
     def _num_parts(self, fetched: Fetched) -> int:
         """Return in how many forwards a microbatch is run."""

@@ -20,6 +20,21 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 QUOTED = re.compile(r"'(.*?)'")  # a name in what pydantic says it expected
 # Pydantic names the member of a union among the keys of an error; nobody wrote these as keys.
 UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)
+# What users of other trainers look for in vain: the nearest name would lead them astray, so they are told what there is
+# in its place.
+_INSTEAD = {
+    "parallel.find_unused_parameters": (
+        "parameters that a step does not use are fine without it, with reducer=steadfast, the default"
+    ),
+    "parallel.sync_batchnorm": (
+        "BatchNorm has the statistics of a microbatch, and the same running ones at any number of workers; for larger "
+        "groups raise batch.microbatch_size"
+    ),
+    "parallel.wrap": (
+        "fsdp gathers one at a time what the model's method blocks() returns, else the classes in its "
+        "_no_split_modules, else its largest list of layers"
+    ),
+}
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
@@ -67,7 +82,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
         path, section = _locate(error["loc"])
         match error["type"]:
             case "extra_forbidden" | "invalid_key":
-                document.problem(path, f"unknown key{_suggestion(path[-1], section.model_fields)}")
+                document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
             case "missing":
                 document.problem(path, "missing")
             case "rule":
@@ -133,6 +148,12 @@ def _sections(annotation: Any) -> list[type[Section]]:
 def _shortened(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _instead(path: Keys) -> str:
+    """Return what there is in place of a key that other trainers have; "" if nothing is known."""
+    known = _INSTEAD.get(".".join(path))
+    return f"; {known}" if known else ""
 
 
 def _suggestion(name: Any, valid: Iterable[str]) -> str:

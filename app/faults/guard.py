@@ -26,6 +26,7 @@ class Suspect(NamedTuple):
     microbatch: int
     samples: list[int]  # ids
     not_finite: list[int]  # ids of those that hold a NaN or an infinity, as far as they could be read again
+    is_empty: bool  # the task has counted nothing in it
 
 
 class Guard:
@@ -88,10 +89,10 @@ class Guard:
         if stats.finite:
             return []
         own = []
-        for number, (_, index, start, stop, _) in enumerate(stats.suspects):
+        for number, ((_, index, start, stop, _), is_empty) in enumerate(stats.suspects):
             # A sample that is not finite shows in its own numbers. It is read where it was read before.
             not_finite = self._loader.not_finite(start, stop) if number < _READ else []
-            own.append(Suspect(index, self._loader.ids(start, stop), not_finite))
+            own.append(Suspect(index, self._loader.ids(start, stop), not_finite, is_empty))
         by_rank: list[Any] = [None] * self._world.size
         dist.all_gather_object(by_rank, own, self._world.groups.control)
         found: list[Suspect] = []
@@ -110,7 +111,10 @@ class Guard:
         if len(suspects) == num_microbatches > 1:
             return f"the loss of each of the {num_microbatches} microbatches, so no sample is to blame"
         samples = _of_all(suspect.samples for suspect in suspects)
-        return f"in microbatches {_shown([each.microbatch for each in suspects])}, of samples {_shown(samples)}"
+        named = f"in microbatches {_shown([each.microbatch for each in suspects])}, of samples {_shown(samples)}"
+        if all(suspect.is_empty for suspect in suspects):
+            named += f", in which the task {self._task} counts nothing: there its loss_sum must be 0"
+        return named
 
     def _check_is_count(self, stats: StepStats) -> None:
         if math.isfinite(stats.count) and stats.count >= 0:

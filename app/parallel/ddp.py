@@ -1,6 +1,7 @@
 """Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
@@ -8,8 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from app.config import DdpConfig
+from app.errors import TrainingError
 from app.parallel.precision import Precision
 from app.world.runtime import World
+
+_UNUSED = "parameters that were not used in producing loss"  # what torch says of them
 
 
 class _Transparent(DistributedDataParallel):
@@ -48,13 +52,24 @@ class TorchDistributedDataParallelism:
             # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
             init_sync=False,
             # Every rank keeps its own running statistics, as with our own buckets; checkpoints hold the leader's.
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
         )
 
-    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, DistributedDataParallel)
-        # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
-        return nullcontext() if last else model.no_sync()
+        try:
+            # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
+            with nullcontext() if last else model.no_sync():
+                yield
+        except RuntimeError as error:
+            if _UNUSED not in str(error):
+                raise
+            # Torch advises an argument of its own, which nobody can give here.
+            raise TrainingError(
+                "a step did not use all parameters of the model, which parallel.reducer=torch cannot do with; "
+                "parallel.reducer=steadfast, the default, can"
+            ) from error
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -166,7 +166,7 @@ class ModelSharded(Event):
 
     def line(self, verbose: bool = False) -> str:
         units = [f"{count} x {kind}" for kind, count in self.layers.items()]
-        rest = "the rest" if units else "the whole model"
+        rest = "the rest" if units else "the whole model; a method blocks() names layers to gather one at a time"
         return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join([*units, rest])}"
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,13 @@ from app.plan import End, Microbatch, Plan, begin_of
 from app.run.directory import STEPS
 from app.storage import Store
 from app.storage.jsonl import decode, first_lines, is_number, last_lines, open_stream, read_blocks, read_lines
+
+
+class NotFinite(NamedTuple):
+    """A microbatch whose loss is not finite."""
+
+    microbatch: Microbatch
+    is_empty: bool  # the task has counted nothing in it
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class StepStats:
     overflowed: bool = False  # its gradients have, in fp16, and updated nothing
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, mean over the global batch
     # Known to this rank alone: its microbatches whose loss is not finite, in a step that is not.
-    suspects: tuple[Microbatch, ...] = ()
+    suspects: tuple[NotFinite, ...] = ()
 
 
 ACTS = ("validation", "snapshot", "checkpoint")  # phases that training waits for between two steps

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.plan import Microbatch
-from app.run.ledger import StepStats
+from app.run.ledger import NotFinite, StepStats
 from app.world.runtime import FINISH, LEAVE, STOP
 
 _HALF = 1 << 32
@@ -34,7 +34,8 @@ class StepResult(NamedTuple):
         numbers: (3 + 2 * metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then sum
             and count of each metric on this rank. They stay on the device until somebody needs them.
         grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
-        losses: each microbatch of this rank, pads excluded, with its () loss sum, which stays on the device as well.
+        losses: each microbatch of this rank, pads excluded, with its () loss sum and its count, which stay on the
+            device as well.
     """
 
     step: int
@@ -47,7 +48,7 @@ class StepResult(NamedTuple):
     overflowed: bool = False  # gradients in fp16 have, on all ranks alike, and updated nothing
     seconds: float = 0.0  # of the host, which waits for the device at every gate
     data_s: float = 0.0  # of these, the wait for batches
-    losses: tuple[tuple[Microbatch, Tensor], ...] = ()
+    losses: tuple[tuple[Microbatch, Tensor, Tensor | int], ...] = ()
 
 
 class _HostCopy:
@@ -97,9 +98,13 @@ class _HostCopy:
             suspects=() if finite else self._suspects(),
         )
 
-    def _suspects(self) -> tuple[Microbatch, ...]:
+    def _suspects(self) -> tuple[NotFinite, ...]:
         """Return the microbatches of this rank whose loss is not finite. The host waits for the device."""
-        return tuple(microbatch for microbatch, loss in self.result.losses if not bool(loss.isfinite()))
+        found: list[NotFinite] = []
+        for microbatch, loss, count in self.result.losses:
+            if not bool(loss.isfinite()):
+                found.append(NotFinite(microbatch, bool(count == 0)))
+        return tuple(found)
 
 
 class _Pace:

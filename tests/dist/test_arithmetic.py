@@ -24,7 +24,8 @@ Steps = Callable[[Config, Shares], Stepped]
 Case = tuple[list[str], Shares]
 
 NOWHERE = Path("nothing-is-written")
-KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+PARALLEL = {"ddp": "{kind: ddp}", "torch": "{kind: ddp, reducer: torch}", "fsdp": "{kind: fsdp}"}
+KINDS = pytest.mark.parametrize("kind", PARALLEL)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps
 
 def check_case(steps: Steps, kind: str, case: Case) -> None:
     overrides, shares = case
-    config = small(NOWHERE, f"parallel.kind={kind}", *overrides)
+    config = small(NOWHERE, f"parallel={PARALLEL[kind]}", *overrides)
     expected = reference(config)
     # A whole step in which nothing counts has no mean.
     assume(all(loss is not None and math.isfinite(loss) for loss in expected.losses))
@@ -97,7 +98,7 @@ def check_case(steps: Steps, kind: str, case: Case) -> None:
 def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
     steps: Steps, kind: str, microbatch_size: int
 ) -> None:
-    overrides = [f"parallel.kind={kind}", "model.dropout=0", "run.steps=5"]
+    overrides = [f"parallel={PARALLEL[kind]}", "model.dropout=0", "run.steps=5"]
     whole = small(NOWHERE, *overrides, "batch.microbatch_size=13")
     cut = small(NOWHERE, *overrides, f"batch.microbatch_size={microbatch_size}")
     check_steps(steps(cut, even_shares(-(-13 // microbatch_size), 3)), reference(whole))
@@ -106,7 +107,7 @@ def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
 @KINDS
 @pytest.mark.parametrize("num_workers", [1, 3, 5])
 def test_a_stream_that_ends_within_a_batch_ends_in_a_shorter_one(steps: Steps, kind: str, num_workers: int) -> None:
-    config = small(NOWHERE, f"parallel.kind={kind}", "run.epochs=1")
+    config = small(NOWHERE, f"parallel={PARALLEL[kind]}", "run.epochs=1")
     expected = reference(config)
     assert expected.num_samples == [13, 13, 13, 13, 3]  # two of seven microbatches are left for the last step
     check_steps(steps(config, even_shares(7, num_workers)), expected)

@@ -53,9 +53,12 @@ def test_survivors_bring_replicated_state_along_and_sharded_state_goes_by_storag
         assert resized.told("checkpoint", "step") == [5, 10, 14]
 
 
-def test_in_fp32_the_result_is_equivalent_to_that_of_undisturbed_runs(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_in_32_and_16_bits_the_result_is_equivalent_to_that_of_undisturbed_runs(
+    tmp_path: Path, kind: str, precision: str
+) -> None:
     """It differs by rounding: not by much more than two undisturbed runs of other sizes do."""
-    words = [f"parallel.kind={kind}", "precision.kind=fp32"]
+    words = [f"parallel.kind={kind}", f"precision.kind={precision}"]
     ours = drill(small(tmp_path / "ours", *words), worlds=[3, 1, 2], leave_after=[4, 4])
     one, two = (drill(small(tmp_path / f"{size}", *words), worlds=[size]) for size in (1, 2))
     assert ours.summary["metrics"]["loss"] == pytest.approx(one.summary["metrics"]["loss"], rel=0.002)

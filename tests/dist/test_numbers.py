@@ -25,10 +25,20 @@ PARALLEL = {"ddp": "{kind: ddp}", "torch": "{kind: ddp, reducer: torch}", "fsdp"
 
 def partly_masked(storage: Path, *overrides: str) -> Config:
     """The small run, in which all samples of the steps MASKED count for nothing."""
-    order = SampleOrder(NUM_SAMPLES, small(storage).data.held_out_fraction, small(storage).run.seed)
     hidden: list[int] = []
     for step in sorted(MASKED):
-        hidden += order.train(np.arange((step - 1) * GLOBAL_SIZE, step * GLOBAL_SIZE)).tolist()
+        hidden += samples_at(storage, (step - 1) * GLOBAL_SIZE, step * GLOBAL_SIZE)
+    return with_hidden(storage, hidden, *overrides)
+
+
+def samples_at(storage: Path, start: int, stop: int) -> list[int]:
+    """Return the samples at positions [start, stop) of the small run."""
+    order = SampleOrder(NUM_SAMPLES, small(storage).data.held_out_fraction, small(storage).run.seed)
+    return [int(index) for index in order.train(np.arange(start, stop))]
+
+
+def with_hidden(storage: Path, hidden: list[int], *overrides: str) -> Config:
+    """The small run, in which the samples `hidden` count for nothing."""
     data = f'data={{target: "tests.dist.masked:PartlyHidden", args: {{num_samples: {NUM_SAMPLES}, hidden: {hidden}}}}}'
     return small(storage, data, *overrides)
 
@@ -65,6 +75,19 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     config = small(tmp_path / "ends", "recovery.max_skipped_steps=0", f"faults.inject=[{fault}]")
     with pytest.raises(MemberFailed, match=re.escape(named)):
         drill(config, worlds=[2])
+
+
+def test_a_task_whose_loss_of_nothing_is_not_0_is_named_with_the_samples(tmp_path: Path) -> None:
+    """Of step 5 the third microbatch is all masked, as a row of Hugging Face's with no label but -100."""
+    first = 4 * GLOBAL_SIZE + 2 * small(tmp_path).batch.microbatch_size
+    hidden = samples_at(tmp_path, first, first + small(tmp_path).batch.microbatch_size)
+    words = ['task={target: "tests.dist.masked:MeanOfNothing"}', "recovery.max_skipped_steps=0"]
+    named = (
+        f"in microbatches 2, of samples {', '.join(map(str, hidden))}, in which the task "
+        "tests.dist.masked:MeanOfNothing counts nothing: there its loss_sum must be 0"
+    )
+    with pytest.raises(MemberFailed, match=rf"step 5: loss nan.*{re.escape(named)}"):
+        drill(with_hidden(tmp_path, hidden, *words), worlds=[2])
 
 
 def test_a_task_that_counts_no_number_is_named(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path)
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
 
 
+def test_a_reducer_that_needs_all_parameters_names_the_one_that_does_not(tmp_path: Path) -> None:
+    config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Branched", "parallel.reducer=torch")
+    with pytest.raises(
+        MemberFailed, match=r"TrainingError: a step did not use all .* parallel\.reducer=steadfast, the default, can"
+    ):
+        drill(config, worlds=[1])
+
+
 class Codebook(nn.Module):
     """Keeps a table that every forward in training moves, in place, and one that it replaces."""
 

@@ -110,6 +110,13 @@ BAD_OVERRIDES = [
     ("optimizer.lr.x=1", 'override: optimizer.lr: must be a valid number, found {"x": 1}'),
     ("model.kind=gtp", 'override: model.kind: unknown kind, found "gtp"; nearest is gpt'),
     ("model={kind: gtp}", 'override: model.kind: unknown kind, found "gtp"; nearest is gpt'),
+    ("parallel.find_unused_parameters=true", "override: parallel.find_unused_parameters: unknown key; parameters that "
+     "a step does not use are fine without it, with reducer=steadfast, the default"),
+    ("parallel.sync_batchnorm=true", "override: parallel.sync_batchnorm: unknown key; BatchNorm has the statistics of "
+     "a microbatch, and the same running ones at any number of workers; for larger groups raise "
+     "batch.microbatch_size"),
+    ("parallel={kind: fsdp, wrap: [Block]}", "override: parallel.wrap: unknown key; fsdp gathers one at a time what "
+     "the model's method blocks() returns, else the classes in its _no_split_modules, else its largest list of layers"),
 ]
 # fmt: on
 

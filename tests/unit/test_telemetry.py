@@ -122,7 +122,10 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             "in evaluation mode, as the model came: backbone, norms.1",
         ),
         (ModelSharded(attempt=1, num_units=5, layers={"Block": 4}), "fsdp: 5 units: 4 x Block, the rest"),
-        (ModelSharded(attempt=1, num_units=1, layers={}), "fsdp: 1 unit: the whole model"),
+        (
+            ModelSharded(attempt=1, num_units=1, layers={}),
+            "fsdp: 1 unit: the whole model; a method blocks() names layers to gather one at a time",
+        ),
         (
             PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
             "precision is fp32, not bf16: the Tesla T4 of rank 3 has no bf16",
