@@ -1,0 +1,72 @@
+"""The memory of a worker: what `plan` says of it, and what a worker that has no world yet holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.commands.plan import plan
+from app.components.optimizer import build_optimizer
+from app.components.worker_state import WorkerState
+from app.config import Config, parse_config
+from app.models import build_model
+from app.parallel.buckets import GradientBuckets
+from app.tasks import build_task
+from tests.allocator import peak_bytes
+
+RUN = """
+run: {steps: 100}
+scaling: {num_workers: [2, 8]}
+batch: {global_size: 12, microbatch_size: 2}
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+"""
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config(RUN, "run.yaml", overrides)
+
+
+@pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
+def test_memory_is_that_of_the_allocator(model: str) -> None:
+    config = config_of(model)
+    estimated = plan(config, None)["worlds"][0]["memory_bytes"]
+    measured = peak_bytes(lambda: train(config))
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def train(config: Config) -> None:
+    """Two steps of two microbatches, as a worker makes them."""
+    model = build_model(config.model).train()
+    optimizer = build_optimizer(config.optimizer, model)
+    buckets = GradientBuckets.of(model, None)
+    task = build_task(config.task)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    for _ in range(2):
+        for _ in range(2):
+            task.loss(model, (tokens, tokens)).loss_sum.backward()
+        optimizer.step()
+        buckets.clear()
+
+
+def test_worlds_between_two_others_are_put_on_a_line() -> None:
+    """Within two per cent of what the world itself would be estimated at."""
+    by_sharding = "parallel.kind=fsdp"
+    among_others = {world["workers"]: world["memory_bytes"] for world in plan(config_of(by_sharding), None)["worlds"]}
+    alone = plan(config_of(by_sharding, "scaling.num_workers=3"), None)["worlds"][0]["memory_bytes"]
+    assert among_others[3] == pytest.approx(alone, rel=0.02)
+    assert among_others[2] > among_others[3] > among_others[5]
+
+
+def test_a_worker_that_adds_up_microbatches_holds_whole_gradients() -> None:
+    """The last of these worlds has one microbatch for each worker, which travels shard by shard at once."""
+    sharded = plan(config_of("parallel.kind=fsdp", "model.embed_dim=256"), None)
+    several, one = [world["memory_bytes"] for world in sharded["worlds"][-2:]]
+    assert several - one > 0.8 * sharded["worker_bytes"]["gradients"]
+
+
+def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:
+    """The state of AdamW is twice the model, and the whole model may fit just so."""
+    config = config_of("parallel.kind=fsdp", "model.embed_dim=256")
+    whole = sum(param.numel() * param.element_size() for param in build_model(config.model).parameters())
+    assert peak_bytes(lambda: WorkerState(config, torch.device("cpu"))) < 2 * whole
