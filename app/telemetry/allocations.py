@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_resize = torch.UntypedStorage.resize_
+_resize: Any = torch.UntypedStorage.resize_
 
 
 class Allocations(TorchDispatchMode):
@@ -43,14 +43,14 @@ class Allocations(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Any:
-        def resize(storage: Any, size: int) -> Any:
+        def resize(storage: Any, size: Any) -> Any:
             resized = _resize(storage, size)
             if storage._cdata in self._sizes:
                 self._count(storage)
             return resized
 
         # No operator, and FSDP frees what it has gathered by it.
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:

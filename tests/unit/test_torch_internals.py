@@ -33,6 +33,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     users = {str(file.relative_to(APP)) for file in APP.rglob("*.py") if PRIVATE.search(file.read_text())}
     assert users == {
         "world/groups.py",
+        "world/flight_recorder.py",
         "world/compilation.py",
         "checkpoint/shards.py",
         "components/buffers.py",
@@ -41,6 +42,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "parallel/buckets.py",
         "telemetry/allocations.py",
         "telemetry/memory.py",
+        "telemetry/memory_history.py",
     }
 
 
@@ -99,6 +101,12 @@ def test_collectives_that_send_nothing() -> None:
         assert left_alone.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
+
+
+def test_what_the_allocator_of_cuda_remembers() -> None:
+    recorded = parameters(torch.cuda.memory._record_memory_history)
+    assert {"stacks", "max_entries"} <= set(recorded)
+    assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
 
 def test_operations_on_many_tensors_at_once() -> None:
