@@ -187,6 +187,7 @@ class RayRuntime:
             if commands.dump == self._attempt != self._commands.dump:
                 self._heartbeats.send({"stacks": self._progress.stacks()})
                 self._flight_recorder.read()
+                self._heartbeats.send(self._beat())  # this process may be ended before the next one is due
             self._commands = commands
         # This is the heartbeats' thread. It looks at the world last: either the world is there, or the training thread,
         # which forms it, looks at the commands afterwards.

@@ -143,7 +143,8 @@ def _fake_world(size: int, strategy: ParallelConfig) -> Iterator[World]:
     """Form a world whose collectives send nothing, as its first rank sees it."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        group = dist.distributed_c10d._get_default_group()
+        group = dist.group.WORLD
+        assert group is not None
         aborted = threading.Event()
         groups = Groups(group, GlooCommunicator(group, aborted), FakeStore(), {}, aborted)
         yield arrange(World(0, size, 0, groups), strategy)

@@ -8,8 +8,9 @@ from typing import Any
 
 _SIZE = "TORCH_FR_BUFFER_SIZE"
 _FORMER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_LONGEST = 2**19  # of a record, packed; it goes the way of heartbeats
+_MOMENT_S = 0.1
 _LARGEST_BYTES = 2**26  # of a record
+_LONGEST = 2**19  # of one that is packed; it goes the way of heartbeats
 
 
 class FlightRecorder:
@@ -27,12 +28,13 @@ class FlightRecorder:
             os.environ.setdefault(_SIZE, str(size))
 
     def read(self) -> None:
-        """Begin to read what is remembered; `take` has it some time later."""
+        """Read what is remembered, for `take`. Return after a moment also where that takes longer."""
         if not self._size or (self._reading is not None and self._reading.is_alive()):
             return
         # On a thread of its own, which may be stuck for as long as the device: NCCL asks it what has ended.
         self._reading = threading.Thread(target=self._read_all, daemon=True, name="flight recorder")
         self._reading.start()
+        self._reading.join(_MOMENT_S)
 
     def take(self) -> str:
         """Return what has been read, packed, once; "" if there is nothing new."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def read(recorder: FlightRecorder) -> str:
     recorder.read()
     if recorder._reading is not None:
-        recorder._reading.join()
+        recorder._reading.join()  # on a busy machine
     return recorder.take()
 
 
@@ -75,6 +76,28 @@ def test_of_a_record_that_is_too_long_what_is_under_way_remains(monkeypatch: pyt
     records = {False: os.urandom(2**19), True: b"active"}
     monkeypatch.setattr(flight_recorder, "_recorded", lambda device, only_active: records[only_active])
     assert unpack(read(FlightRecorder(2000, "cpu"))) == b"active"
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_device_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    asked = []
+
+    def recorded(device: str, only_active: bool) -> bytes:
+        asked.append(device)
+        answered.wait()
+        return b"late"
+
+    monkeypatch.setattr(flight_recorder, "_recorded", recorded)
+    recorder = FlightRecorder(2000, "cuda")
+    recorder.read()
+    recorder.read()  # again, while nothing has come
+    assert recorder.take() == ""
+    assert asked == ["cuda"]
+    answered.set()
+    assert recorder._reading is not None
+    recorder._reading.join()
+    assert unpack(recorder.take()) == b"late"
 
 
 @pytest.mark.parametrize("packed", ["no base64!", "bm8gemxpYg=="])
