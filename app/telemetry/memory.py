@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +99,8 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
     fake = FakeTensorMode()
     with _fake_world(world_size, strategy) as world:
         parallel = build_parallel(strategy, world, precision)
-        with fake:
-            model = _build(config)
-            batch = map_tensors(fake.from_tensor, example)
+        model = _build_without_data(config, fake)
+        batch = map_tensors(fake.from_tensor, example)
         allocations = Allocations()
         allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
         with allocations:
@@ -109,10 +108,7 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
             model = parallel.wrap(model)
             optimizer = build_optimizer(config.optimizer, model)
             trained = [param for param in model.parameters() if param.requires_grad]
-            for param in trained:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-            optimizer.step()
+            _create_state(optimizer, trained)
             parallel.clear_gradients(optimizer)
             for last in (False, True) if accumulates else (True,):
                 with fake, parallel.synchronize(model, last):
@@ -125,6 +121,30 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
         gradients = _num_bytes(trained)
         held = _num_bytes(each for each in state if isinstance(each, Tensor))
     return Memory(parameters, gradients, held, allocations.peak_bytes - parameters - gradients - held)
+
+
+def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    """Have the optimizer create its state, by an update from gradients of zero."""
+    for param in trained:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
+    # Not every code can: `Module.to` raises, and a deep copy is of another mode. peft does both.
+    with suppress(Exception), fake:
+        model = _build(config)
+        tensors = [*model.parameters(), *model.buffers()]
+        if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
+            return model
+    model = _build(config)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            setattr(module, name, fake.from_tensor(param))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, fake.from_tensor(buffer))
+    return model
 
 
 def _build(config: Config) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -47,6 +49,29 @@ def train(config: Config) -> None:
             task.loss(model, (tokens, tokens)).loss_sum.backward()
         optimizer.step()
         buckets.clear()
+
+
+class Moved(torch.nn.Module):
+    """A language model whose code copies and moves modules, as peft's does, with two names for one parameter."""
+
+    def __init__(self, move: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 64)
+        self.head = torch.nn.Linear(64, 256, bias=False)
+        if move:
+            self.head = copy.deepcopy(self.head).to("cpu")
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
+    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{move: {}}}}}"
+    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
+    assert moved == plain
+    assert moved["parameters"] == 256 * 64 * 4
 
 
 def test_worlds_between_two_others_are_put_on_a_line() -> None:
