@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -85,13 +86,15 @@ def test_a_device_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
 
     def recorded(device: str, only_active: bool) -> bytes:
         asked.append(device)
-        answered.wait()
+        answered.wait(10)
         return b"late"
 
     monkeypatch.setattr(flight_recorder, "_recorded", recorded)
     recorder = FlightRecorder(2000, "cuda")
+    began_s = time.monotonic()
     recorder.read()
     recorder.read()  # again, while nothing has come
+    assert time.monotonic() - began_s < 4
     assert recorder.take() == ""
     assert asked == ["cuda"]
     answered.set()

@@ -54,24 +54,27 @@ def train(config: Config) -> None:
 class Moved(torch.nn.Module):
     """A language model whose code copies and moves modules, as peft's does, with two names for one parameter."""
 
-    def __init__(self, move: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(256, 64)
         self.head = torch.nn.Linear(64, 256, bias=False)
-        if move:
-            self.head = copy.deepcopy(self.head).to("cpu")
         self.head.weight = self.embed.weight
+        if how == "copied":
+            self.embed, self.head = copy.deepcopy((self.embed, self.head))
+        if how == "moved":
+            self.head.to("cpu")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.embed(tokens))
         return logits
 
 
-def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
-    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{move: {}}}}}"
-    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
-    assert moved == plain
-    assert moved["parameters"] == 256 * 64 * 4
+@pytest.mark.parametrize("how", ["copied", "moved"])
+def test_a_model_that_cannot_be_built_without_data_is_built_with_them(how: str) -> None:
+    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{how: {}}}}}"
+    found, plain = (plan(config_of(target.format(each)), None)["worker_bytes"] for each in (how, "plain"))
+    assert found == plain
+    assert found["parameters"] == 256 * 64 * 4
 
 
 def test_worlds_between_two_others_are_put_on_a_line() -> None:
