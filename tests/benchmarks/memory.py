@@ -26,7 +26,7 @@ data: {source: python-docs, context_length: 128}
 """
 # From mostly activations to mostly weights.
 SIZES = {
-    "0.9 M": ["model.num_layers=4", "model.embed_dim=128", "batch.microbatch_size=6"],
+    "0.9 M": ["model.num_layers=4", "model.embed_dim=128", "batch.microbatch_size=6", "batch.global_size=18"],
     "2.4 M": ["model.num_layers=3", "model.embed_dim=256"],
     "10.8 M": ["model.num_layers=6", "model.embed_dim=384"],
     "19.0 M": ["model.num_layers=6", "model.embed_dim=512", "batch.microbatch_size=1", "batch.global_size=3"],

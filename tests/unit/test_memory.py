@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,16 +53,14 @@ def train(config: Config) -> None:
 
 
 class Moved(torch.nn.Module):
-    """A language model whose code copies and moves modules, as peft's does, with two names for one parameter."""
+    """A language model whose code moves modules, and which has two names for one parameter."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, move: bool) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(256, 64)
         self.head = torch.nn.Linear(64, 256, bias=False)
         self.head.weight = self.embed.weight
-        if how == "copied":
-            self.embed, self.head = copy.deepcopy((self.embed, self.head))
-        if how == "moved":
+        if move:
             self.head.to("cpu")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,12 +68,22 @@ class Moved(torch.nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("how", ["copied", "moved"])
-def test_a_model_that_cannot_be_built_without_data_is_built_with_them(how: str) -> None:
-    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{how: {}}}}}"
-    found, plain = (plan(config_of(target.format(each)), None)["worker_bytes"] for each in (how, "plain"))
-    assert found == plain
-    assert found["parameters"] == 256 * 64 * 4
+def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
+    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{move: {}}}}}"
+    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
+    assert moved == plain
+    assert moved["parameters"] == 256 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore")  # of imports, and of the pointers that peft asks for
+def test_adapters_by_peft_have_a_plan() -> None:
+    """Which moves modules, and copies them with the mode that they were built in."""
+    path = Path(__file__).parents[2] / "configs" / "lora.yaml"
+    found = plan(parse_config(path.read_text(), "lora.yaml"), None)
+    assert found["worker_bytes"]["parameters"] > 5 * found["worker_bytes"]["gradients"]
+    assert found["worlds"][0]["memory_bytes"] > found["worlds"][1]["memory_bytes"]
 
 
 def test_worlds_between_two_others_are_put_on_a_line() -> None:
