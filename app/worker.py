@@ -15,6 +15,7 @@ from app.faults.numerics import BadStep
 from app.parallel import Parallel, arrange, build_parallel
 from app.run import events
 from app.run.directory import RunDirectory
+from app.telemetry.memory_history import record_memory_history, write_memory_history
 from app.telemetry.startup import StartupTimer
 from app.train import train
 from app.world.compilation import follow_compilations
@@ -35,6 +36,7 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
     """Return a worker with its data and model; None if these cannot be built, after the runtime was told of it."""
     try:
         set_numerics(config.precision.tf32, config.run.deterministic)
+        record_memory_history(config.profile, runtime.device)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)
     except (Exception, *EXITS) as raised:
@@ -63,6 +65,8 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
                 raise  # a second Ctrl-C, where the process is not ours
             error = as_exception(raised)
             try:
+                if history := write_memory_history(config.profile, directory, world, runtime.device, error):
+                    runtime.publish(history)
                 runtime.failed(worker.step, error)
             except Exception:
                 world.groups.abort()  # the others need not wait for storage

@@ -42,15 +42,18 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     import torch
 
     from app.data import Loader, SampleOrder, build_dataset
-    from app.telemetry.memory import estimate_memory, of_world
+    from app.telemetry.memory import bytes_of_worlds, memory_of_whole
 
     dataset = build_dataset(config.data)
     order = SampleOrder(len(dataset), config.data.held_out_fraction, config.run.seed)
     loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
-    whole = estimate_memory(config, loader.example(min(config.batch.microbatch_size, order.num_train)))
-    worlds = []
-    for world_size in _world_sizes(config):
-        worlds.append({**_world(config, world_size), "memory_bytes": of_world(whole, config, world_size).total})
+    example = loader.example(min(config.batch.microbatch_size, order.num_train))
+    whole = memory_of_whole(config, example)
+    worlds = [_world(config, world_size) for world_size in _world_sizes(config)]
+    max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
+    totals = bytes_of_worlds(config, example, whole, max_shares)
+    for world in worlds:
+        world["memory_bytes"] = totals[world["workers"]]
     num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
     return {
         "steps": num_steps,
@@ -59,8 +62,6 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
         "worlds": worlds,
         "worker_bytes": asdict(whole),
-        # What FSDP gathers and scatters in for a moment is not known before there is a world.
-        "memory_is_least": isinstance(config.parallel, FsdpConfig),
         **_copies(config, whole),
         "warnings": list(warnings(config, order.num_train, mtbf_s)),
     }
@@ -123,8 +124,7 @@ def _parse_time(text: str) -> float:
 def _table(found: dict[str, Any]) -> str:
     epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
     lines = [f"{plural(found['steps'], 'step')}, {epochs}; {compact(found['step_units'])} units of loss a step", ""]
-    least = ", at least" if found["memory_is_least"] else ""
-    lines.append(f"workers  microbatches of each       pads  idle  memory of a worker{least}")
+    lines.append("workers  microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares = world["shares"]
         spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"

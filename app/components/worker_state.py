@@ -79,10 +79,11 @@ class WorkerState:
     def _warm_up(self) -> None:
         """Import what the first step needs, before joining, so that running workers do not wait for this one."""
         # Over a second of imports, most of which torch hides in an optimizer.
-        self.state(self._model)
-        if not strategy_of(self._config.parallel).survivors_hold_all:
-            # It is of the parameters before they are sharded, and would update tensors that nobody computes with.
-            self._optimizer = None
+        if strategy_of(self._config.parallel).survivors_hold_all:
+            self.state(self._model)
+        else:
+            # Not of the model, which is not sharded yet: its state would take twice what the device may have room for.
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
 
     def _start_anew(self) -> None:
         model, self.loaded = build_initial(self._config)

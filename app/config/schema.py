@@ -507,10 +507,11 @@ class LoggingConfig(Section):
 
 
 class ProfileConfig(Section):
-    """What torch.profiler records into `profile/` of the run directory, from the first step of each attempt on."""
+    """What torch records of time, memory and collectives; in `profile/` of the run directory, and in `stacks/`."""
 
+    # Of torch.profiler, up to `flops`.
     wait: NonNegativeInt = 10
-    """steps that are let pass before each recording"""
+    """steps that are let pass before each recording, from the first of each attempt on"""
     warmup: NonNegativeInt = 1
     """steps after these that are recorded and thrown away, since the profiler itself is slow in its first"""
     active: NonNegativeInt = 0
@@ -527,6 +528,14 @@ class ProfileConfig(Section):
     """what operators allocate and free"""
     flops: bool = False
     """floating-point operations of matrix products and convolutions"""
+    memory_history: NonNegativeInt = 0
+    """how many of the last allocations and frees on each GPU are remembered, with the lines of code, to be written when
+    it is out of memory, for https://pytorch.org/memory_viz; each takes some KB of host memory, and a little time; 0 for
+    none. Not tried on a GPU yet"""
+    # As many as torch remembers by itself.
+    flight_recorder: NonNegativeInt = 2000
+    """how many of its last collectives each worker remembers; where the world hangs under Ray they are written to
+    `stacks/`, for `torchfrtrace`; 0 for none. TORCH_FR_BUFFER_SIZE in cluster.env wins. Not tried with NCCL yet"""
 
 
 class RecoveryConfig(Section):

@@ -23,6 +23,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.run.events import Event
 from app.run.owner import Ownership
+from app.world.flight_recorder import unpack
 from app.world.lateness import Lateness
 from app.world.progress import ProgressReport
 from app.world.timeouts import Timeouts
@@ -78,7 +79,7 @@ class Supervisor:
         self._compared: dict[str, ProgressReport] = {}  # at the last look for stragglers
         self._compared_s = 0.0
         self._rank_times = RankTimes()
-        self._unwritten: dict[str, bytes] = {}  # stacks, by file
+        self._unwritten: dict[str, bytes] = {}  # stacks and collectives, by file
         self._writing = ThreadPoolExecutor(1, "stacks")  # storage may take any time
 
     def heard(self, name: str, message: Message) -> None:
@@ -90,8 +91,12 @@ class Supervisor:
             self._stretches[name] = float(message["stretch"])
         if "stacks" in message:
             file = f"stacks/attempt-{self._ownership.attempt}-{name}.txt"
-            self._unwritten[file] = message["stacks"].encode()
-            self._writing.submit(self._write_stacks)
+            self._write_later(file, message["stacks"].encode())
+        if "collectives" in message:
+            # A folder for each attempt and a name that ends with the rank, as torchfrtrace expects them.
+            report = self._progress[name]
+            file = f"stacks/attempt-{report.attempt}-collectives/rank-{report.rank}"
+            self._write_later(file, unpack(message["collectives"]))
 
     def close(self) -> None:
         """Write nothing down any more but what has been heard already."""
@@ -274,10 +279,14 @@ class Supervisor:
             over = events.HangOver(attempt=attempt, ranks=hang.ranks, phase=hang.phase, step=hang.step, seconds=seconds)
             self._run.record(over)
 
-    def _write_stacks(self) -> None:
+    def _write_later(self, file: str, contents: bytes) -> None:
+        self._unwritten[file] = contents
+        self._writing.submit(self._write_one)
+
+    def _write_one(self) -> None:
         with contextlib.suppress(OSError, KeyError):
-            file, text = self._unwritten.popitem()
-            self._directory.store.commit(file, text)
+            file, contents = self._unwritten.popitem()
+            self._directory.store.commit(file, contents)
 
 
 def _place(report: ProgressReport) -> list[int]:

@@ -24,6 +24,7 @@ from app.orchestration.packages import install_packages
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
 from app.world.device import assigned_device
+from app.world.flight_recorder import FlightRecorder
 from app.world.groups import PeerLost, is_peer_loss, prefer_interface_of, recover_in_process, serve_store
 from app.world.progress import Limits, Progress
 from app.world.runtime import Signals, World, form_world
@@ -66,6 +67,7 @@ class RayRuntime:
         os.environ[LABEL] = ",".join(filter(None, labels))
         if self.outlives_peers:
             recover_in_process()
+        self._flight_recorder = FlightRecorder(spec.config.profile.flight_recorder, self.device.type)
 
         self._heartbeats = HeartbeatClient(
             self._access(), self._member.name, self._timeouts, self._beat, self._obey, self._find_again
@@ -188,12 +190,17 @@ class RayRuntime:
         return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
 
     def _beat(self) -> Message:
-        return {"progress": asdict(self._progress.report())}
+        message: Message = {"progress": asdict(self._progress.report())}
+        if collectives := self._flight_recorder.take():
+            message["collectives"] = collectives
+        return message
 
     def _obey(self, commands: Commands | None) -> None:
         if commands is not None:
             if commands.dump == self._attempt != self._commands.dump:
                 self._heartbeats.send({"stacks": self._progress.stacks()})
+                self._flight_recorder.read()
+                self._heartbeats.send(self._beat())  # this process may be ended before the next one is due
             self._commands = commands
         # This is the heartbeats' thread. It looks at the world last: either the world is there, or the training thread,
         # which forms it, looks at the commands afterwards.

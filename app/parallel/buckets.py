@@ -79,7 +79,7 @@ class GradientBuckets:
             torch._foreach_zero_(self._flats)
 
     def _add_bucket(self, members: list[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(param.numel() for param in members), dtype=members[0].dtype, device=members[0].device)
+        flat = members[0].new_zeros(sum(param.numel() for param in members))
         start = 0
         for param in members:
             param.grad = flat[start : start + param.numel()].view_as(param)

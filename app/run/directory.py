@@ -20,12 +20,13 @@ STEPS = "steps.jsonl"  # the sample ledger
 METRICS = "metrics.jsonl"  # the figures of log steps
 EVENTS = "events.jsonl"
 REPORT = "report.html"
+PROFILE = "profile"  # a folder
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
 _SCALE = "scale.json"
 _PROBE = ".writable"
-_FOLDERS = ("checkpoints", "faults", "profile", "stacks", "tensorboard", "wandb")
+_FOLDERS = ("checkpoints", "faults", PROFILE, "stacks", "tensorboard", "wandb")
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 # Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
 _LAST_LINE_BYTES = 16384

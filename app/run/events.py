@@ -269,6 +269,15 @@ class Profile(Event):
     table: str  # the operators that took the most time
 
 
+class MemoryHistory(Event):
+    """A GPU was out of memory, and the last allocations there have been written down."""
+
+    wording = "allocations of rank {rank}, which was out of memory, are in {path}: drop it on pytorch.org/memory_viz"
+
+    rank: int
+    path: str  # for https://pytorch.org/memory_viz
+
+
 class Validation(Event):
     """Means over all held-out samples, after `step`. In the line the metrics stand beside the other fields."""
 

@@ -1,20 +1,30 @@
-"""Estimate the memory of a worker before there is one: on tensors without data, so that any model fits."""
+"""Estimate the memory of a worker before there is one: a step on tensors without data, so that any model fits."""
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.components.optimizer import build_optimizer
-from app.config import Config, FsdpConfig
-from app.data.batches import Batch, map_tensors
+from app.config import Config, DdpConfig, FsdpConfig
+from app.data.batches import Batch, map_tensors, tensors_of
 from app.models import build_model
-from app.parallel.buckets import GradientBuckets
+from app.parallel import ParallelConfig, arrange, build_parallel
+from app.parallel.activations import checkpoint_activations
+from app.parallel.dtensor import local
 from app.parallel.precision import build_precision
 from app.tasks import build_task
+from app.telemetry.allocations import Allocations
+from app.world.communicator import GlooCommunicator
+from app.world.groups import Groups
+from app.world.runtime import World
 
-_META = torch.device("meta")
 _CPU = torch.device("cpu")
 
 
@@ -23,54 +33,119 @@ class Memory:
     """Bytes of one worker.
 
     Attributes:
-        parameters: and buffers.
-        gradients: of parameters that train; whole also where parameters are sharded, until they are summed.
+        parameters: and buffers; this worker's shards, where they are sharded.
+        gradients: of parameters that train, as the update sees them.
         optimizer: its state.
-        activations: of one microbatch, with whatever its forward and backward need for a moment.
-        gathered: parameters of other workers' shards, where they are sharded; without the buffers that they come in.
+        activations: the rest of the peak: what forward and backward need for a moment, and under sharding what is
+            gathered, and gradients before they are summed.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    gathered: int
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+        return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def estimate_memory(config: Config, example: Batch) -> Memory:
-    """Estimate the memory of a worker that holds the whole model, for a microbatch like `example`."""
-    with _META:
-        model = _build(config)
-    optimizer = build_optimizer(config.optimizer, model)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    for param in trained:
-        param.grad = torch.empty_like(param)
-    optimizer.step()
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return Memory(
-        parameters=_num_bytes([*model.parameters(), *model.buffers()]),
-        gradients=_num_bytes(trained),
-        optimizer=_num_bytes(each for each in state if isinstance(each, Tensor)),
-        activations=_activations(config, example),
-        gathered=0,
-    )
+def memory_of_whole(config: Config, example: Batch) -> Memory:
+    """Estimate the memory of a worker that holds the whole model, for microbatches like `example`."""
+    return _simulate(config, DdpConfig(), example, 1, accumulates=True)
 
 
-def of_world(whole: Memory, config: Config, world_size: int) -> Memory:
-    """Return the memory of one of so many workers."""
+def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, int]:
+    """Estimate the bytes of a worker, by the size of its world.
+
+    Args:
+        whole: of a worker that holds the whole model.
+        max_shares: for each size, the most microbatches that one of the workers runs in a step.
+    """
     if not isinstance(config.parallel, FsdpConfig):
-        return whole
-    return Memory(
-        parameters=whole.parameters // world_size,
-        gradients=whole.gradients,
-        optimizer=whole.optimizer // world_size,
-        activations=whole.activations,
-        gathered=whole.parameters if world_size > 1 else 0,
-    )
+        return dict.fromkeys(max_shares, whole.total)
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for size, max_share in sorted(max_shares.items()):
+        # Several microbatches add up whole gradients, and one alone needs none. A world of one gathers nothing.
+        kinds.setdefault((size > 1, max_share > 1), []).append(size)
+    found: dict[int, int] = {}
+    for (_, accumulates), sizes in kinds.items():
+        ends: dict[int, int] = {}
+        for size in {sizes[0], sizes[-1]}:
+            ends[size] = _simulate(config, config.parallel, example, size, accumulates).total
+        for size in sizes:
+            found[size] = _between(ends, size)
+    return found
+
+
+def _between(ends: Mapping[int, int], size: int) -> int:
+    """Return the bytes of a world between two others: on a line over 1 / size, of which they are the ends."""
+    # At most a little too much: the peak is the largest of many sums of a constant and a share of the model.
+    if size in ends:
+        return ends[size]
+    first, last = sorted(ends)
+    weight = (1 / size - 1 / last) / (1 / first - 1 / last)
+    return round(ends[last] + weight * (ends[first] - ends[last]))
+
+
+def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_size: int, accumulates: bool) -> Memory:
+    """Do what a worker does to the end of its second step's backward, and return what it holds at most.
+
+    Args:
+        accumulates: whether a step has more than one microbatch of this worker. A third one changes nothing.
+    """
+    precision = build_precision(config.precision, _CPU)
+    task = build_task(config.task)
+    # On the CPU, not on the meta device: that has kernels of its own for attention, which hold more.
+    fake = FakeTensorMode()
+    with _fake_world(world_size, strategy) as world:
+        parallel = build_parallel(strategy, world, precision)
+        model = _build_without_data(config, fake)
+        batch = map_tensors(fake.from_tensor, example)
+        allocations = Allocations()
+        allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
+        with allocations:
+            # Meshes, and what an optimizer reads from the device, are not without data. What they make of a model is.
+            model = parallel.wrap(model)
+            optimizer = build_optimizer(config.optimizer, model)
+            trained = [param for param in model.parameters() if param.requires_grad]
+            _create_state(optimizer, trained)
+            parallel.clear_gradients(optimizer)
+            for last in (False, True) if accumulates else (True,):
+                with fake, parallel.synchronize(model, last):
+                    with precision.autocast():
+                        loss_sum = task.loss(model, batch).loss_sum
+                    precision.backward(loss_sum)
+                    del loss_sum
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        parameters = _num_bytes([*model.parameters(), *model.buffers()])
+        gradients = _num_bytes(trained)
+        held = _num_bytes(each for each in state if isinstance(each, Tensor))
+    return Memory(parameters, gradients, held, allocations.peak_bytes - parameters - gradients - held)
+
+
+def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    """Have the optimizer create its state, by an update from gradients of zero."""
+    for param in trained:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
+    # Not every code can: `Module.to` raises, and a deep copy is of another mode. peft does both.
+    with suppress(Exception), fake:
+        model = _build(config)
+        tensors = [*model.parameters(), *model.buffers()]
+        if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
+            return model
+    model = _build(config)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            setattr(module, name, fake.from_tensor(param))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, fake.from_tensor(buffer))
+    return model
 
 
 def _build(config: Config) -> nn.Module:
@@ -79,29 +154,26 @@ def _build(config: Config) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(build_precision(config.precision, _CPU).param_dtype)
     try:
-        return build_model(config.model).train()
+        model = build_model(config.model).train()
     finally:
         torch.set_default_dtype(before)
+    checkpoint_activations(model, config.memory.activation_checkpointing)
+    return model
 
 
-def _activations(config: Config, example: Batch) -> int:
-    # A second of imports, which whoever asks for no estimate need not wait for.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    # Not on the meta device: it has kernels of its own for attention, which hold more.
-    with FakeTensorMode() as fake:
-        model = _build(config)
-        # As in a run, where gradients live as long as the model.
-        GradientBuckets.of(model, None)
-        batch = map_tensors(fake.from_tensor, example)
-        tracker = MemTracker()
-        tracker.track_external(model)
-        before = tracker.get_tracker_snapshot()[_CPU]["Total"]
-        with tracker, build_precision(config.precision, _CPU).autocast():
-            build_task(config.task).loss(model, batch).loss_sum.backward()
-    return int(tracker.get_tracker_snapshot("peak")[_CPU]["Total"] - before)
+@contextmanager
+def _fake_world(size: int, strategy: ParallelConfig) -> Iterator[World]:
+    """Form a world whose collectives send nothing, as its first rank sees it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        aborted = threading.Event()
+        groups = Groups(group, GlooCommunicator(group, aborted), FakeStore(), {}, aborted)
+        yield arrange(World(0, size, 0, groups), strategy)
+    finally:
+        dist.destroy_process_group()
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)

@@ -6,13 +6,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from app.config import ProfileConfig
-from app.run.directory import RunDirectory
+from app.run.directory import PROFILE, RunDirectory
 from app.run.events import Profile
 from app.telemetry.spool import Spool
 from app.world.runtime import World
 
 _log = logging.getLogger(__name__)
-_FOLDER = "profile"
 _ROWS = 12  # of the table; what comes after is small
 
 
@@ -75,7 +74,7 @@ class Profiler:
         table = recorded.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=40)
         self._num_left -= 1
         try:
-            spool = Spool(self._directory.store, _FOLDER)
+            spool = Spool(self._directory.store, PROFILE)
             spool.path.mkdir(parents=True, exist_ok=True)
             # The suffix by which TensorBoard's plug-in finds them.
             recorded.export_chrome_trace(str(spool.path / f"{name}.pt.trace.json"))
@@ -84,5 +83,5 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             _log.warning("no profile of step %s, training goes on: %s", self._step, error)
             return
-        path = self._directory / f"{_FOLDER}/{name}.pt.trace.json"
+        path = self._directory / f"{PROFILE}/{name}.pt.trace.json"
         self._written.append(Profile(rank=self._world.rank, step=self._step, path=path, table=table))

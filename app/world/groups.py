@@ -1,6 +1,6 @@
 """The process groups of one attempt, and how they end when a peer is gone.
 
-The only module with private names of torch.distributed: tests/unit/test_torch_internals.py fails first when one moves.
+Its private names of torch.distributed are nowhere else: tests/unit/test_torch_internals.py fails first when one moves.
 """
 
 import contextlib

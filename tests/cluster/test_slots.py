@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 
 import pytest
@@ -136,8 +137,11 @@ def test_a_worker_that_hangs_is_named_and_replaced_and_the_others_go_on(on_head:
     assert running.wait_for_event("failure", kind="hang")["error"].startswith(f"hung in {phase} for ")
     running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
     running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
-    stacks = "".join(path.read_text() for path in (running.directory / "stacks").iterdir())
-    assert "inject.py" in stacks
+    folder = running.directory / "stacks"
+    assert "inject.py" in "".join(path.read_text() for path in folder.glob("*.txt"))
+    records = {path.name: pickle.loads(path.read_bytes()) for path in (folder / "attempt-1-collectives").iterdir()}
+    assert records.keys() == {"rank-0", "rank-1"}
+    assert all(record["entries"] for record in records.values())
     check_stopped(running)
 
 

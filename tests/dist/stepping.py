@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from app.components.schedule import build_schedule
@@ -51,6 +51,14 @@ def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...])
 
 
 def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], list[StepResult]]:
+    model, results = train_by_hand(world, config, shares)
+    whole = StateDictOptions(full_state_dict=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
+    return weights, results
+
+
+def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tuple[nn.Module, list[StepResult]]:
+    """Take all steps of the run as a worker of `world`. A collective. Return the model and what the steps gave."""
     worker = WorkerState(config, CPU)
     world = arrange(world, config.parallel)
     parallel = build_parallel(config.parallel, world, worker.precision)
@@ -75,6 +83,4 @@ def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
     results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
     assert next(batches, None) is None, "microbatches were left over"
-    whole = StateDictOptions(full_state_dict=True)
-    weights: dict[str, Any] = get_model_state_dict(parallel.unwrap(stepper.model), options=whole)
-    return weights, results
+    return parallel.unwrap(stepper.model), results

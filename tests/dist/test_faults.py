@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from app.config import ProfileConfig
+from app.run.directory import RunDirectory
 from app.run.ledger import read_ledger
 from app.storage import LocalStore
+from app.telemetry.memory_history import record_memory_history, write_memory_history
+from app.world.runtime import World
 from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import small
+from tests.events import event_lines
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,34 @@ def test_a_fault_strikes_once_and_the_run_that_is_resumed_is_right(tmp_path: Pat
     check_weights(resumed, expected)
     check_checkpoint(resumed)
     assert sorted(resumed.history.committed) == list(range(1, 15))
+
+
+def test_a_worker_that_is_out_of_memory_tells_of_its_allocations_first(tmp_path: Path) -> None:
+    config = small(tmp_path, "faults.inject=[{kind: oom_at, step: 7, rank: 1}]", "profile.memory_history=1000")
+    drill(config, worlds=[2, 2], patch=as_on_a_gpu)
+    written = tmp_path / "small" / "profile" / "memory-attempt-1-rank-1.pickle"
+    assert written.read_text() == "1000 allocations"
+    told = [event for event in event_lines(RunDirectory.of(config)) if event["event"] == "memory_history"]
+    assert [(event["attempt"], event["rank"], event["path"]) for event in told] == [(1, 1, str(written))]
+
+
+def as_on_a_gpu() -> None:
+    """Have the history of memory asked for and written as if the device were a GPU."""
+    cuda = torch.device("cuda")
+    remembered = 0
+
+    def record(max_entries: int, stacks: str) -> None:
+        nonlocal remembered
+        remembered = max_entries
+
+    def write(config: ProfileConfig, directory: RunDirectory, world: World, _: torch.device, error: Any) -> Any:
+        return write_memory_history(config, directory, world, cuda, error)
+
+    patch = pytest.MonkeyPatch()  # of a process that ends with the drill
+    patch.setattr("torch.cuda.memory._record_memory_history", record)
+    patch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text(f"{remembered} allocations"))
+    patch.setattr("app.worker.record_memory_history", lambda config, _: record_memory_history(config, cuda))
+    patch.setattr("app.worker.write_memory_history", write)
 
 
 def test_a_worker_that_drains_ends_the_attempt_and_nothing_is_done_twice(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ TABLE: list[Event] = [
     events.PrecisionLowered(rank=3, gpu="Tesla T4"),
     events.DataParallelSlower(),
     events.VariablesKept(variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
+    events.MemoryHistory(rank=1, path="runs/ddp/profile/memory-attempt-1-rank-1.pickle"),
     events.Profile(rank=0, step=14, path="runs/ddp/profile/rank-0.pt.trace.json", table="aten::mm  81 %"),
     events.AttemptEnded(cause="worker lost", step=43),
     events.AttemptEnded(cause="worker lost"),

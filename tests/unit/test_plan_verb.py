@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from app.cli import main
 from app.commands.plan import plan, warnings
-from app.components.optimizer import build_optimizer
 from app.config import Config, parse_config
-from app.models import build_model
-from app.parallel.buckets import GradientBuckets
-from app.tasks import build_task
 
 RUN = """
 run: {steps: 100}
@@ -44,39 +37,6 @@ def test_shares_pads_and_idle_time_of_each_world() -> None:
     sharded = plan(config_of("parallel.kind=fsdp"), None)
     assert [world["pads"] for world in sharded["worlds"]] == [0, 0, 2, 4, 0]
     assert (found["steps"], found["step_units"]) == (100, 12 * 64)
-
-
-@pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
-def test_memory_is_that_of_the_allocator(model: str) -> None:
-    config = config_of(model)
-    estimated = plan(config, None)["worlds"][0]["memory_bytes"]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train(config)
-    assert estimated == pytest.approx(peak_bytes(profiled), rel=0.15)
-
-
-def train(config: Config) -> None:
-    """Two steps of two microbatches, as a worker makes them."""
-    model = build_model(config.model).train()
-    optimizer = build_optimizer(config.optimizer, model)
-    buckets = GradientBuckets.of(model, None)
-    task = build_task(config.task)
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-    for _ in range(2):
-        for _ in range(2):
-            task.loss(model, (tokens, tokens)).loss_sum.backward()
-        optimizer.step()
-        buckets.clear()
-
-
-def peak_bytes(profiled: Any) -> int:
-    peak, events = 0, list(profiled.profiler.kineto_results.experimental_event_tree())
-    while events:
-        event = events.pop()
-        events += event.children
-        if event.typed[0].name == "Allocation":
-            peak = max(peak, event.typed[1].total_allocated)
-    return peak
 
 
 def test_nothing_speaks_against_a_good_plan() -> None:

@@ -19,6 +19,7 @@ from app.run import events
 from app.run.directory import RunDirectory
 from app.run.owner import Ownership
 from app.storage import LocalStore
+from app.world.flight_recorder import pack
 from tests.events import event_lines
 
 STALL_S = 60.0
@@ -238,6 +239,20 @@ def test_how_long_a_worker_may_be_silent(
     world = play(tmp_path, monkeypatch, story)
     assert world.told() == [("silent", "a", answers, expected_s)]
     assert not world.aborted
+
+
+def test_collectives_are_written_by_rank_as_torchs_tool_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(world: World) -> None:
+        world.live(1, WAITS, IN_FORWARD)
+        for name in "ba":
+            world.supervisor.heard(name, {"collectives": pack(f"of {name}".encode())})
+        world.supervisor._writing.shutdown()
+
+    play(tmp_path, monkeypatch, story)
+    folder = tmp_path / "stacks" / "attempt-1-collectives"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"rank-0": "of a", "rank-1": "of b"}
 
 
 def test_stacks_are_written_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _utils
 
+from app.telemetry.allocations import Allocations
 from app.world.groups import is_peer_loss
 
 APP = Path(__file__).parents[2] / "app"
@@ -32,13 +33,16 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     users = {str(file.relative_to(APP)) for file in APP.rglob("*.py") if PRIVATE.search(file.read_text())}
     assert users == {
         "world/groups.py",
+        "world/flight_recorder.py",
         "world/compilation.py",
         "checkpoint/shards.py",
         "components/buffers.py",
         "components/optimizer.py",
         "parallel/precision.py",
         "parallel/buckets.py",
+        "telemetry/allocations.py",
         "telemetry/memory.py",
+        "telemetry/memory_history.py",
     }
 
 
@@ -71,20 +75,38 @@ def test_the_place_of_a_shard_in_its_tensor() -> None:
     assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
 
 
-def test_memory_is_tracked_on_tensors_without_data() -> None:
-    """One of 4096 bytes, beside the parameter that was there before."""
+def test_allocations_of_tensors_without_data() -> None:
+    """One of 4096 bytes, beside the parameter that was there before; and storage that is resized, as by FSDP."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
 
-    cpu = torch.device("cpu")
+    allocations = Allocations()
     with FakeTensorMode():
         layer = torch.nn.Linear(32, 32, bias=False)
-        tracker = MemTracker()
-        tracker.track_external(layer)
-        before = tracker.get_tracker_snapshot()[cpu]["Total"]
-        with tracker:
+        allocations.add(layer.parameters())
+        with allocations:
             layer.weight.detach() * 2
-    assert tracker.get_tracker_snapshot("peak")[cpu]["Total"] - before == 4096
+            assert (allocations.bytes, allocations.peak_bytes) == (4096, 8192)
+            layer.weight.untyped_storage().resize_(0)
+            assert allocations.bytes == 0
+
+
+def test_collectives_that_send_nothing() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        left_alone = torch.ones(2)
+        distributed_c10d._get_default_group().allreduce([left_alone]).wait()
+        assert dist.get_world_size() == 3
+        assert left_alone.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_the_allocator_of_cuda_remembers() -> None:
+    recorded = parameters(torch.cuda.memory._record_memory_history)
+    assert {"stacks", "max_entries"} <= set(recorded)
+    assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
 
 def test_operations_on_many_tensors_at_once() -> None:

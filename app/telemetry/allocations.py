@@ -1,0 +1,71 @@
+"""Count the bytes of tensors while they come and go, also of tensors without data."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_resize: Any = torch.UntypedStorage.resize_
+
+
+class Allocations(TorchDispatchMode):
+    """Within this context, the bytes that tensors hold together.
+
+    Attributes:
+        bytes: now.
+        peak_bytes: the most that there have been.
+    """
+
+    # torch's own MemTracker sorts them by module as well, and refuses a second microbatch.
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}  # by storage
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are already there."""
+        for tensor in tensors:
+            self._count(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls operators on its local tensor, which come here too
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def __enter__(self) -> Any:
+        def resize(storage: Any, size: Any) -> Any:
+            resized = _resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._count(storage)
+            return resized
+
+        # No operator, and FSDP frees what it has gathered by it.
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # The address of the storage itself, not of its data: there may be none.
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._forget, key)
+        self.bytes += storage.nbytes() - self._sizes[key]
+        self._sizes[key] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)

@@ -1,0 +1,109 @@
+"""The memory of a worker: what `plan` says of it, and what a worker that has no world yet holds."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.commands.plan import plan
+from app.components.optimizer import build_optimizer
+from app.components.worker_state import WorkerState
+from app.config import Config, parse_config
+from app.models import build_model
+from app.parallel.buckets import GradientBuckets
+from app.tasks import build_task
+from tests.allocator import peak_bytes
+
+RUN = """
+run: {steps: 100}
+scaling: {num_workers: [2, 8]}
+batch: {global_size: 12, microbatch_size: 2}
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+"""
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config(RUN, "run.yaml", overrides)
+
+
+@pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
+def test_memory_is_that_of_the_allocator(model: str) -> None:
+    config = config_of(model)
+    estimated = plan(config, None)["worlds"][0]["memory_bytes"]
+    measured = peak_bytes(lambda: train(config))
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def train(config: Config) -> None:
+    """Two steps of two microbatches, as a worker makes them."""
+    model = build_model(config.model).train()
+    optimizer = build_optimizer(config.optimizer, model)
+    buckets = GradientBuckets.of(model, None)
+    task = build_task(config.task)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    for _ in range(2):
+        for _ in range(2):
+            task.loss(model, (tokens, tokens)).loss_sum.backward()
+        optimizer.step()
+        buckets.clear()
+
+
+class Moved(torch.nn.Module):
+    """A language model whose code moves modules, and which has two names for one parameter."""
+
+    def __init__(self, move: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 64)
+        self.head = torch.nn.Linear(64, 256, bias=False)
+        self.head.weight = self.embed.weight
+        if move:
+            self.head.to("cpu")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
+    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{move: {}}}}}"
+    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
+    assert moved == plain
+    assert moved["parameters"] == 256 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore")  # of imports, and of the pointers that peft asks for
+def test_adapters_by_peft_have_a_plan() -> None:
+    """Which moves modules, and copies them with the mode that they were built in."""
+    path = Path(__file__).parents[2] / "configs" / "lora.yaml"
+    found = plan(parse_config(path.read_text(), "lora.yaml"), None)
+    assert found["worker_bytes"]["parameters"] > 5 * found["worker_bytes"]["gradients"]
+    assert found["worlds"][0]["memory_bytes"] > found["worlds"][1]["memory_bytes"]
+
+
+def test_worlds_between_two_others_are_put_on_a_line() -> None:
+    """Within two per cent of what the world itself would be estimated at."""
+    by_sharding = "parallel.kind=fsdp"
+    among_others = {world["workers"]: world["memory_bytes"] for world in plan(config_of(by_sharding), None)["worlds"]}
+    alone = plan(config_of(by_sharding, "scaling.num_workers=3"), None)["worlds"][0]["memory_bytes"]
+    assert among_others[3] == pytest.approx(alone, rel=0.02)
+    assert among_others[2] > among_others[3] > among_others[5]
+
+
+def test_a_worker_that_adds_up_microbatches_holds_whole_gradients() -> None:
+    """The last of these worlds has one microbatch for each worker, which travels shard by shard at once."""
+    sharded = plan(config_of("parallel.kind=fsdp", "model.embed_dim=256"), None)
+    several, one = [world["memory_bytes"] for world in sharded["worlds"][-2:]]
+    assert several - one > 0.8 * sharded["worker_bytes"]["gradients"]
+
+
+def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:
+    """The state of AdamW is twice the model, and the whole model may fit just so."""
+    config = config_of("parallel.kind=fsdp", "model.embed_dim=256")
+    whole = sum(param.numel() * param.element_size() for param in build_model(config.model).parameters())
+    assert peak_bytes(lambda: WorkerState(config, torch.device("cpu"))) < 2 * whole

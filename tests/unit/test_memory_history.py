@@ -1,0 +1,78 @@
+"""What is left of a GPU that was out of memory. There is none here: torch's two functions are replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import ProfileConfig
+from app.run.directory import RunDirectory
+from app.storage import LocalStore
+from app.storage.memory import MemoryStore
+from app.telemetry.memory_history import record_memory_history, write_memory_history
+from app.world.runtime import World
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+REMEMBER = ProfileConfig(memory_history=1000)
+OUT = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return what the allocator has been asked to remember; its snapshot is the text "allocations"."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("allocations"))
+    return asked
+
+
+def world() -> World:
+    return World(rank=3, size=4, attempt=2, groups=None)  # type: ignore[arg-type]
+
+
+def test_the_last_allocations_are_remembered_where_it_is_asked_for(recorded: list[dict[str, Any]]) -> None:
+    record_memory_history(ProfileConfig(), CUDA)
+    record_memory_history(REMEMBER, CPU)
+    assert recorded == []
+    record_memory_history(REMEMBER, CUDA)
+    assert recorded == [{"max_entries": 1000, "stacks": "python"}]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_gpu_that_is_out_of_memory_leaves_its_allocations_and_says_how_to_see_them(tmp_path: Path) -> None:
+    told = write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT)
+    assert told is not None
+    assert (told.rank, told.attempt) == (3, 2)
+    assert Path(told.path) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
+    assert Path(told.path).read_text() == "allocations"
+    assert told.line().endswith(f"are in {told.path}: drop it on pytorch.org/memory_viz")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_it_is_copied_to_a_bucket() -> None:
+    store = MemoryStore()
+    assert write_memory_history(REMEMBER, RunDirectory(store), world(), CUDA, OUT)
+    assert store.read("profile/memory-attempt-2-rank-3.pickle") == b"allocations"
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("config", "device", "error"),
+    [(REMEMBER, CUDA, RuntimeError("other")), (REMEMBER, CPU, OUT), (ProfileConfig(), CUDA, OUT)],
+)
+def test_otherwise_there_is_nothing_to_write(
+    tmp_path: Path, config: ProfileConfig, device: torch.device, error: Exception
+) -> None:
+    assert write_memory_history(config, RunDirectory(LocalStore(tmp_path)), world(), device, error) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_that_fails_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
+    assert write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT) is None
