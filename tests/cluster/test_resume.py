@@ -67,7 +67,7 @@ def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None
     """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
     run = on_head("run", config="digits.yaml")
     for epochs in (1, 2):
-        finished = run.run(f"run.epochs={epochs}", small=False)
+        finished = run.run(f"run.epochs={epochs}", "run.report=false", small=False)
         assert finished.code == 0, finished.output
     assert "step 23 stays short, as the run ended with it; the next one goes on at position 1438" in finished.output
     committed = check_ledger(run.directory, 46).committed

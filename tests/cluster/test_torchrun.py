@@ -113,13 +113,12 @@ def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command: Commands) -> Non
 def test_a_run_that_is_extended_uses_each_sample_once(command: Commands) -> None:
     """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
     run = command(launcher=STANDALONE, config="digits.yaml")
-    for length in ("run.epochs=1", "run.epochs=2", "run.steps=50", "run.epochs=3"):
-        finished = run.run(length, small=False)
+    for length in ("run.epochs=1", "run.steps=30", "run.epochs=2"):
+        finished = run.run(length, "run.report=false", small=False)
         assert finished.code == 0, finished.output
-    assert "changed run.epochs: null -> 3" in finished.output
-    committed = check_ledger(run.directory, 69).committed
-    assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46, 69]
-    assert summary_of(run.directory)["samples"] == 3 * 1438
+    committed = check_ledger(run.directory, 46).committed
+    assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]
+    assert summary_of(run.directory)["samples"] == 2 * 1438
 
 
 FAILS = ["task.target=tests.examples.ragged:FailsAtStep7", "data.target=tests.examples.digits:dataset"]
