@@ -488,10 +488,10 @@ def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained
     seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
     saved = Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0)
     started = AttemptStarted(step=0, source="start", world_size=2, nodes={"a": 1, "b": 1}, **seconds)
-    for event in (saved, started, Failure(error="its node is gone")):
+    for event in (saved, started):
         directory.record(event)
     past = Past.read(directory)
-    assert (past.committed, past.num_nodes, past.num_failures) == (30, 2, 1)
+    assert (past.committed, past.num_nodes) == (30, 2)
 
 
 def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
