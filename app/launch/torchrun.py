@@ -179,7 +179,7 @@ def _train(
             if worker is not None:
                 outcome = train_in_worlds(config, runtime, worker, directory)
     if place.rank == 0 and (summary := directory.summary()):
-        console.finish({**summary, "tensorboard": directory / "tensorboard"})
+        console.finish({**summary, "tensorboard": directory.curves()})
     finished = outcome is not None and outcome.kind == "finished"
     return Ending(0 if finished else EXIT_STOPPED, worker=worker)
 

@@ -288,8 +288,8 @@ class Fit:
                 self._summary = event.summary
                 if self._saving_until_s is not None and not self.interrupts.stopping:
                     continue
-                tensorboard = self.directory / "tensorboard"
-                self.console.finish({**event.summary, "sample": event.sample, "tensorboard": tensorboard})
+                curves = self.directory.curves()
+                self.console.finish({**event.summary, "sample": event.sample, "tensorboard": curves})
             elif isinstance(event, Failure) and event.fatal:
                 self._fatal = event
             else:

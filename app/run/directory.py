@@ -26,7 +26,8 @@ _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
 _SCALE = "scale.json"
 _PROBE = ".writable"
-_FOLDERS = ("checkpoints", "faults", PROFILE, "stacks", "tensorboard", "wandb")
+_CURVES = "tensorboard"
+_FOLDERS = ("checkpoints", "faults", PROFILE, "stacks", _CURVES, "wandb")
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 # Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
 _LAST_LINE_BYTES = 16384
@@ -165,6 +166,13 @@ class RunDirectory:
     def delete_summary(self) -> None:
         """Take back that the run has ended: it goes on."""
         self.store.delete(_SUMMARY)
+
+    def curves(self) -> str | None:
+        """Return where TensorBoard finds the run's curves, None if it has none."""
+        with suppress(OSError):
+            if self.store.list(_CURVES):
+                return self / _CURVES
+        return None
 
     def request_scale(self, smallest: int, largest: int) -> None:
         """Leave a request for other bounds; the process that runs the run takes it up."""

@@ -11,7 +11,7 @@ Summary = Mapping[str, Any]
 
 def result(summary: Summary) -> list[str]:
     """Return the lines that tell what a run did, what it is worth and where it lies; what is unknown is left out."""
-    # The summary of `summary.json`, to which the driver has added `sample` (text) and `tensorboard` (directory).
+    # The summary of `summary.json`, to which the driver has added `sample` (text) and `tensorboard` (directory, None without).
     done = [plural(summary["step"], "step")]
     for amount in ("samples", "tokens"):
         if summary.get(amount):
@@ -30,8 +30,9 @@ def result(summary: Summary) -> list[str]:
         "checkpoint": summary["last_checkpoint"],
         # It may have several lines, which stand below each other.
         "sample": (summary.get("sample") or "").replace("\n", "\n" + 12 * " "),
-        "curves": f"tensorboard --logdir {summary['tensorboard']}",
     }
+    if summary.get("tensorboard"):
+        told["curves"] = f"tensorboard --logdir {summary['tensorboard']}"
     return [f"{name:<10}  {text}" for name, text in told.items() if text]
 
 

@@ -282,8 +282,8 @@ RESULT = [
 
 def test_result_tells_what_is_known() -> None:
     assert result(SUMMARY) == RESULT
-    unknown = result({**SUMMARY, "tokens": None, "metrics": {}, "last_checkpoint": None})
-    assert unknown == ["finished    2000 steps, 96.0k samples in 4m", RESULT[1], RESULT[4]]
+    unknown = result({**SUMMARY, "tokens": None, "metrics": {}, "last_checkpoint": None, "tensorboard": None})
+    assert unknown == ["finished    2000 steps, 96.0k samples in 4m", RESULT[1]]
 
 
 def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
