@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _NUM_CLOCK_READINGS = 5
 _NUM_DOUBTS = 3  # times that a slow link is measured again
 _DOUBTS_S = 60.0  # that it may take for all of them
 _LOCAL_SPEED = 1e9
+_NEVER_RAN = "The actor never ran"  # with which Ray ends what it says of an actor, after the reason
 
 
 class Peer(NamedTuple):
@@ -107,13 +109,28 @@ class Inspector:
 class Inspectors:
     """The inspectors that still answer, by the names of their nodes."""
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
-        self._actors = dict(actors)
+    def __init__(self, start: Mapping[str, Callable[[], Any]]) -> None:
+        self._start = start  # how the actor of each node is started
+        self._actors = {name: start_one() for name, start_one in start.items()}
         self.findings: list[Finding] = []  # about those that do not answer any more
 
     @property
     def names(self) -> list[str]:
         return list(self._actors)
+
+    def start_again(self) -> None:
+        """Wait until all have started. Start those once more that have ended instead."""
+        # On a busy machine Ray gives a process up that takes long to start, and that is no fault of the node.
+        questions = {actor.clock_s.remote(): name for name, actor in self._actors.items()}
+        started, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_START_S)
+        for question in silent:
+            self._dismiss(questions[question], silent_finding(questions[question], "start", _START_S))
+        for question in started:
+            try:
+                ray.get(question)
+            except RayError:
+                name = questions[question]
+                self._actors[name] = self._start[name]()
 
     def ask(self, doing: str, limit_s: float, method: str, **arguments: Any) -> dict[str, Any]:
         """Ask all of them the same. Return the answers that have come within the limit."""
@@ -159,7 +176,8 @@ def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
     store = RunDirectory.at(storage).store
     inspectors = _start(store, on_gpus)
     try:
-        facts = inspectors.ask("start and look at itself", _START_S, "facts")
+        inspectors.start_again()
+        facts = inspectors.ask("look at itself", _START_S, "facts")
         yield from inspectors.news()
         if not facts:
             return
@@ -315,13 +333,13 @@ def _start(store: Store, on_gpus: bool) -> Inspectors:
         both = replace(nodes[0], gpus=nodes[0].gpus // 2)
         nodes = [both, replace(both, name=f"{both.name}{_SECOND}")]
     head = head_host()
-    actors = {}
+    start = {}
     for node in nodes:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         num_gpus = int(on_gpus and node.gpus > 0)
         actor = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=here)(Inspector)
-        actors[node.name] = actor.remote(node.name, head, store)
-    return Inspectors(actors)
+        start[node.name] = partial(actor.remote, node.name, head, store)
+    return Inspectors(start)
 
 
 _SECOND = " (second process)"
@@ -345,5 +363,6 @@ def _alive() -> list[_Node]:
 
 
 def _short(error: BaseException) -> str:
-    """Return the last line of an error's text, which says what has happened."""
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    """Return the last line of an error's text that says what has happened."""
+    lines = [line for line in str(error).strip().splitlines() if not line.startswith(_NEVER_RAN)]
+    return lines[-1] if lines else type(error).__name__

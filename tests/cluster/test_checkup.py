@@ -14,6 +14,8 @@ from app.checkup.findings import Finding
 from app.config import Config, load_config
 from app.launch.checkup import check_machines
 from app.orchestration import checkup
+from app.orchestration.checkup import Inspector
+from app.storage import Store
 from tests.chaos.bed import Bed
 from tests.command import descendants
 
@@ -45,6 +47,25 @@ def test_a_healthy_cluster_gives_no_alarm(config: Config, tmp_path: Path) -> Non
     assert (links.level, links.what.startswith("3 pairs of nodes; ")) == ("ok", True)
     assert len(of_check(findings, "node")) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+class EndsAtFirst(Inspector):
+    """Ends while it starts, where it is the first one of its node."""
+
+    def __init__(self, name: str, head: str, store: Store) -> None:
+        try:
+            Path(store.uri).with_name(f"begun-{name}").mkdir()
+        except FileExistsError:
+            super().__init__(name, head, store)
+            return
+        os._exit(1)
+
+
+def test_a_process_that_ray_could_not_start_is_started_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "Inspector", EndsAtFirst)
+    findings = list(check_machines(config, verbose=False))
+    assert [finding for finding in findings if finding.level == "error"] == []
+    assert len(of_check(findings, "node")) == 3
 
 
 def test_an_unshared_run_directory_and_a_wrong_interface_are_found(

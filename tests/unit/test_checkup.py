@@ -326,6 +326,12 @@ def test_slow_pairs_are_measured_again_but_not_for_ever(monkeypatch: pytest.Monk
     assert measured == []
 
 
+def test_of_an_actor_that_did_not_start_the_reason_is_told() -> None:
+    error = "The actor died unexpectedly.\n\tactor_id: 1\nno room for it\nThe actor never ran - it was cancelled."
+    assert checkup._short(RuntimeError(error)) == "no room for it"
+    assert checkup._short(RuntimeError("")) == "RuntimeError"
+
+
 def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
     assert judge_links(links("ab", "ab", LinkFigures(1e-4, 1e7, True)))[0].level == "warning"
 
