@@ -26,9 +26,10 @@ def status_of(running: Running) -> dict[str, Any]:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_slow_rank_is_seen_in_status_and_report(on_head: Commands) -> None:
     running = on_head().start("run.steps=100000", SLOW)
+    running.wait_for_event("attempt_started", timeout_s=150)
     running.wait_for_event("rank_times")
     status = status_of(running)
     assert status["state"] == "running"
