@@ -9,6 +9,7 @@ from app.run.events import (
     AttemptStarted,
     Event,
     Failure,
+    ForwardsShrunk,
     Preemption,
     ProcessRestarted,
     Restore,
@@ -96,7 +97,7 @@ class _Between:
             case RunStarted():
                 self.told.append(event)
                 self.command_s = event.time_s
-            case Failure() | Preemption() | Scale() | Rollback() | ProcessRestarted():
+            case Failure() | ForwardsShrunk() | Preemption() | Scale() | Rollback() | ProcessRestarted():
                 self.told.append(event)
 
     @property
@@ -166,6 +167,8 @@ def _in_words(event: Event) -> str:
             where = f" on node {event.node[:8]}" if event.node else ""
             what = "loss" if event.kind == "worker" else event.kind or "failure"
             return f"{what} of worker {event.member}{where}: {_first_line(event.error)}"
+        case ForwardsShrunk():
+            return f"out of memory, so that forwards have {plural(event.forward_size, 'sample')} at the most"
         case Preemption():
             return f"node {event.node[:8]} is going with {plural(len(event.members), 'worker')}"
         case Scale():

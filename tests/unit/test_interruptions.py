@@ -44,6 +44,12 @@ def test_a_failure_has_a_detection_and_a_way_back() -> None:
     assert (failure.detected_s, failure.back_s, failure.lost_steps, failure.lost_s) == (2.0, 5.0, 3, 7.0)
 
 
+def test_memory_that_ran_out_is_a_cause() -> None:
+    shrunk = events.ForwardsShrunk(step=13, forward_size=4, error="CUDA out of memory.")
+    failure = only(shrunk, events.AttemptEnded(time_s=102.0, attempt=1, cause="out of memory", step=12), SECOND)
+    assert failure.cause == "out of memory, so that forwards have 4 samples at the most"
+
+
 def test_steps_that_were_done_again_cost_time_where_the_ledger_tells() -> None:
     (failure,) = read_interruptions([COMMAND, FIRST, LOST, FAILED, SECOND], redone_s={1: 4.0, 2: 50.0})
     assert (failure.redone_s, failure.lost_s) == (4.0, 11.0)
