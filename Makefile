@@ -52,9 +52,9 @@ test-slow: .venv/.dev
 
 test-all: test test-slow
 
-# Needs root and, on Debian, apt-get install openssh-server rsync iproute2.
+# Needs root and, on Debian, apt-get install openssh-server rsync iproute2. `pytest tests/e2e -m slow` is the rest.
 e2e: .venv/.e2e
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e -m "not slow"
 
 # Drills on one GPU, in nine minutes. Installs nothing: tests/gpu/README.md says what the Python needs.
 gpu:

@@ -96,6 +96,7 @@ def shown(findings: list[dict[str, Any]]) -> str:
     return "\n".join(f"{each['level']} {each['check']}: {each['what']} -> {each['remedy']}" for each in findings)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_healthy_hosts_give_no_alarm_and_each_fault_is_named_with_its_host_and_remedy(cluster: Lab) -> None:
     code, findings, progress = examine(cluster)
