@@ -52,7 +52,8 @@ class Memory:
 
 def memory_of_whole(config: Config, example: Batch) -> Memory:
     """Estimate the memory of a worker that holds the whole model, for microbatches like `example`."""
-    return _simulate(config, DdpConfig(), example, 1, accumulates=True)
+    # Its gradients live as long as the model, so further microbatches add nothing.
+    return _simulate(config, DdpConfig(), example, 1, accumulates=False)
 
 
 def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, int]:
