@@ -80,7 +80,9 @@ def join(lab: Lab, host: str, before: str = "ulimit -n 4096") -> None:
     role = (
         "--head --port=6379 --include-dashboard=false" if host == "head" else f"--address={lab.addresses['head']}:6379"
     )
-    started = lab.run(host, f"set -e\n{before}\n{RAY} {role} --node-ip-address={lab.addresses[host]}")
+    start = f"{RAY} {role} --node-ip-address={lab.addresses[host]}"
+    # Twice, since on a busy machine a raylet may take longer than the half minute that Ray waits for it.
+    started = lab.run(host, f"set -e\n{before}\n{start} || {{ ray stop; {start}; }}", timeout_s=180)
     assert started.returncode == 0, started.stdout
 
 
