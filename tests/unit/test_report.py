@@ -134,6 +134,16 @@ def test_a_run_that_has_not_begun_has_no_report(tmp_path: Path) -> None:
         write_report(RunDirectory(LocalStore(tmp_path)))
 
 
+def test_of_a_run_that_ended_before_its_first_step_empty_figures_are_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
+    write_report(directory)
+    assert (tmp_path / REPORT).exists()
+    assert not caplog.records  # bokeh tells of columns that it misses
+
+
 def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> events.AttemptStarted:
     parts = {"detected_s": 0.0, "formed_s": 1.0, "built_s": 1.0, "restored_s": 0.5, "first_step_s": 1.0}
     told = {"step": 0, "step_s": 1.0, "source": "start", **parts, **fields}

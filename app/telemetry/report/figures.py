@@ -103,9 +103,9 @@ def worlds(course: Course) -> Drawing:
             )
             bottom += count
     plot = _plot(unit, "workers")
-    quads = plot.quad(
-        "left", "right", "top", "bottom", fill_color="color", line_color=None, fill_alpha=0.9, source=_source(rows)
-    )
+    sides = ("left", "right", "top", "bottom")
+    source = _source(rows, *sides, "color")
+    quads = plot.quad(*sides, fill_color="color", line_color=None, fill_alpha=0.9, source=source)
     _hover(plot, [quads], [("attempt", "@attempt"), ("node", "@node"), ("up to rank", "@top")])
     plot.x_range.start = 0
     plot.y_range.start = 0
@@ -122,9 +122,8 @@ def time_of_ranks(course: Course) -> Drawing:
     for place, accounts in enumerate(groups):
         rows += _bar(place, accounts)
     plot = _plot("attempt", "seconds of all ranks", x_range=[_label(accounts) for accounts in groups])
-    bars = plot.vbar(
-        x="label", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=_source(rows)
-    )
+    source = _source(rows, "label", "bottom", "top", "color")
+    bars = plot.vbar(x="label", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=source)
     tooltips = [("", "@category"), ("seconds of ranks", "@rank_s{0.0}"), ("of the attempt", "@share{0.0 %}")]
     _hover(plot, [bars], tooltips)
     plot.y_range.start = 0
@@ -166,8 +165,9 @@ def _plot(x: str, y: str, **options: Any) -> Any:
     return plot
 
 
-def _source(rows: Sequence[dict[str, Any]]) -> ColumnDataSource:
-    names = rows[0].keys() if rows else ()
+def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
+    """Return the columns of `rows`; those that are `drawn` also where there are no rows, since bokeh misses them."""
+    names = rows[0].keys() if rows else drawn
     return ColumnDataSource({name: [row[name] for row in rows] for name in names})
 
 
