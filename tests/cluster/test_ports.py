@@ -38,7 +38,7 @@ def documented() -> list[str]:
     """Return the processes of the page's first table, which names Ray's as well."""
     page = (ROOT / "docs" / "security.md").read_text().partition("## On a cluster")[0]
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]
-    return rows[2:]
+    return [process for row in rows[2:] for process in row.split(", ")]
 
 
 def unknown(found: dict[tuple[str, int], str]) -> list[str]:
