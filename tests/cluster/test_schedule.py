@@ -46,7 +46,7 @@ def disturb(command: Command, *words: str) -> Path:
     """The run directory of a run of which everything is changed that may change."""
     with Bed(num_nodes=4) as bed:
         running = command.start(*words, SLOW, f"cluster.address={bed.address}", "scaling.num_workers=4")
-        running.wait_for_step(3)
+        running.wait_for_step(3, timeout_s=200)  # four workers start
         for bounds, size in (("1:3", 3), ("1", 1), ("2", 2), ("4", 4)):
             before = time.time()
             if running.history.lines[-1]["world_size"] > 1:  # the only one that holds the state is let live
