@@ -40,6 +40,7 @@ def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command
     check_equal(run, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_starts_the_ranks_again(command: Commands) -> None:
     undisturbed = command("undisturbed", launcher=STANDALONE)

@@ -62,6 +62,7 @@ def test_the_same_command_again(on_head: Commands) -> None:
     check_identical(run.directory, on_head("undisturbed").directory)
 
 
+@pytest.mark.slow  # under torchrun it is proved as well
 @pytest.mark.timeout(240)
 def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None:
     """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
