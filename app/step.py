@@ -16,7 +16,7 @@ from app.components.totals import Totals
 from app.data import Fetched
 from app.data.batches import Batch
 from app.data.parts import Part, split
-from app.faults.memory import smaller
+from app.faults.out_of_memory import smaller
 from app.parallel import Parallel
 from app.parallel.precision import Precision
 from app.plan import Microbatch, Plan

@@ -10,8 +10,8 @@ from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import EXITS, SteadfastError, as_exception
-from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
+from app.faults.out_of_memory import OutOfMemory
 from app.parallel import Parallel, arrange, build_parallel
 from app.run import events
 from app.run.directory import RunDirectory

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import RunConflict, SteadfastError, TrainingError
-from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
+from app.faults.out_of_memory import OutOfMemory
 from app.launch.detect import given_s
 from app.launch.resume import start_or_resume
 from app.plan import End

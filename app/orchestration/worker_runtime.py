@@ -15,8 +15,8 @@ import torch.distributed as dist
 from app.balance.shares import LABEL
 from app.config import Config
 from app.errors import SteadfastError
-from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
+from app.faults.out_of_memory import OutOfMemory
 from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
 from app.orchestration.internals.slots import report
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment

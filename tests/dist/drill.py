@@ -14,8 +14,8 @@ from torch import Tensor
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.weights import read_whole
 from app.config import Config
-from app.faults.memory import OutOfMemory
 from app.faults.numerics import BadStep
+from app.faults.out_of_memory import OutOfMemory
 from app.run.directory import RunDirectory
 from app.run.events import Event, ForwardsShrunk, RunStarted
 from app.run.ledger import History, read_ledger

@@ -8,7 +8,7 @@ import torch
 from app.data.loader import Fetched
 from app.data.parts import Part, split
 from app.errors import TrainingError
-from app.faults.memory import OutOfMemory, smaller
+from app.faults.out_of_memory import OutOfMemory, smaller
 from app.plan import Microbatch
 
 
