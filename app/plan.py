@@ -16,9 +16,9 @@ with statistics of a microbatch (BatchNorm, whose running ones are such a sum to
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 Shares = tuple[int, ...]  # microbatches of each rank in a step
 
@@ -40,6 +40,28 @@ class End(NamedTuple):
 
     step: int
     position: int
+
+
+@dataclass(frozen=True)
+class Amendments:
+    """What has come up in the run so far that its plan goes by from then on. Every rank of a world has the same."""
+
+    skip: frozenset[int] = frozenset()  # steps that are left out, because their numbers were bad
+    ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first
+    forward_size: int | None = None  # samples that a forward may have, None for those of a microbatch
+
+    @classmethod
+    def of_line(cls, line: dict[str, Any]) -> Self:
+        """Read what `to_line` has made."""
+        return cls(frozenset(line["skip"]), tuple(End(*end) for end in line["ends"]), line["forward_size"])
+
+    def to_line(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {"skip": sorted(self.skip), "ends": self.ends, "forward_size": self.forward_size}
+
+    def leaving_out(self, steps: Iterable[int]) -> Self:
+        """Return these with more steps to skip."""
+        return replace(self, skip=self.skip | set(steps))
 
 
 def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:

@@ -108,7 +108,7 @@ class Stepper:
             OutOfMemory: memory has run out in one of them.
         """
         seed_generators(self.seed, fetched.microbatch, self.precision.device)
-        parts = list(split(fetched, self.world.forward_size, self._num_parts(fetched)))
+        parts = list(split(fetched, self.world.amendments.forward_size, self._num_parts(fetched)))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.precision.device)
         count: Tensor | int = 0
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
@@ -123,7 +123,7 @@ class Stepper:
 
     def _num_parts(self, fetched: Fetched) -> int:
         """Return in how many forwards a microbatch is run."""
-        size = self.world.forward_size
+        size = self.world.amendments.forward_size
         if size is None:
             return 1
         # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.

@@ -61,7 +61,7 @@ class Checkpoints:
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
         self._command = self._owning_command() if world.leader else ""
-        writer.begin_attempt(world.attempt, world.skip, commits_alone=self._replicated and world.leader)
+        writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self._replicated and world.leader)
 
     def newest(self) -> Stored:
         """Return what is known of the newest checkpoint, read back or not. A collective."""
@@ -124,7 +124,7 @@ class Checkpoints:
                 damaged[step] = str(error)
                 self._catalog.quarantine(step, str(error))
                 continue
-            if manifest is None or manifest.skipped != skipped_up_to(step, self._world.skip):
+            if manifest is None or manifest.skipped != skipped_up_to(step, self._world.amendments.skip):
                 continue
             # The state would fit, but the samples that it has seen would be others than the ledger says.
             if manifest.dataset != self._dataset:
@@ -210,7 +210,7 @@ class Checkpoints:
             time_s=round(time.time(), 3),
             dataset=self._dataset,
             files=files,
-            skipped=skipped_up_to(pending.step, self._world.skip),
+            skipped=skipped_up_to(pending.step, self._world.amendments.skip),
             metrics=pending.metrics,
             base=self._base,
         )
@@ -258,7 +258,7 @@ class Checkpoints:
                 self._world.groups.store.set(_DONE.format(pending.step), "")
         not_deleted = None
         try:
-            self._catalog.retire(manifest, self._config, self._world.skip, pending.check)
+            self._catalog.retire(manifest, self._config, self._world.amendments.skip, pending.check)
         except Damaged as error:
             self._catalog.quarantine(pending.step, str(error))
             why = f"{error}, and was written a moment ago"

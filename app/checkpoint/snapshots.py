@@ -262,7 +262,7 @@ class Snapshots:
         return AtRisk.of(step, newest, committed, self._replicated, self._world.size, self.num_nodes)
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
-        skipped = skipped_up_to(snapshot.step, self._world.skip)
+        skipped = skipped_up_to(snapshot.step, self._world.amendments.skip)
         return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
 
     def _stored(self) -> dict[int, Label]:

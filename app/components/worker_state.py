@@ -25,7 +25,7 @@ from app.errors import UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
 from app.parallel.precision import build_precision
-from app.plan import End, Plan, begin_of
+from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
@@ -53,8 +53,7 @@ class WorkerState:
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
         self.fingerprint = fingerprint(self.dataset)
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
-        self.skip: frozenset[int] = frozenset()  # steps that are left out of the run
-        self.ends: tuple[End, ...] = ()  # where the run ended before it was extended
+        self.amendments = Amendments()  # of the attempt under way
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
         self._memory: NodeMemory | None = None
@@ -122,22 +121,18 @@ class WorkerState:
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
 
-    def prepare(self, skip: frozenset[int], parallel: Parallel, ends: tuple[End, ...] = ()) -> tuple[nn.Module, State]:
-        """Begin an attempt without the steps `skip`: keep the state if it may be brought along, else start anew.
-
-        Args:
-            ends: where the run ended before it was extended, the same in all attempts of a command.
+    def prepare(self, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, State]:
+        """Begin an attempt: keep the state if it may be brought along, else start anew.
 
         Returns:
             The model as it is trained in this attempt, and live references to everything that a checkpoint holds.
         """
-        # If the set has changed, the state may contain an update from one of these steps, also where this worker did
+        # If other steps are skipped now, the state may contain an update from one of them, also where this worker did
         # not live to hear of it. Shards are of a world that is gone.
         is_whole = self.held.step is not None or self.held.untouched
-        if skip != self.skip or not parallel.survivors_hold_all or not is_whole:
+        if amendments.skip != self.amendments.skip or not parallel.survivors_hold_all or not is_whole:
             self._start_anew()
-        self.skip = skip
-        self.ends = ends
+        self.amendments = amendments
         model = parallel.wrap(self._model)
         return model, self.state(parallel.unwrap(model))
 
@@ -166,7 +161,7 @@ class WorkerState:
     def advance_to(self, step: int) -> None:
         """Take note that the model and optimizer hold the state of `step`."""
         self.held.complete(step)
-        if step not in self.skip:
+        if step not in self.amendments.skip:
             self.hooks.on_step(step)
 
     def state(self, model: nn.Module) -> State:
@@ -191,7 +186,7 @@ class WorkerState:
 
     def _samples_up_to(self, step: int) -> int:
         """Return the number of samples in the steps up to `step`, those that are left out too."""
-        return begin_of(step + 1, self._config.batch.global_size, self.ends)
+        return begin_of(step + 1, self._config.batch.global_size, self.amendments.ends)
 
     def close_later(self, close: Callable[[], object]) -> None:
         """Have `close` called when the attempt is over, however it ends."""
@@ -205,7 +200,7 @@ class WorkerState:
     @property
     def num_steps(self) -> int:
         """Return the length of the run in optimizer steps."""
-        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.ends)
+        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.amendments.ends)
 
     def plan(self, world_size: int, parallel: Parallel) -> Plan:
         """Return the plan of the steps of an attempt, with even shares."""
@@ -215,8 +210,8 @@ class WorkerState:
             world_size,
             equal_forwards=parallel.equal_forwards,
             num_samples=self._config.run.num_samples(self.order.num_train),
-            skip=self.skip,
-            ends=self.ends,
+            skip=self.amendments.skip,
+            ends=self.amendments.ends,
         )
 
     def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:

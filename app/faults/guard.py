@@ -48,7 +48,7 @@ class Guard:
         self._plan = plan
         self._loader = loader
         self._units_per_sample = units_per_sample
-        self._numerics = Numerics(config.recovery, world.skip, losses)
+        self._numerics = Numerics(config.recovery, world.amendments.skip, losses)
 
     def accept(self, finished: Iterable[StepStats]) -> Iterator[StepStats]:
         """Yield the steps one by one as far as they are good.

@@ -109,7 +109,7 @@ def _note_short_step(
         RunConflict: where it ended is not known.
         StorageError: storage does not take it.
     """
-    size, ends = config.batch.global_size, directory.ends()
+    size, ends = config.batch.global_size, directory.amendments().ends
     end = last_end(directory.store, size, ends)
     newest = Catalog(directory.store).newest() or 0
     if stored and stored.run.epochs and newest > end.step:
@@ -124,7 +124,7 @@ def _note_short_step(
     event = ShortStep(step=end.step, position=end.position)
     directory.record(event)
     # Of another event that is lost nobody is told, and that is all. For want of this one, samples would be left out.
-    if end not in directory.ends():
+    if end not in directory.amendments().ends:
         raise StorageError(f"{directory.uri} takes no events; make room there, and give the command again")
     say(event.line())
 

@@ -19,7 +19,7 @@ from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.launch.detect import given_s
 from app.launch.resume import start_or_resume
-from app.plan import End
+from app.plan import Amendments
 from app.run.directory import RunDirectory
 from app.run.events import Event, Failure, ForwardsShrunk, RunStarted
 from app.run.interrupts import EXIT_STOPPED, Interrupts
@@ -167,10 +167,8 @@ def _train(
     answer: dict[str, Any],
     ownership: Ownership | None,
 ) -> Ending:
-    skip = frozenset(answer["skip"])
-    ends = tuple(End(*end) for end in answer["ends"])
     position = place.store, place.rank, place.world_size, answer["attempt"], place.device
-    form = partial(form_world, *position, skip, ends, answer["forward_size"])
+    form = partial(form_world, *position, Amendments.of_line(answer["amendments"]))
     outcome = None
     with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
@@ -214,9 +212,4 @@ def _begin(
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()
-    return {
-        "attempt": attempt,
-        "skip": sorted(directory.skipped_steps()),
-        "ends": directory.ends(),
-        "forward_size": directory.forward_size(),
-    }
+    return {"attempt": attempt, "amendments": directory.amendments().to_line()}

@@ -86,9 +86,7 @@ class Coordinator:
         self._doomed = asyncio.Event()
         # All who were dead when a member noticed it are known by then: their heartbeats have been missing for so long.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
-        self._skip = directory.skipped_steps()
-        self._ends = directory.ends()  # they change between two commands only
-        self._forward_size = directory.forward_size()
+        self._amendments = directory.amendments()
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that has claimed the run does so no more
 
@@ -188,7 +186,7 @@ class Coordinator:
     def _judge(self, member: str, report: FailureReport) -> bool:
         if member in self._dead:  # the others have gone on without it
             return self.over
-        self._skip |= set(report.skip)
+        self._amendments = self._amendments.leaving_out(report.skip)
         cause = "exception"
         if report.kind == "peer":
             cause = "worker lost"
@@ -225,7 +223,7 @@ class Coordinator:
 
     def _shrink(self, report: FailureReport, forward_size: int) -> None:
         # Every rank may have run out, in forwards of another size each.
-        if self._forward_size is None or forward_size < self._forward_size:
+        if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
             self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
@@ -326,7 +324,7 @@ class Coordinator:
         self.membership.world = names
         self.heartbeats.expect(names)
         if place is not None:
-            self._skip |= place.skip
+            self._amendments = self._amendments.leaving_out(place.amendments.skip)
             ended = [event.attempt for event in self._journal.former if isinstance(event, events.AttemptEnded)]
             # Not if another one has begun meanwhile: then none of its members has been told.
             if place.attempt >= self._ownership.attempt and place.attempt not in ended:
@@ -383,7 +381,7 @@ class Coordinator:
         self.heartbeats.expect(names)
         store = self.members[names[0]].store
         for rank, name in enumerate(names):
-            place = WorldAssignment(rank, len(names), attempt, store, self._skip, self._ends, self._forward_size, names)
+            place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
             self._waiting.pop(name).set_result(place)
         self.reconcile()  # somebody may have come meanwhile
 
@@ -461,11 +459,11 @@ class Coordinator:
         """Draw the consequences of an event, and write it down; the result is there once it is on storage."""
         match event:
             case events.Rollback(steps=steps):
-                self._skip |= set(steps)
+                self._amendments = self._amendments.leaving_out(steps)
             case events.AttemptStarted(attempt=int(attempt)):
                 self._broken_worlds.stepped(attempt)
             case events.ForwardsShrunk(forward_size=size):
-                self._forward_size = size
+                self._amendments = replace(self._amendments, forward_size=size)
             case events.AttemptEnded():
                 self._running = 0
                 self._doomed.set()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from app.plan import End
+from app.plan import Amendments
 
 Address = tuple[str, int]  # host, port
 
@@ -44,9 +44,7 @@ class WorldAssignment:
     size: int
     attempt: int
     store: Address  # of a TCPStore in the leader's process, for this world alone
-    skip: frozenset[int]  # steps that this world leaves out
-    ends: tuple[End, ...]  # where the run ended before it was extended
-    forward_size: int | None  # samples that a forward may have, None for those of a microbatch
+    amendments: Amendments
     members: tuple[str, ...]  # names of all workers of this world, by rank
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from app.config import Config, decoded, dump_config, parse_config
 from app.errors import StorageError, UsageError
-from app.plan import End
+from app.plan import Amendments, End
 from app.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
@@ -137,22 +137,21 @@ class RunDirectory:
                 return line
         return {}
 
-    def skipped_steps(self) -> frozenset[int]:
-        """Return the steps that the rollbacks so far leave out."""
+    def amendments(self) -> Amendments:
+        """Return what the events so far have changed about the plan."""
         skipped: set[int] = set()
-        for rollback in self.events(Rollback):
-            skipped.update(rollback.steps)
-        return frozenset(skipped)
-
-    def ends(self) -> tuple[End, ...]:
-        """Return where the run ended before it was extended, if that has cut a step short; oldest first."""
         # An extension that was broken off has told of the same end as the one after it.
-        ends = {End(short.step, short.position) for short in self.events(ShortStep)}
-        return tuple(sorted(ends))
-
-    def forward_size(self) -> int | None:
-        """Return how many samples fit into a forward, None if no more than a microbatch has ever been asked for."""
-        return min((event.forward_size for event in self.events(ForwardsShrunk)), default=None)
+        ends: set[End] = set()
+        sizes: list[int] = []
+        for event in self.all_events():
+            match event:
+                case Rollback(steps=steps):
+                    skipped.update(steps)
+                case ShortStep(step=step, position=position):
+                    ends.add(End(step, position))
+                case ForwardsShrunk(forward_size=size):
+                    sizes.append(size)
+        return Amendments(frozenset(skipped), tuple(sorted(ends)), min(sizes, default=None))
 
     def summary(self) -> dict[str, Any] | None:
         """Return what `write_summary` has written, None if there is none, or something else."""

@@ -110,7 +110,7 @@ class _Auditor:
         self._order = SampleOrder(num_samples, config.data.held_out_fraction, config.run.seed)
         batch = config.batch
         end = config.run.num_samples(self._order.num_train)
-        ends = directory.ends()
+        ends = directory.amendments().ends
         self._plan = Plan.even(batch.global_size, batch.microbatch_size, 1, num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
         self._num_steps = config.run.num_steps(self._order.num_train, batch.global_size, ends) if end else _LARGEST

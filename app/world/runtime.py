@@ -11,7 +11,7 @@ from typing import Literal, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from app.plan import End
+from app.plan import Amendments
 from app.run.events import Event
 from app.world.clock import build_clock
 from app.world.groups import Groups
@@ -39,9 +39,7 @@ class World:
     size: int
     attempt: int
     groups: Groups
-    skip: frozenset[int] = frozenset()  # steps that are left out, because their numbers were bad
-    ends: tuple[End, ...] = ()  # where the run ended before it was extended
-    forward_size: int | None = None  # samples that a forward may have, None for those of a microbatch
+    amendments: Amendments = field(default_factory=Amendments)
     progress: Progress = field(default_factory=Progress)  # the process's own, which remembers earlier attempts
     node: str = field(default_factory=socket.gethostname)  # the machine, with which this worker may be lost
     shard: int = 1
@@ -119,9 +117,7 @@ def form_world(
     size: int,
     attempt: int,
     device: torch.device,
-    skip: frozenset[int] = frozenset(),
-    ends: tuple[End, ...] = (),
-    forward_size: int | None = None,
+    amendments: Amendments | None = None,
     timeouts: Timeouts = _DEFAULT,
     progress: Progress | None = None,
     node: str | None = None,
@@ -132,7 +128,7 @@ def form_world(
         PeerLost: a member did not come, or died while the groups formed.
     """
     groups = Groups.form(store, rank, size, attempt, device, timeouts)
-    place = rank, size, attempt, groups, skip, ends, forward_size
-    world = World(*place, progress or Progress(), node or socket.gethostname())
+    place = rank, size, attempt, groups
+    world = World(*place, amendments or Amendments(), progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank, build_clock(device))
     return world

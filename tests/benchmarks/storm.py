@@ -19,6 +19,7 @@ import argparse
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.command import Command, Running, descendants
 
 _PAUSE_S = (0.2, 2.5)  # between two kills
 _LONG_PAUSE_S = (1.0, 8.0)  # where nobody is spared: newcomers are to have a chance
+_SAY_EVERY = 20  # kills
 _AMONG_NEWCOMERS = 0.2  # share of the pauses after which one is killed all the same
 _WORDS = [
     "run.steps=10000000",
@@ -64,6 +66,8 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
             assert running.process.poll() is None, f"after {done} kills:\n{running.output_path.read_text()}"
             if kill_any(running, chance, killed_s) if options.spare_nobody else kill_one(running, chance, killed_s):
                 done, killed_s = done + 1, time.time()
+                if done % _SAY_EVERY == 0:
+                    print(f"storm {number}: {done} of {options.kills} kills", file=sys.stderr, flush=True)
         running.wait_for_step(running.history.last_step + 1)  # or there may be nobody to write the state down
         running.interrupt()
         stopped = running.wait()

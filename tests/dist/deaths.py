@@ -22,7 +22,7 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.parallel import Parallel
 from app.parallel.dtensor import unsharded
-from app.plan import End
+from app.plan import Amendments
 from app.run.directory import RunDirectory
 from app.run.events import RunStarted
 from app.worker import work
@@ -157,12 +157,10 @@ def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
     held: list[Held] = []
     honest = WorkerState.prepare
 
-    def prepare(
-        self: WorkerState, skip: frozenset[int], parallel: Parallel, ends: tuple[End, ...] = ()
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def prepare(self: WorkerState, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, dict[str, Any]]:
         if parallel.survivors_hold_all and self.held.step is not None:
             held.append(Held(runtime.attempt, member.number, self.held.step, _state(self)))
-        return honest(self, skip, parallel, ends)
+        return honest(self, amendments, parallel)
 
     WorkerState.prepare = prepare
     try:

@@ -168,9 +168,7 @@ class DrillRuntime:
             self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress
         )
         # Once all are here who may have more to say.
-        directory = self._directory
-        skip, ends, forward_size = directory.skipped_steps(), directory.ends(), directory.forward_size()
-        world = replace(world, skip=skip, ends=ends, forward_size=forward_size)
+        world = replace(world, amendments=self._directory.amendments())
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world
@@ -190,7 +188,7 @@ class DrillRuntime:
         """A bad step, or want of memory, ends an attempt as a wish to leave does: the schedule goes on."""
         if isinstance(error, OutOfMemory):
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
-        elif not (isinstance(error, BadStep) or (is_peer_loss(error) and self._directory.forward_size())):
+        elif not (isinstance(error, BadStep) or (is_peer_loss(error) and self._directory.amendments().forward_size)):
             raise error
         self._events.close()  # which step is to be left out is read there
         self._events = self._directory.open_events()

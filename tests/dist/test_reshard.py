@@ -16,6 +16,7 @@ from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import flatten, sha256
 from app.components.worker_state import WorkerState
 from app.parallel import arrange, build_parallel
+from app.plan import Amendments
 from app.run.directory import RunDirectory
 from app.world.runtime import Outcome, form_world
 from tests.dist.gang import Gang, Member
@@ -39,7 +40,7 @@ def written_or_read(
         worker = WorkerState(config, CPU)
         world = arrange(world, config.parallel)
         parallel = build_parallel(config.parallel, world, worker.precision)
-        _, state = worker.prepare(frozenset(), parallel)
+        _, state = worker.prepare(Amendments(), parallel)
         checkpoints = Checkpoints(config, RunDirectory.of(config), world, "data", parallel, worker.writer)
         if writes:
             fill(state)

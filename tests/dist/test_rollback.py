@@ -13,6 +13,7 @@ from app.checkpoint.durable import Checkpoints
 from app.components.worker_state import WorkerState
 from app.config import Config, DdpConfig
 from app.parallel.replicated import ReplicatedParallelism
+from app.plan import Amendments
 from app.world.runtime import World
 from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_weights
@@ -143,11 +144,11 @@ class Alone(ReplicatedParallelism):
 def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_along(tmp_path: Path) -> None:
     worker = WorkerState(small(tmp_path), CPU)
     parallel = Alone(DdpConfig(), World(0, 1, 1, cast(Any, None)))
-    worker.prepare(frozenset({3}), parallel)
+    worker.prepare(Amendments(frozenset({3})), parallel)
     poisoned = worker.model
     worker.advance_to(9)
-    worker.prepare(frozenset({3}), parallel)
+    worker.prepare(Amendments(frozenset({3})), parallel)
     assert (worker.model, worker.held.step) == (poisoned, 9)
-    worker.prepare(frozenset({3, 8}), parallel)
+    worker.prepare(Amendments(frozenset({3, 8})), parallel)
     assert worker.model is not poisoned
     assert worker.held.step == 0

@@ -20,6 +20,7 @@ from app.checkpoint.snapshots import Snapshots, backup_rank
 from app.parallel import Parallel
 from app.parallel.dtensor import unsharded
 from app.parallel.fsdp import FullyShardedDataParallelism
+from app.plan import Amendments
 from app.world.runtime import World, form_world
 from tests.dist.drill import drill
 from tests.dist.gang import Gang, Member
@@ -71,7 +72,7 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
     world = joined(member, attempt, members, "abcdef")
     try:
         state = sharded(world, -1)
-        snapshots = Snapshots(replace(world, skip=skip), MEMORY, SHARDED, {"model": state})
+        snapshots = Snapshots(replace(world, amendments=Amendments(skip)), MEMORY, SHARDED, {"model": state})
         found = snapshots.find()
         if found is not None:
             snapshots.load(found, {"model": state})

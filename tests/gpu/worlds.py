@@ -151,7 +151,7 @@ class MemberRuntime:
         began_s = time.monotonic()
         store = self._rank.store
         world = form_world(store, rank, size, self._attempt, self.device, progress=self.progress)
-        world = replace(world, skip=self._directory.skipped_steps())
+        world = replace(world, amendments=self._directory.amendments())
         self._rank.note(kind="formed", attempt=self._attempt, seconds=time.monotonic() - began_s)
         subjects.attempt = self._attempt
         threading.Thread(target=self._abort_when_told, args=(world, self._attempt), daemon=True).start()

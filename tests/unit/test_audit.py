@@ -57,9 +57,9 @@ class Written:
             ends: in place of those that the run's events tell of.
         """
         batch = self.config.batch
-        skip = self.directory.skipped_steps()
+        skip = self.directory.amendments().skip
         end = self.config.run.num_samples(self._order.num_train)
-        ends = self.directory.ends() if ends is None else ends
+        ends = self.directory.amendments().ends if ends is None else ends
         plan = Plan.even(batch.global_size, batch.microbatch_size, 2, num_samples=end, skip=skip, ends=ends)
         with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
             for step in range(first, last + 1):
@@ -188,7 +188,7 @@ def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
     run.directory.write_summary({"status": "finished", "step": 18, "metrics": {}})
     run.extend(6)
     run.attempt(5, 19, 27, as_planned=(20,))
-    assert run.directory.ends() == ((13, 165), (18, 220))
+    assert run.directory.amendments().ends == ((13, 165), (18, 220))
     assert run.audit() == {
         "steps": 27,
         "samples": 6 * 55 - 13,

@@ -79,7 +79,8 @@ def test_every_worker_is_told_where_the_run_ended_before(tmp_path: Path) -> None
 
     async def form(worlds: Worlds) -> None:
         places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
-        assert [place.ends for place in places if isinstance(place, WorldAssignment)] == [(End(13, 165),)] * 3
+        amended = [place.amendments for place in places if isinstance(place, WorldAssignment)]
+        assert [amendments.ends for amendments in amended] == [(End(13, 165),)] * 3
 
     play(tmp_path, form)
 
@@ -91,7 +92,7 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
             report = FailureReport("smaller", worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
             assert not await worlds.subject.failed(name, report)
         places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
-        assert [place.forward_size for place in places if isinstance(place, WorldAssignment)] == [4] * 3
+        assert [place.amendments.forward_size for place in places if isinstance(place, WorldAssignment)] == [4] * 3
 
     worlds = play(tmp_path, story)
     assert worlds.told() == []
@@ -99,7 +100,7 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
     assert (shrunk.step, shrunk.forward_size, shrunk.error) == (8, 4, "CUDA out of memory.")
     (ended,) = worlds.directory.events(AttemptEnded)
     assert ended.cause == "out of memory"
-    assert worlds.directory.forward_size() == 4
+    assert worlds.directory.amendments().forward_size == 4
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:

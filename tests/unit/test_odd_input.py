@@ -135,7 +135,7 @@ def test_a_file_of_a_run(tmp_path: Path, name: str, content: bytes, said: str | 
     (tmp_path / "run" / name).write_bytes(content)
     if said is None:
         assert begin(directory, [])
-        assert directory.skipped_steps() == frozenset()
+        assert directory.amendments().skip == frozenset()
         assert directory.last_step_line() == {}
         assert directory.pop_scale_request() is None
     else:

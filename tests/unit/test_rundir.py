@@ -86,20 +86,20 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
     said: list[str] = []
     extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
     assert start_or_resume(extended, directory, BEGUN, said.append)
-    assert directory.ends() == (End(13, 165),)
+    assert directory.amendments().ends == (End(13, 165),)
     assert said == ["step 13 stays short, as the run ended with it; the next one goes on at position 165"]
     # It was broken off before its first step, and is given another length, or the same one, or its first one again.
     for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
         assert start_or_resume(config, directory, BEGUN, nothing)
-        assert directory.ends() == (End(13, 165),)
+        assert directory.amendments().ends == (End(13, 165),)
 
 
 def test_a_run_that_ended_with_a_whole_step_has_nothing_to_tell(directory: RunDirectory) -> None:
     directory.check_writable()
     finish(directory, EPOCHS, 13)
     assert start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
-    assert directory.ends() == ()
+    assert directory.amendments().ends == ()
 
 
 def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunDirectory) -> None:
