@@ -58,6 +58,10 @@ class TrainingError(SteadfastError):
     pass
 
 
+class NotDeferrable(TrainingError):
+    """A model cannot be built without memory for its numbers; the message says why."""
+
+
 class DataError(TrainingError):
     pass
 

@@ -1,9 +1,15 @@
-"""Load the weights that a run starts from: a file of `export`, or what Hugging Face's `save_pretrained` writes."""
+"""Build the model that a run starts from, and load its weights where they come from a file.
+
+That is one of `export`, or what Hugging Face's `save_pretrained` writes.
+"""
+
+from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import safetensors.torch
 import torch
@@ -15,6 +21,9 @@ from app.errors import UsageError
 from app.models import build_model
 from app.parallel.dtensor import sharded_like
 from app.run.directory import base
+
+if TYPE_CHECKING:
+    from app.parallel.deferred import InitialValues
 
 # Of a folder of Hugging Face's, in the order of preference; an index names the files that a large model is spread over.
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -51,6 +60,18 @@ def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model)
     return model, load_initial(model, config.run) if config.checkpoint.trainable_only else Loaded()
+
+
+def build_initial_sharded(config: Config) -> tuple[nn.Module, InitialValues]:
+    """Build the same model without memory for its numbers, which `InitialValues.fill` computes for this rank's shards.
+
+    Raises:
+        NotDeferrable: its construction does not allow it.
+    """
+    from app.parallel.deferred import build_without_memory  # takes a second to import, and sharded models alone need it
+
+    torch.manual_seed(config.run.seed)
+    return build_without_memory(partial(build_model, config.model))
 
 
 def load_initial(model: nn.Module, run: RunConfig) -> Loaded:

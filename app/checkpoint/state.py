@@ -130,6 +130,17 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named if not param.requires_grad}
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def buffers_outside_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that no checkpoint holds."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in state}
+
+
 def base_sha256(model: nn.Module) -> str:
     """Return what tells the frozen parameters of a model from others; "" if it has none."""
     frozen = frozen_parameters(model)

@@ -1,16 +1,29 @@
 """What a worker process keeps from one attempt to the next."""
 
+from __future__ import annotations
+
 import contextlib
+import gc
 import hashlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from app.checkpoint.initial import build_initial, load_initial
+from app.checkpoint.initial import build_initial, build_initial_sharded, load_initial
 from app.checkpoint.node_memory import NodeMemory, open_memory
-from app.checkpoint.state import HeldState, ModelState, NamedOptimizer, State, app_state, base_sha256
+from app.checkpoint.state import (
+    HeldState,
+    ModelState,
+    NamedOptimizer,
+    State,
+    app_state,
+    base_sha256,
+    buffers_outside_state,
+    named_tensors,
+)
 from app.checkpoint.writer import Writer
 from app.components.buffers import refuse_synchronized
 from app.components.hooks import Hooks
@@ -21,7 +34,7 @@ from app.config import Config, Every
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.batches import Batch, stack, tensors_of
 from app.data.loader import own_randomness
-from app.errors import UsageError
+from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
 from app.parallel.precision import build_precision
@@ -31,6 +44,9 @@ from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.device import Gpu, gather_gpus
 from app.world.runtime import World
+
+if TYPE_CHECKING:
+    from app.parallel.deferred import InitialValues
 
 
 class WorkerState:
@@ -59,6 +75,8 @@ class WorkerState:
         self._memory: NodeMemory | None = None
         self._triggers: dict[str, Interval] = {}
         self._closing: list[Callable[[], object]] = []
+        self.built_whole_because = ""  # where a model whose numbers are sharded cannot do without the others at first
+        self._values: InitialValues | None = None  # of a model that has been built without
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -85,22 +103,46 @@ class WorkerState:
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
 
     def _start_anew(self) -> None:
-        model, self.loaded = build_initial(self._config)
         leaves_out_base = self._config.checkpoint.trainable_only
+        model = self._build()
         if leaves_out_base and not self.base:
             self.base = base_sha256(model)
         refuse_synchronized(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
-        self._model = self.precision.convert(model)
+        if self._values is None:
+            self._model = self.precision.convert(model)
+        else:
+            self._model = model
+            self.precision.cast(model)
         self.precision.begin_anew()
         checkpoint_activations(self._model, self._config.memory.activation_checkpointing)
         self._optimizer = None
         self.hooks = Hooks(self._config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
+        if self._values is not None:
+            gc.collect()  # modules of FSDP refer to each other: without it the shards of the last world would stay
+
+    def _build(self) -> nn.Module:
+        """Build the model: without memory where its numbers will be sharded, else whole."""
+        self._values = None
+        # What a checkpoint leaves out must be there whatever is restored.
+        is_sharded = not strategy_of(self._config.parallel).survivors_hold_all
+        if is_sharded and not self._config.checkpoint.trainable_only and not self.built_whole_because:
+            try:
+                model, self._values = build_initial_sharded(self._config)
+            except NotDeferrable as error:
+                self.built_whole_because = str(error)
+            else:
+                return model
+        model, self.loaded = build_initial(self._config)
+        return model
 
     def load_initial(self) -> None:
-        """Read the weights that the run starts from, if it starts from any."""
-        self.loaded = load_initial(self._model, self._config.run)
+        """Compute the initial values that are not there yet, and read the weights that the run starts from, if any."""
+        run = self._config.run
+        if self._values is not None and (run.init_from is None or not run.init_strict):
+            self._values.fill(named_tensors(self._model))
+        self.loaded = load_initial(self._model, run)
 
     def join(self, world: World) -> None:
         """Compute as all ranks of a world can: in one format. A collective on GPUs, or if checkpoints lack the base.
@@ -134,6 +176,8 @@ class WorkerState:
             self._start_anew()
         self.amendments = amendments
         model = parallel.wrap(self._model)
+        if self._values is not None:
+            self._values.fill(buffers_outside_state(self._model))
         return model, self.state(parallel.unwrap(model))
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:

@@ -30,10 +30,6 @@ _INSTEAD = {
         "BatchNorm has the statistics of a microbatch, and the same running ones at any number of workers; for larger "
         "groups raise batch.microbatch_size"
     ),
-    "parallel.wrap": (
-        "fsdp gathers one at a time what the model's method blocks() returns, else the classes in its "
-        "_no_split_modules, else its largest list of layers"
-    ),
 }
 
 

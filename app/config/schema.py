@@ -190,6 +190,9 @@ class MlpConfig(Section):
 
 class TaskConfig(Section):
     kind: Literal["language_modeling", "classification", "regression"] = "language_modeling"
+    chunk_tokens: PositiveInt | None = None
+    """for language_modeling: of how many tokens the logits are held at a time; they are computed again in the backward.
+    The model's last layer is the nn.Linear that its method get_output_embeddings() returns. null holds all of them"""
 
 
 class LoaderConfig(Section):
@@ -431,8 +434,25 @@ class DdpConfig(Section):
     """gradients travel in buckets of this size; None is 25, with a smaller first bucket"""
 
 
+FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
+ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
+
+
 class FsdpConfig(Section):
     kind: Literal["fsdp"] = "fsdp"
+    wrap: FsdpUnits = "blocks"
+    """what is gathered at a time: the repeated layers of the model; modules of the classes in a list of names; for a
+    number, any module with so many parameters of its own. What is left is gathered for the whole step"""
+    reshard_after_forward: bool = True
+    """free what has been gathered after the forward, and gather it again in the backward"""
+    reduce_every_microbatch: bool = False
+    """sum gradients over workers after each microbatch, so that none is held whole; else once a step"""
+    param_dtype: ParamFormat = "auto"
+    """format in which parameters are gathered and compute; auto is that of `precision`"""
+    reduce_dtype: ParamFormat = "auto"
+    """format in which gradients are summed; auto is fp32 where `precision` computes in 16 bits"""
+    prefetch: NonNegativeInt = 0
+    """how many of what is gathered at a time to gather ahead; 0 leaves it to torch, which has one under way"""
 
 
 class DataParallelConfig(Section):

@@ -88,6 +88,10 @@ class Gpt(nn.Module):
         """Return the repeated modules, which FSDP shards one by one."""
         return list(self.layers)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the layer that makes logits, as Hugging Face's models do."""
+        return self.head
+
     def flops_per_sample(self) -> int:
         """Return training FLOPs of context_length tokens, as PaLM counts them (arXiv:2204.02311, appendix B)."""
         config = self.config

@@ -84,7 +84,7 @@ def build_parallel(config: ParallelConfig, world: World, precision: Precision) -
     if isinstance(config, FsdpConfig):
         from app.parallel.fsdp import FullyShardedDataParallelism
 
-        return FullyShardedDataParallelism(world, precision)
+        return FullyShardedDataParallelism(config, world, precision)
     if isinstance(config, DataParallelConfig):
         return DataParallelism(world, precision)
     if config.reducer == "torch":

@@ -1,6 +1,11 @@
 """The repeated layers of a model, which are treated one at a time."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 from torch import nn
+
+from app.errors import UsageError
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -15,6 +20,37 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     names = getattr(model, "_no_split_modules", None) or ()
     found = [module for module in model.modules() if type(module).__name__ in names]
     return _apart(model, found or _largest_repetition(model))
+
+
+def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of the classes with these names, inner ones first.
+
+    Raises:
+        UsageError: the model has none of one of them.
+    """
+    inside = [module for module in _inner_first(model) if module is not model]
+    classes = {type(module).__name__ for module in inside}
+    if unknown := [name for name in names if name not in classes]:
+        known = ", ".join(sorted(classes))
+        raise UsageError(f"parallel.wrap: the model has no module of a class {unknown[0]}; it has {known}")
+    return [module for module in _unshared(model, inside) if type(module).__name__ in names]
+
+
+def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
+    """Return the modules with so many parameters that are in no other one that is returned, inner ones first."""
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for module in _unshared(model, _inner_first(model)):
+        own = set(module.parameters()) - taken
+        is_callable = type(module).forward is not nn.Module.forward
+        if module is not model and is_callable and sum(param.numel() for param in own) >= num_parameters:
+            found.append(module)
+            taken |= own
+    return found
+
+
+def _inner_first(model: nn.Module) -> list[nn.Module]:
+    return list(model.modules())[::-1]
 
 
 def _largest_repetition(model: nn.Module) -> list[nn.Module]:
@@ -35,15 +71,18 @@ def _num_parameters(modules: list[nn.Module]) -> int:
 
 def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     """Leave out modules within others, and those that share a parameter with another part of the model."""
-    names: dict[nn.Parameter, int] = {}
-    for _, param in model.named_parameters(remove_duplicate=False):
-        names[param] = names.get(param, 0) + 1
     inner: set[nn.Module] = set()
     for module in modules:
         inner |= set(module.modules()) - {module}
-    apart = []
+    return [module for module in _unshared(model, modules) if module not in inner]
+
+
+def _unshared(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Leave out those that share a parameter with a part of the model that is not in them."""
+    unshared = []
+    holders = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in dict.fromkeys(modules):
-        is_shared = any(names[param] > 1 for param in module.parameters())
-        if module not in inner and not is_shared:
-            apart.append(module)
-    return apart
+        own = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
+        if all(holders[param] == number for param, number in own.items()):
+            unshared.append(module)
+    return unshared

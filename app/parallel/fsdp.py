@@ -9,9 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
-from app.parallel.blocks import blocks_of
+from app.config import FsdpConfig
+from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
+from app.parallel.deferred import allocate
 from app.parallel.precision import Precision
 from app.world.runtime import World
+
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullyShardedDataParallelism:
@@ -22,7 +26,8 @@ class FullyShardedDataParallelism:
     rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
 
-    def __init__(self, world: World, precision: Precision) -> None:
+    def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
+        self._config = config
         self._world = world
         self._precision = precision
 
@@ -32,24 +37,49 @@ class FullyShardedDataParallelism:
         name = f"attempt-{self._world.attempt}"
         group = self._world.groups.communicator.group  # which an abort reaches
         mesh = DeviceMesh.from_group(group, self._precision.device.type, mesh_dim_names=(name,))
-        autocast = self._precision.autocast_dtype
-        # Gathered in 16 bit, but added up in 32: a sum over many ranks would lose the small gradients.
-        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32 if autocast else None)
-        # Blocks first: what is left over, the embeddings and the head, becomes the root's own group.
-        for block in blocks_of(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        policy = self._formats()
+        # None keeps what only the root has until its backward, which comes at once.
+        reshard = None if self._config.reshard_after_forward else False
+        # The inner ones first: what is left over, the embeddings and the head, becomes the root's own group.
+        units = [
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard) for unit in self._units(model)
+        ]
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        self._prefetch(units)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if any(param.is_meta for param in model.parameters()):
+            allocate(model, self._precision.device)
         return model
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        wrap = self._config.wrap
+        if wrap == "blocks":
+            return blocks_of(model)
+        return modules_of_size(model, wrap) if isinstance(wrap, int) else modules_of_classes(model, wrap)
+
+    def _formats(self) -> MixedPrecisionPolicy:
+        autocast = self._precision.autocast_dtype
+        # Gathered in 16 bit, but added up in 32: a sum over many ranks would lose the small gradients.
+        param_dtype = _FORMATS.get(self._config.param_dtype, autocast)
+        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def _prefetch(self, units: list[FSDPModule]) -> None:
+        num = self._config.prefetch
+        if num == 0:
+            return
+        for number, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + num])
+            unit.set_modules_to_backward_prefetch(units[max(0, number - num) : number][::-1])
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(model, FSDPModule)
         # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
         return nullcontext()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:

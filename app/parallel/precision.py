@@ -72,10 +72,11 @@ class Precision:
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model on the device, in the format that parameters are kept in; frozen parts keep their own."""
-        self._cast(model.to(self.device))
+        self.cast(model.to(self.device))
         return model
 
-    def _cast(self, module: nn.Module) -> None:
+    def cast(self, module: nn.Module) -> None:
+        """Put the parameters and buffers of a module into the format that they are kept in, where they are."""
         # A frozen base in 16 bits needs half the memory, and rounds nothing that anybody learns. But in float64, which
         # shows that results are equal, everything is.
         if self.param_dtype != torch.float64 and _is_frozen(module):
@@ -85,7 +86,7 @@ class Precision:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, self._widened(buffer))
         for child in module.children():
-            self._cast(child)
+            self.cast(child)
 
     def _widened(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor

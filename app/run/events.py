@@ -144,6 +144,14 @@ class WeightsLeftOut(Event):
     names: tuple[str, ...]  # the first of both
 
 
+class BuiltWhole(Event):
+    """The model's construction does not allow that a worker begins with its shards alone."""
+
+    wording = "each worker holds the whole model while it is built and restored | {reason}"
+
+    reason: str
+
+
 class NothingFrozen(Event):
     """All parameters of the model train, so `checkpoint.trainable_only` leaves nothing out."""
 

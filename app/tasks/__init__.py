@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from app.config import Target, TaskConfig
 from app.config.target import build_target
 from app.data.batches import Batch
-from app.errors import ConfigError, DataError, Problem
+from app.errors import ConfigError, DataError, Problem, UsageError
 from app.models.gpt import Gpt
 
 # The mark of a masked target, as in cross_entropy's default.
@@ -53,17 +55,54 @@ class Task(Protocol):
 class LanguageModeling:
     """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
 
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        """Have logits of no more than `chunk_tokens` tokens at a time, None for all of a microbatch."""
+        self._chunk_tokens = chunk_tokens
+
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum over the tokens of a batch of inputs and targets, both int64 (microbatch, context).
 
         In a mapping, `labels` stand where their tokens do, and each is predicted from the tokens before it.
         """
+        if self._chunk_tokens is not None:
+            return self._loss_in_chunks(model, batch, self._chunk_tokens)
         logits, targets = _forward(model, batch)
         if isinstance(batch, Mapping):
-            logits = logits[:, :-1]
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        return Sums(_summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
+
+    @staticmethod
+    def _loss_in_chunks(model: nn.Module, batch: Batch, num_tokens: int) -> Sums:
+        inputs, targets = _parts(batch)
+        shift = isinstance(batch, Mapping)
+        if shift:
             targets = targets[:, 1:]
-        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return Sums(loss_sum, (targets != IGNORED).sum())
+        head = _head_of(model)
+        found: list[Tensor] = []
+
+        def summed(hidden: Tensor) -> Tensor:
+            if shift:
+                hidden = hidden[:, :-1]
+            chunks = hidden.flatten(0, 1).split(num_tokens), targets.flatten().split(num_tokens)
+            again = partial(checkpoint, _loss_of_hidden, head, use_reentrant=False, preserve_rng_state=False)
+            sums = [again(part, wanted) for part, wanted in zip(*chunks, strict=True)]
+            found.append(torch.stack(sums).sum())
+            return found[0]
+
+        # In the place of the layer's own forward, where a sharded one has all of its weight.
+        before = vars(head).get("forward")
+        vars(head)["forward"] = summed
+        try:
+            outputs = _called(model, inputs)
+        finally:
+            del vars(head)["forward"]
+            if before is not None:
+                vars(head)["forward"] = before
+        if outputs is not found[0]:
+            raise UsageError(
+                "task.chunk_tokens: the model changes the logits behind its last layer, so they cannot be had in chunks"
+            )
+        return Sums(found[0], (targets != IGNORED).sum())
 
     def sample(self, model: nn.Module, device: torch.device) -> str | None:
         """Write two hundred bytes, the same for the same weights; None for a model that does not write bytes."""
@@ -98,7 +137,6 @@ class Regression:
 
 
 _TASKS: dict[str, type[Task]] = {
-    "language_modeling": LanguageModeling,
     "classification": Classification,
     "regression": Regression,
 }
@@ -107,6 +145,8 @@ _TASKS: dict[str, type[Task]] = {
 def build_task(config: TaskConfig | Target) -> Task:
     """Build the task that the config names. Raises ConfigError if the user's own has no loss."""
     if isinstance(config, TaskConfig):
+        if config.kind == "language_modeling":
+            return LanguageModeling(config.chunk_tokens)
         return _TASKS[config.kind]()
     task: Task = build_target(config.target, config.args, "task")
     if not callable(getattr(task, "loss", None)):
@@ -117,6 +157,12 @@ def build_task(config: TaskConfig | Target) -> Task:
 
 def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the model's outputs in full precision, and the targets."""
+    inputs, targets = _parts(batch)
+    return _full_precision(_called(model, inputs)), targets
+
+
+def _parts(batch: Batch) -> tuple[Any, Tensor]:
+    """Return what of a batch goes to the model, and the targets."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
@@ -124,12 +170,36 @@ def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
             )
         targets = batch["labels"]
         # Names and other texts of a sample stay behind.
-        inputs = {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}
-        outputs = model(**inputs)
-    else:
-        inputs, targets = batch
-        outputs = model(inputs)
-    return _full_precision(getattr(outputs, "logits", outputs)), targets
+        return {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}, targets
+    inputs, targets = batch
+    return inputs, targets
+
+
+def _called(model: nn.Module, inputs: Any) -> Tensor:
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    logits: Tensor = getattr(outputs, "logits", outputs)
+    return logits
+
+
+def _head_of(model: nn.Module) -> nn.Linear:
+    """Return the layer that makes logits. Raises UsageError if the model does not say which it is."""
+    method: Any = getattr(model, "get_output_embeddings", None)
+    head = method() if callable(method) else None
+    if not isinstance(head, nn.Linear):
+        raise UsageError(
+            f"task.chunk_tokens: {type(model).__name__} has no method get_output_embeddings() that returns the "
+            "nn.Linear which makes the logits"
+        )
+    return head
+
+
+def _loss_of_hidden(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+    return _summed_loss(F.linear(hidden, head.weight, head.bias), targets)
+
+
+def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _full_precision(outputs: Tensor) -> Tensor:

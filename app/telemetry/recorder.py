@@ -123,6 +123,8 @@ class Recorder:
             self._publish(events.WeightsLeftOut(num_missing=len(missing), num_unexpected=len(unexpected), names=names))
         if frozen := self._worker.frozen:
             self._publish(events.PartsInEvaluation(modules=frozen))
+        if reason := self._worker.built_whole_because:
+            self._publish(events.BuiltWhole(reason=reason))
         if self._config.checkpoint.trainable_only and not self._worker.base:
             self._publish(events.NothingFrozen())
         if units := strategy_of(self._config.parallel).units(self._worker.model):

@@ -24,7 +24,13 @@ Steps = Callable[[Config, Shares], Stepped]
 Case = tuple[list[str], Shares]
 
 NOWHERE = Path("nothing-is-written")
-PARALLEL = {"ddp": "{kind: ddp}", "torch": "{kind: ddp, reducer: torch}", "fsdp": "{kind: fsdp}"}
+PARALLEL = {
+    "ddp": "{kind: ddp}",
+    "torch": "{kind: ddp, reducer: torch}",
+    "fsdp": "{kind: fsdp}",
+    "fsdp by size": "{kind: fsdp, wrap: 30, reshard_after_forward: false}",
+    "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
+}
 KINDS = pytest.mark.parametrize("kind", PARALLEL)
 
 
@@ -102,6 +108,13 @@ def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
     whole = small(NOWHERE, *overrides, "batch.microbatch_size=13")
     cut = small(NOWHERE, *overrides, f"batch.microbatch_size={microbatch_size}")
     check_steps(steps(cut, even_shares(-(-13 // microbatch_size), 3)), reference(whole))
+
+
+@KINDS
+def test_logits_in_chunks_give_the_steps_of_all_of_them(steps: Steps, kind: str) -> None:
+    overrides = [f"parallel={PARALLEL[kind]}", "run.steps=3"]
+    chunked = small(NOWHERE, *overrides, "task.chunk_tokens=5")
+    check_steps(steps(chunked, (3, 0, 4)), reference(small(NOWHERE, *overrides)))
 
 
 @KINDS

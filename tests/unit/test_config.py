@@ -115,8 +115,6 @@ BAD_OVERRIDES = [
     ("parallel.sync_batchnorm=true", "override: parallel.sync_batchnorm: unknown key; BatchNorm has the statistics of "
      "a microbatch, and the same running ones at any number of workers; for larger groups raise "
      "batch.microbatch_size"),
-    ("parallel={kind: fsdp, wrap: [Block]}", "override: parallel.wrap: unknown key; fsdp gathers one at a time what "
-     "the model's method blocks() returns, else the classes in its _no_split_modules, else its largest list of layers"),
 ]
 # fmt: on
 

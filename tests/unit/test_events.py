@@ -52,6 +52,7 @@ TABLE: list[Event] = [
     events.RunStarted(launcher="torchrun", again=True),
     events.WarmupShortened(before=50, after=20, num_steps=20),
     events.WeightsLeftOut(num_missing=2, num_unexpected=1, names=("head.weight", "head.bias", "lm_head.weight")),
+    events.BuiltWhole(reason="random numbers of a generator of its own"),
     events.NothingFrozen(),
     events.ModelSharded(num_units=5, layers={"Block": 4}),
     events.PartsInEvaluation(modules=("backbone", "norms.1")),

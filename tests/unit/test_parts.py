@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from app.parallel.blocks import blocks_of
+from app.errors import UsageError
+from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from app.parallel.precision import Precision
 
 CPU = torch.device("cpu")
@@ -62,6 +63,17 @@ def blocks() -> list[Block]:
 def test_what_is_repeated_is_gathered_one_at_a_time(model: nn.Module, found: list[str]) -> None:
     names = {module: name for name, module in model.named_modules()}
     assert [names[block] for block in blocks_of(model)] == found
+
+
+def test_modules_are_found_by_class_and_by_size() -> None:
+    model = Own(layers=nn.ModuleList([Block(), Block()]), head=nn.Linear(9, 9))
+    names = {module: name for name, module in model.named_modules()}
+    of_class = [names[module] for module in modules_of_classes(model, ["Block", "Linear"])]
+    assert {"layers.0", "layers.1", "head"} <= {*of_class}
+    assert of_class.index("layers.0.0") < of_class.index("layers.0")  # inner ones are sharded first
+    assert [names[module] for module in modules_of_size(model, 90)] == ["head"]
+    with pytest.raises(UsageError, match=r"parallel.wrap: the model has no module of a class Blok; it has Block, "):
+        modules_of_classes(model, ["Blok"])
 
 
 def test_parts_that_share_a_parameter_are_gathered_with_the_rest() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _utils
 
+from app.parallel.deferred import build_without_memory
 from app.telemetry.allocations import Allocations
 from app.world.groups import is_peer_loss
 
@@ -40,6 +41,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "components/optimizer.py",
         "parallel/precision.py",
         "parallel/buckets.py",
+        "parallel/deferred.py",
         "telemetry/allocations.py",
         "telemetry/memory.py",
         "telemetry/memory_history.py",
@@ -73,6 +75,14 @@ def test_compilations_are_told_to_whoever_asks() -> None:
 
 def test_the_place_of_a_shard_in_its_tensor() -> None:
     assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
+
+
+def test_a_construction_is_written_down_and_done_later() -> None:
+    model, values = build_without_memory(lambda: torch.nn.Linear(3, 2))
+    weight = torch.zeros(2, 3)
+    values.fill({"weight": weight})
+    assert model.weight.is_meta
+    assert weight.any()
 
 
 def test_allocations_of_tensors_without_data() -> None:
