@@ -126,7 +126,7 @@ class Drills:
         # However slowly, as long as it gets on.
         while self.contender.code() is None and len(self.stream.read()) > num_lines:
             num_lines = len(self.stream.read())
-            self._wait(lambda: self.contender.code() is not None, _END_S)
+            self._wait(lambda: self.contender.code() is not None, _END_S if num_lines else _START_S)
         ended = self.contender.code() is not None
         done = max((line["step"] for line in self.stream.read()), default=0) == NUM_STEPS
         self.contender.stop()
