@@ -75,13 +75,13 @@ def train(
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())
 
-    # Leave. Survivors carry a state that one of them has all of to the next world; any other is written down first.
+    # Leave. Survivors carry a state that one of them has all of to the next world; any other is written and copied.
     recorder.commit(guard.accept(control.drain()))
     outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
-    if outcome.kind == "finished":
-        recorder.validation(outcome.step, validator.run(outcome.step, model))
+    recorder.validation(outcome.step, validator.at_end(outcome, model))
     if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
         save(outcome.step, ending=outcome)
+    recorder.snapshot(snapshots.hand_over(outcome, worker.current(state)))
     worker.hooks.end(outcome, world)
     recorder.end(outcome, parallel.whole(model), worker.current(state))
     return outcome

@@ -27,7 +27,7 @@ from app.run import events
 from app.storage import Read
 from app.units import size
 from app.world.control import any_rank, gather_numbers
-from app.world.runtime import World
+from app.world.runtime import Outcome, World
 
 _TIME_SHARE = 0.01  # of training, that copies may cost
 _MEMORY_SHARE = 0.5  # of what is free, that all workers of a machine may take for them together
@@ -188,6 +188,24 @@ class Snapshots:
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + stall_s / _TIME_SHARE
         return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=layout.num_bytes)
+
+    def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
+        """Copy a sharded state for the world that follows, if one does, and wait until it lies where it is to.
+
+        So that world need not ask storage. A collective.
+        """
+        if self._replicated or outcome.kind != "resized":
+            return None
+        self._finish()
+        told = self.take(outcome.step, state)
+        self._finish()
+        return told
+
+    def _finish(self) -> None:
+        """Wait for the copy under way."""
+        if self._copy is not None and self._copy.work is not None:
+            self._world.groups.wait([self._copy.work])
+        self._receive()
 
     def _layout(self, state: State) -> Layout:
         return Layout.of(shards_to_write(state, replicas=self._replicated or self._world.leader))

@@ -11,7 +11,7 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.parallel import Parallel
 from app.world.control import agree_on_names, means
-from app.world.runtime import World
+from app.world.runtime import Outcome, World
 
 
 class Validator:
@@ -53,6 +53,10 @@ class Validator:
         if self._metrics:
             self._worker.hooks.on_validation(self._metrics)
         return self._metrics
+
+    def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
+        """Return the same at the end of an attempt: {} unless the run is over. A collective."""
+        return self.run(outcome.step, model) if outcome.kind == "finished" else {}
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         if self._plan is None:

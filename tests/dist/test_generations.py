@@ -43,13 +43,13 @@ def test_processes_live_through_resizes_and_no_step_is_done_twice(resized: Drill
     assert resized.summary["lost_steps"] == 0
 
 
-def test_survivors_bring_replicated_state_along_and_sharded_state_goes_by_storage(resized: Drilled, kind: str) -> None:
+def test_survivors_bring_replicated_state_along_and_leave_shards_in_memory(resized: Drilled, kind: str) -> None:
     assert resized.told("restore", "step") == [5, 10]
     if kind == "ddp":  # neither written nor read
         assert resized.told("restore", "source") == ["rank 0", "rank 0"]
         assert resized.told("checkpoint", "step") == [14]
     else:
-        assert resized.told("restore", "source") == ["checkpoint", "checkpoint"]
+        assert resized.told("restore", "source") == ["snapshot", "snapshot"]
         assert resized.told("checkpoint", "step") == [5, 10, 14]
 
 
