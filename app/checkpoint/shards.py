@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -222,20 +223,57 @@ def _overlap(stored: Shard, start: int, shard: Shard) -> _Overlap | None:
     return _Overlap(start, stored.tensor[there[0]], (slice(None), *there[1:]), shard.tensor[tuple(here)])
 
 
+class Request(NamedTuple):
+    """Bytes of a file."""
+
+    start: int
+    num_bytes: int
+
+
+def _requests(overlaps: Sequence[_Overlap]) -> list[Request]:
+    """Return what of a file has all of the overlaps, which are in its order."""
+    wanted = [Request(overlap.start, overlap.rows.nbytes) for overlap in overlaps]
+    if not wanted:
+        return []
+    first, last = wanted[0], wanted[-1]
+    all_between = Request(first.start, last.start + last.num_bytes - first.start)
+    # One request for all of them where they are most of what lies between: a bucket takes long to answer each.
+    if 2 * sum(request.num_bytes for request in wanted) > all_between.num_bytes:
+        return [all_between]
+    return wanted
+
+
 def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
     """Copy overlaps, which are in the order of their file."""
-    first = overlaps[0].start
-    num_bytes = overlaps[-1].start + overlaps[-1].rows.nbytes - first
-    num_wanted = 0
-    for overlap in overlaps:
-        num_wanted += overlap.rows.nbytes
-    # One request for all of them where they are most of what lies between: a bucket takes long to answer each.
-    data = read(first, num_bytes) if 2 * num_wanted > num_bytes else b""
-    for overlap in overlaps:
-        at = overlap.start - first
-        found = data[at : at + overlap.rows.nbytes] or read(overlap.start, overlap.rows.nbytes)
-        rows = torch.frombuffer(bytearray(found), dtype=overlap.rows.dtype).view(overlap.rows.shape)
-        overlap.target.copy_(rows[overlap.part])
+    waiting = deque(overlaps)
+    for request in _requests(overlaps):
+        data = read(*request)
+        while waiting and waiting[0].start < request.start + request.num_bytes:
+            overlap = waiting.popleft()
+            at = overlap.start - request.start
+            found = bytearray(data[at : at + overlap.rows.nbytes])
+            rows = torch.frombuffer(found, dtype=overlap.rows.dtype).view(overlap.rows.shape)
+            overlap.target.copy_(rows[overlap.part])
+
+
+def header_of(file: Tensor) -> bytes:
+    """Return the beginning of a file, (n,) uint8, up to its data."""
+    data = memoryview(file.numpy().data)
+    return bytes(data[: 8 + int.from_bytes(data[:8], "little")])
+
+
+def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
+    """Return what `load_shards` will read of a file behind its header.
+
+    Raises:
+        StorageError: the shards and the file do not belong to the same state.
+    """
+    targets = {shard.name: shard for shard in shards}
+    overlaps = []
+    for stored, start in _read_header(lambda start, num_bytes: header[start : start + num_bytes], ""):
+        if stored.name in targets and (overlap := _overlap(stored, start, targets[stored.name])):
+            overlaps.append(overlap)
+    return _requests(overlaps)
 
 
 def load_shards(

@@ -20,7 +20,17 @@ from torch import Tensor
 from app.checkpoint.catalog import skipped_up_to
 from app.checkpoint.memory_server import free_bytes
 from app.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
-from app.checkpoint.shards import Layout, load_shards, reader_of, shards_of, shards_to_write
+from app.checkpoint.shards import (
+    Layout,
+    Request,
+    Shard,
+    header_of,
+    load_shards,
+    reader_of,
+    requests_for,
+    shards_of,
+    shards_to_write,
+)
 from app.checkpoint.state import State
 from app.parallel import Parallel
 from app.run import events
@@ -317,16 +327,55 @@ class Snapshots:
 
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""
-        load_shards(self._files(found), shards_of(state))
+        shards = shards_of(state)
+        load_shards(self._files(found, shards), shards)
 
-    def _files(self, found: Found) -> Iterator[Read]:
-        # One file after the other, so that a process needs room for one only.
+    def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
+        # One file after the other, so that a process needs room for the parts of one only.
         for rank, (holder, num_bytes) in sorted(found.sources.items()):
             mine = found.everywhere or holder == self._world.rank
-            file = self._open(found.id, rank) if mine else torch.empty(num_bytes, dtype=torch.uint8)
-            if not found.everywhere:
-                self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
-            yield reader_of(file)
+            file = self._open(found.id, rank) if mine else None
+            if file is not None and found.everywhere:
+                yield reader_of(file)
+            elif self._replicated:
+                yield self._whole_from(file, holder, num_bytes)
+            else:
+                yield self._parts_from(file, holder, shards)
+
+    def _whole_from(self, file: Tensor | None, holder: int, num_bytes: int) -> Read:
+        """Return a file that rank `holder` alone has, and all ranks need all of. A collective."""
+        if file is None:
+            file = torch.empty(num_bytes, dtype=torch.uint8)
+        self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
+        return reader_of(file)
+
+    def _parts_from(self, file: Tensor | None, holder: int, shards: list[Shard]) -> Read:
+        """Return what this rank's shards need of a file that rank `holder` alone has. A collective."""
+        world, groups = self._world, self._world.groups
+        headers = [header_of(file) if file is not None else b""]
+        dist.broadcast_object_list(headers, holder, group=groups.control)
+        header = headers[0]
+        mine = requests_for(shards, header)
+        requests = [mine] * world.size
+        dist.all_gather_object(requests, mine, group=groups.control)
+        lengths = [sum(request.num_bytes for request in each) for each in requests]
+        incoming, outgoing = [0] * world.size, [0] * world.size
+        incoming[holder] = lengths[world.rank]
+        sent = torch.empty(0, dtype=torch.uint8)
+        if file is not None:
+            outgoing = lengths
+            parts = [file[start : start + num_bytes] for each in requests for start, num_bytes in each]
+            sent = torch.cat(parts) if parts else sent
+        received = torch.empty(lengths[world.rank], dtype=torch.uint8)
+        groups.wait([dist.all_to_all_single(received, sent, incoming, outgoing, async_op=True)])
+        found = dict(zip(mine, received.split([request.num_bytes for request in mine]), strict=True))
+
+        def read(start: int, num_bytes: int) -> bytes:
+            if start == 0:  # no data begin there
+                return header[:num_bytes]
+            return bytes(found[Request(start, num_bytes)].numpy().data)
+
+        return read
 
     def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
         assert self._memory is not None

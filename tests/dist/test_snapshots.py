@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -116,6 +117,32 @@ def test_what_a_lost_node_took_along_another_one_has(
     gang: Gang, first: int, nodes: str, lost: list[int], expected: list[int | None]
 ) -> None:
     assert gang.run(train_and_lose, first, nodes, lost) == expected
+
+
+def bytes_received(member: Member, first: int, lost: int) -> int | None:
+    """The bytes of data that a rank has received to go on, its own included."""
+    honest = dist.all_to_all_single
+    received = []
+
+    def counted(output: Tensor, *args: Any, **named: Any) -> Any:
+        received.append(output.numel())
+        return honest(output, *args, **named)
+
+    train(member, first, [0, 1, 2], "abc", [10])
+    if member.number == lost:
+        return None
+    dist.all_to_all_single = counted
+    try:
+        recover(member, first + 1, [number for number in range(3) if number != lost])
+    finally:
+        dist.all_to_all_single = honest
+    return sum(received)
+
+
+def test_a_rank_is_sent_what_its_shards_need(gang: Gang) -> None:
+    row, b, step = 5 * 4, 4, 8
+    # The second one gets a row of the first's too, which lies between two parts that it needs.
+    assert gang.run(bytes_received, 100, 1) == [4 * row + b + step, None, 3 * row + b + step + row]
 
 
 def test_where_two_neighbours_are_lost_at_once_nothing_is_restored(gang: Gang) -> None:
