@@ -55,6 +55,8 @@ class Task(Protocol):
 class LanguageModeling:
     """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
 
+    _chunk_tokens: int | None = None  # also of a subclass that does not call `__init__`
+
     def __init__(self, chunk_tokens: int | None = None) -> None:
         """Have logits of no more than `chunk_tokens` tokens at a time, None for all of a microbatch."""
         self._chunk_tokens = chunk_tokens

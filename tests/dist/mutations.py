@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import app.checkpoint.durable
 import app.checkpoint.restore
+import app.checkpoint.snapshots
 import app.step
 import app.world.clock
 from app.balance.shares import SpeedBalance
@@ -111,6 +112,7 @@ def load_no_optimizer() -> None:
         return lambda files, shards, **how: honest(files, list(map(elsewhere, shards)), **how)
 
     _replace(app.checkpoint.durable, "load_shards", broken)
+    _replace(app.checkpoint.snapshots, "load_shards", broken)
 
 
 def skip_the_warm_up() -> None:

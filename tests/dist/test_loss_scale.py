@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from app.checkpoint.catalog import Catalog
+from app.checkpoint.initial import build_initial
 from app.checkpoint.weights import read_whole
-from app.components.worker_state import WorkerState
 from app.config import Config
 from app.run.directory import RunDirectory
 from tests.dist.drill import Drilled, drill
-from tests.dist.reference import CPU
 from tests.dist.small import small
 
 # So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
@@ -44,7 +43,7 @@ def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     assert overflows(run) == [1, 2]
     assert run.summary["lost_steps"] == 0
     assert scale_of(config) == pytest.approx(1e15 / 1024**2)
-    initial = WorkerState(config, CPU).model.state_dict()
+    initial = build_initial(config)[0].state_dict()
     assert all(torch.equal(run.weights[name], initial[name]) for name in initial)
     assert not any(tensor.any() for tensor in run.optimizer.values())
 

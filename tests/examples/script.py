@@ -78,4 +78,5 @@ if __name__ == "__main__":
     result = train(storage, name, int(steps), hooks=[Counts()])
     assert result.model is not None
     weights = {name: tensor.tolist() for name, tensor in result.model.state_dict().items()}
-    print(f"rank {os.environ.get('RANK', '0')}: {json.dumps({**result.summary, 'weights': weights})}")
+    # In one piece: ranks share their standard output.
+    print(f"rank {os.environ.get('RANK', '0')}: {json.dumps({**result.summary, 'weights': weights})}\n", end="")
