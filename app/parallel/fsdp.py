@@ -1,5 +1,6 @@
 """Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are split over the world."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -41,16 +42,14 @@ class FullyShardedDataParallelism:
         # None keeps what only the root has until its backward, which comes at once.
         reshard = None if self._config.reshard_after_forward else False
         # The inner ones first: what is left over, the embeddings and the head, becomes the root's own group.
-        units = [
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard) for unit in self._units(model)
-        ]
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        self._prefetch(units)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        for unit in [*self._units(model), model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # in the forward's order
+        for module in sharded:
+            # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._prefetch(sharded[1:])  # the first is the model itself
         if any(param.is_meta for param in model.parameters()):
             allocate(model, self._precision.device)
         return model
@@ -68,13 +67,13 @@ class FullyShardedDataParallelism:
         reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
-    def _prefetch(self, units: list[FSDPModule]) -> None:
+    def _prefetch(self, units: Sequence[FSDPModule]) -> None:
         num = self._config.prefetch
         if num == 0:
             return
         for number, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + num])
-            unit.set_modules_to_backward_prefetch(units[max(0, number - num) : number][::-1])
+            unit.set_modules_to_forward_prefetch([*units[number + 1 : number + 1 + num]])
+            unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(model, FSDPModule)

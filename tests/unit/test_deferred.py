@@ -142,7 +142,7 @@ def test_the_generator_is_left_as_it_was() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Counts the numbers in the largest tensor that is computed, and calls."""
+    """Looks for the most numbers in a tensor that is computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
