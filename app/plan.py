@@ -18,6 +18,7 @@ with statistics of a microbatch (BatchNorm, whose running ones are such a sum to
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 Shares = tuple[int, ...]  # microbatches of each rank in a step
@@ -88,8 +89,19 @@ def even_shares(num_microbatches: int, world_size: int) -> Shares:
     return (each + 1,) * remainder + (each,) * (world_size - remainder)
 
 
-def fastest_shares(speeds: Sequence[float], num_microbatches: int) -> Shares:
-    """Return the shares with which a step ends soonest, given relative speeds; at least one for each rank."""
+def fastest_shares(speeds: Sequence[float], num_microbatches: int, shard: int = 1) -> Shares:
+    """Return the shares with which a step ends soonest, given relative speeds; at least one for each rank.
+
+    Args:
+        speeds: of each replica.
+        shard: how many neighbouring ranks are a replica, and run as many forwards each.
+    """
+    if shard > 1:
+        # By rows: what a replica runs at once.
+        rows = fastest_shares(speeds, _ceil_div(num_microbatches, shard))
+        sizes = [shard * num for num in rows]
+        sizes[sizes.index(max(sizes))] -= sum(sizes) - num_microbatches
+        return tuple(chain.from_iterable(even_shares(size, shard) for size in sizes))
     if num_microbatches <= len(speeds):
         return even_shares(num_microbatches, len(speeds))
     # Every microbatch goes to the rank that would be done with it first (D'Hondt's highest averages). Not by largest
@@ -111,7 +123,8 @@ class Plan:
     global_size: int  # samples in a step, whatever the world
     microbatch_size: int  # samples in a microbatch; the last one of a step may be shorter
     shares: Shares  # of the first step; their sum is the size of the grid
-    equal_forwards: bool = False  # every rank runs the same number, for strategies whose forward is a collective
+    # So many neighbouring ranks hold one model among them: their forwards are collectives, so each runs as many.
+    shard: int = 1
     num_samples: int | None = None  # where the stream ends, None for an endless one; the last step may then be short
     skip: frozenset[int] = frozenset()  # steps that are left out; no rank runs their positions
     ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first; these steps stay short
@@ -127,8 +140,8 @@ class Plan:
         global_size: int,
         microbatch_size: int,
         world_size: int,
+        shard: int = 1,
         *,
-        equal_forwards: bool = False,
         num_samples: int | None = None,
         skip: frozenset[int] = frozenset(),
         ends: tuple[End, ...] = (),
@@ -136,7 +149,7 @@ class Plan:
         """Make a plan with even shares."""
         num_microbatches = _ceil_div(global_size, microbatch_size)
         shares = even_shares(num_microbatches, world_size)
-        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip, ends)
+        return cls(global_size, microbatch_size, shares, shard, num_samples, skip, ends)
 
     def change(self, first_step: int, shares: Shares) -> None:
         """Set other shares from `first_step` on, on all ranks alike. Raises ValueError if that step has been read."""
@@ -167,11 +180,9 @@ class Plan:
 
     def num_forwards(self, step: int, rank: int) -> int:
         """Return the number of forward passes of `rank` in `step`, pads included."""
-        shares = self.shares_at(step)
-        if self.equal_forwards:
-            return max(shares)
+        first = rank - rank % self.shard  # of those that it holds a model with
         # At least one: a rank that runs nothing would not join the gradients' all-reduce, and its peers would hang.
-        return max(1, shares[rank])
+        return max(1, *self.shares_at(step)[first : first + self.shard])
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """Return what `rank` runs in `step`, in order."""

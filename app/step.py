@@ -128,7 +128,7 @@ class Stepper:
             return 1
         # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.
         start, stop = fetched.microbatch.start, fetched.microbatch.stop
-        longest = self.plan.microbatch_size if self.parallel.equal_forwards else stop - start
+        longest = self.plan.microbatch_size if self.plan.shard > 1 else stop - start
         return -(-longest // size)
 
     def _run(self, part: Part, nominal: int, last: bool) -> Sums:

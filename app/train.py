@@ -32,7 +32,7 @@ def train(
     # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
-    plan = worker.plan(world.size, parallel)  # which rank runs which microbatch
+    plan = worker.plan(world)  # which rank runs which microbatch
     probes = _build_probes(config, runtime, world, directory, plan, worker)
     stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)

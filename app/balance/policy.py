@@ -24,9 +24,14 @@ class Reshare(NamedTuple):
 
 
 class SpeedPolicy:
-    """Proposes other shares when nearly every one of the latest measurements would have gained by them."""
+    """Proposes other shares when nearly every one of the latest measurements would have gained by them.
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        shard: how many neighbouring ranks are a replica, which is as fast as its slowest.
+    """
+
+    def __init__(self, num_ranks: int, shard: int = 1) -> None:
+        self._shard = shard
         self._known_s = np.zeros(num_ranks)
         self._measured: deque[NDArray[np.float64]] = deque(maxlen=_MEASUREMENTS)
 
@@ -44,14 +49,19 @@ class SpeedPolicy:
         if len(self._measured) < _MEASUREMENTS:
             return None
 
-        measured_s = np.array(self._measured)  # (measurement, rank)
-        typical_s = np.median(measured_s, axis=0)
-        best = fastest_shares((1 / typical_s).tolist(), sum(shares))
-        # A step lasts as long as its slowest rank.
-        best_s = (measured_s * np.array(best)).max(axis=1)
-        now_s = (measured_s * np.array(shares)).max(axis=1)
+        by_rank_s = np.array(self._measured)  # (measurement, rank)
+        measured_s = by_rank_s.reshape(len(by_rank_s), -1, self._shard).max(axis=2)  # (measurement, replica)
+        speeds = 1 / np.median(measured_s, axis=0)
+        best = fastest_shares(speeds.tolist(), sum(shares), self._shard)
+        # A step lasts as long as its slowest replica.
+        best_s = (measured_s * self._num_forwards(best)).max(axis=1)
+        now_s = (measured_s * self._num_forwards(shares)).max(axis=1)
         gains = np.sort(1 - best_s / now_s)
         if gains[_DISSENTING] < _WORTH:
             return None
         self._measured.clear()
-        return Reshare(best, tuple(typical_s.tolist()))
+        return Reshare(best, tuple(np.median(by_rank_s, axis=0).tolist()))
+
+    def _num_forwards(self, shares: Shares) -> NDArray[np.int64]:
+        """Return how many each replica runs, (replicas,)."""
+        return np.array(shares).reshape(-1, self._shard).max(axis=1)

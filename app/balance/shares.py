@@ -43,7 +43,7 @@ class SpeedBalance(Balance):
         self._world = world
         self._runtime = runtime
         self._stopwatch = Stopwatch(runtime.device)
-        self._policy = SpeedPolicy(world.size)
+        self._policy = SpeedPolicy(world.size, world.shard)
         self._changed_from = 0  # the step from which on the planned shares are those in force
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
@@ -91,15 +91,16 @@ def build_balance(
     even = plan.shares
     if wanted == "even" or world.size == 1:
         return Balance()
-    if plan.equal_forwards:
-        # Under sharding every forward is a collective. That other shares were wished for in vain is said, not an error.
+    if world.replicate == 1:
+        # A forward is a collective of all ranks. That other shares were wished for in vain is said, not an error.
         publish_once(events.Shares(step=1, before=even, after=even, parallel=strategy), runtime, world)
         return Balance()
     if isinstance(wanted, str):
         return SpeedBalance(plan, num_ahead, world, runtime)
     labels_by_rank = _labels(world, runtime.device)
     weights = [_weight(rank, labels, wanted) for rank, labels in enumerate(labels_by_rank)]
-    shares = fastest_shares(weights, sum(even))
+    of_replicas = [min(weights[first : first + world.shard]) for first in range(0, world.size, world.shard)]
+    shares = fastest_shares(of_replicas, sum(even), world.shard)
     plan.change(1, shares)
     publish_once(events.Shares(step=1, before=even, after=shares, weights=tuple(weights)), runtime, world)
     return Balance()

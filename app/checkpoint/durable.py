@@ -235,7 +235,7 @@ class Checkpoints:
             return {name: digest}
         files = {}
         store = self._world.groups.store
-        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self._world.size)]
+        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self._world.shard)]
         try:
             store.set(keys[self._world.rank], json.dumps([name, digest.sha256, digest.bytes]))
             while not store.check(keys if self._world.leader else [_DONE.format(pending.step)]):

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from app.checkpoint.durable import Checkpoints, age_s
 from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import HeldState, State, flatten
+from app.checkpoint.state import HeldState, State, flatten, newest_whole
 from app.parallel import Parallel
+from app.parallel.dtensor import local
 from app.world.control import gather_numbers
 from app.world.groups import Groups
 from app.world.runtime import World
@@ -46,17 +47,15 @@ def restore(
     world.progress.enter("restore")
     groups = world.groups
     one_rank_is_enough = parallel.survivors_hold_all
-    mine = held.step if one_rank_is_enough else None
-    living: list[int] = gather_numbers(_NONE if mine is None else mine, groups.control).tolist()
-    newest = max(living)
+    living: list[int] = gather_numbers(_NONE if held.step is None else held.step, groups.control).tolist()
+    newest = newest_whole(living, world.shard)
     # A living worker that has done any step has done all that were ever committed, because no step ends without all
     # ranks. So storage is not asked where there is one.
     if newest > 0:
-        source = living.index(newest)
         if min(living) != newest:
-            _overwrite(state, held, newest, source, groups)
+            _overwrite(state, held, newest, living[world.part :: world.shard].index(newest), groups)
         held.complete(newest)
-        return Restored(newest, f"rank {source}")
+        return Restored(newest, f"rank {living.index(newest)}")
     copied = snapshots.find()
     if copied is not None:
         stored = checkpoints.newest()
@@ -96,10 +95,10 @@ def _begin(
 
 
 def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Groups) -> None:
-    """Broadcast the state of `source`. If a rank is lost on the way, those that held this step keep it."""
+    """Broadcast the state of replica `source`. If a rank is lost on the way, those that held this step keep it."""
     # A rank's state is invalid while it receives another's. A rank that holds this step already receives equal bytes
     # and stays valid; not where an abort may leave garbage in place of them.
-    if dist.get_rank() != source and (held.step != step or groups.communicator.abort_leaves_garbage):
+    if groups.across.group.rank() != source and (held.step != step or groups.communicator.abort_leaves_garbage):
         held.begin_overwriting()
     else:
         held.complete(step)
@@ -107,7 +106,7 @@ def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Gr
 
 
 def broadcast(state: State, source: int, groups: Groups) -> None:
-    """Overwrite every rank's tensors with those of `source`, all of them under way at once."""
+    """Overwrite each rank's part of the tensors with that of replica `source`, all of them under way at once."""
     for tensor in flatten(state).values():
-        groups.communicator.broadcast(tensor, source)
+        groups.across.broadcast(local(tensor), source)
     groups.gate()

@@ -2,14 +2,15 @@
 
 A copy costs next to nothing, so one is made every few seconds: what ends all workers of a node costs the steps since
 then, not those since the last checkpoint. Of replicated state each node has a copy. Of sharded state each rank copies
-its own shards, and sends the copy to another node too: what a lost node took along, that one has.
+its own shards, and sends the copy to another node too: what a lost node took along, that one has. Where replicas share
+a model's parts, the first replica does so for all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -40,6 +41,7 @@ from app.world.control import any_rank, gather_numbers
 from app.world.runtime import Outcome, World
 
 _TIME_SHARE = 0.01  # of training, that copies may cost
+_GENERATIONS = 2  # of copies: the newest whole one, and the one that is being made
 _MEMORY_SHARE = 0.5  # of what is free, that all workers of a machine may take for them together
 
 _Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
@@ -55,18 +57,29 @@ class AtRisk(NamedTuple):
     everything: int  # but storage
 
     @classmethod
-    def of(cls, step: int, newest: int, committed: int, replicated: bool, num_ranks: int, num_nodes: int) -> Self:
-        """Return what a loss after `step` costs, with the `newest` state in node memory and one `committed`."""
+    def of(cls, step: int, newest: int, committed: int, shard: int, ranks_by_node: Collection[Sequence[int]]) -> Self:
+        """Return what a loss after `step` costs, with the `newest` state in node memory and one `committed`.
+
+        Args:
+            shard: of how many neighbouring ranks each holds another part of the state.
+            ranks_by_node: the ranks on each node.
+        """
         in_memory = step - newest
         risk = cls(in_memory, in_memory, in_memory, step - committed, step - committed)
+        num_nodes, num_ranks = len(ranks_by_node), sum(map(len, ranks_by_node))
         if num_nodes > 1:
             risk = risk._replace(node=in_memory)
-        # Of a replicated state each rank has all.
-        if replicated and num_ranks > 1:
+        # What one replica loses, another has.
+        if num_ranks > shard:
             risk = risk._replace(worker=0)
-        if replicated and num_nodes > 1:
+        if all(_parts_left(lost, num_ranks, shard) == shard for lost in ranks_by_node):
             risk = risk._replace(workers_of_node=0, node=0)
         return risk
+
+
+def _parts_left(lost: Sequence[int], num_ranks: int, shard: int) -> int:
+    """Return how many of the parts of the state are held by other ranks than those that are lost."""
+    return len({rank % shard for rank in range(num_ranks) if rank not in lost})
 
 
 class _Place(NamedTuple):
@@ -97,8 +110,8 @@ class _Copy:
     """What one rank does for a snapshot that is not whole yet."""
 
     snapshot: SnapshotId
-    own: Buffer
-    own_files: Files
+    own: Buffer | None = None  # None where another rank holds the same
+    own_files: Files = ()
     received: Buffer | None = None
     received_files: Files = ()
     work: dist.Work | None = None  # while it is on its way to another node
@@ -142,13 +155,16 @@ class Snapshots:
         sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
         if not sends and not lasting:
             return
-        writers = [rank for rank, node in enumerate(nodes) if not self._replicated or nodes.index(node) == rank]
-        # Two generations, and of each a rank may hold another's file too.
-        self.refused = _refusal([places[rank] for rank in writers], 4 if sends else 2)
+        if self._replicated:
+            writers = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
+        else:
+            writers = list(range(world.shard))
+        backups = [backup_rank(rank, nodes) for rank in range(world.size)] if sends else []
+        self.refused = _refusal(places, writers, backups)
         self._on = self.refused is None
         self._writes = self._on and world.rank in writers
         if self._on and sends:
-            self._backups = torch.tensor([backup_rank(rank, nodes) for rank in range(world.size)])
+            self._backups = torch.tensor(backups)
             self._group = world.groups.side_group()
         if self._writes:
             memory.reserve(num_bytes, 1 if memory.held_bytes() else 2)
@@ -172,32 +188,39 @@ class Snapshots:
 
         Nothing happens while the last copy is under way. A collective where state is sharded.
         """
-        if not self._writes or self._memory is None:
+        if self._memory is None or not (self._writes or (self._on and not self._replicated)):
             return None
         self._world.progress.enter("snapshot")
         began_s = time.monotonic()
         self._receive()
         if not self._may_begin():
             return None
-        snapshot = SnapshotId(step, self._world.attempt, 1 if self._replicated else self._world.size)
-        layout = self._layout(state)
+        snapshot = SnapshotId(step, self._world.attempt, self._world.shard)
         self._lost = False
+        told: events.Snapshot | events.NoSnapshots | None = None
         try:
             self._memory.keep([snapshot] if self._whole is None else [self._whole, snapshot])
-            own = self._memory.take(layout.num_bytes)
-            told: events.Snapshot | events.NoSnapshots | None = None
         except OSError as error:
-            own = self._unkept(layout.num_bytes)
+            self._lost = True
             told = events.NoSnapshots(error=str(error))
-        layout.fill(own.bytes)
-        rank = 0 if self._replicated else self._world.rank
-        self._copy = _Copy(snapshot, own, ((rank, 0, layout.num_bytes),))
+        self._copy = copy = _Copy(snapshot)
+        num_bytes = 0
+        if self._writes:
+            layout = self._layout(state)
+            num_bytes = layout.num_bytes
+            try:
+                copy.own = self._memory.take(num_bytes)
+            except OSError as error:
+                copy.own = self._unkept(num_bytes)
+                told = events.NoSnapshots(error=str(error))
+            layout.fill(copy.own.bytes)
+            copy.own_files = ((self._world.part, 0, num_bytes),)
         if self._group is not None:
-            self._send(self._copy, layout.num_bytes, self._group)
+            self._send(copy, num_bytes, self._group)
         self._receive()
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + stall_s / _TIME_SHARE
-        return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=layout.num_bytes)
+        return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
     def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
         """Copy a sharded state for the world that follows, if one does, and wait until it lies where it is to.
@@ -246,20 +269,22 @@ class Snapshots:
         incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
         outgoing = [0] * world.size
         outgoing[self._backups[world.rank]] = num_bytes
-        try:
-            copy.received = self._memory.take(sum(incoming))
-        except OSError:
-            copy.received = self._unkept(sum(incoming))
         # One after the other, the file of each rank that has this one as its backup.
         start = 0
         for rank, length in enumerate(incoming):
             if length:
                 copy.received_files += ((rank, start, length),)
             start += length
-        received = copy.received.bytes[:start]
-        copy.work = dist.all_to_all_single(
-            received, copy.own.bytes[:num_bytes], incoming, outgoing, group=group, async_op=True
-        )
+        sent = received = torch.empty(0, dtype=torch.uint8)
+        if start:
+            try:
+                copy.received = self._memory.take(start)
+            except OSError:
+                copy.received = self._unkept(start)
+            received = copy.received.bytes[:start]
+        if copy.own is not None:
+            sent = copy.own.bytes[:num_bytes]
+        copy.work = dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
         world.groups.under_way.append(copy.work)
 
     def _receive(self) -> None:
@@ -273,7 +298,8 @@ class Snapshots:
             copy.work.wait()
             self._world.groups.under_way.remove(copy.work)
         try:
-            self._memory.commit(copy.own, self._label(copy.snapshot, copy.own_files))
+            if copy.own is not None:
+                self._memory.commit(copy.own, self._label(copy.snapshot, copy.own_files))
             if copy.received is not None:
                 self._memory.commit(copy.received, self._label(copy.snapshot, copy.received_files))
         except OSError:
@@ -287,7 +313,8 @@ class Snapshots:
         """Return what a loss after `step` would cost, if the newest checkpoint is that of step `committed`."""
         made = self._made or self._whole
         newest = max(committed, made.step if made else 0)
-        return AtRisk.of(step, newest, committed, self._replicated, self._world.size, self.num_nodes)
+        ranks = list(self.nodes.values()) or [range(self._world.size)]
+        return AtRisk.of(step, newest, committed, self._world.shard, ranks)
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
         skipped = skipped_up_to(snapshot.step, self._world.amendments.skip)
@@ -386,11 +413,21 @@ class Snapshots:
         raise OSError(f"the snapshot of step {snapshot.step} is gone")
 
 
-def _refusal(writers: Sequence[_Place], num_files: int) -> events.NoSnapshots | None:
-    """Return why some node lacks memory for `num_files` files of each of its writers; None if none does."""
-    for node in {place.node for place in writers}:
-        here = [place for place in writers if place.node == node]
-        needed_bytes = num_files * sum(place.file_bytes for place in here)
+def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> events.NoSnapshots | None:
+    """Return why some node lacks memory for the files of its writers and those that are sent to it; None if none does.
+
+    Args:
+        places: of all ranks.
+        writers: the ranks that make files.
+        backups: to which rank each sends its file; [] if none is sent.
+    """
+    needed: dict[str, int] = {}
+    for rank in writers:
+        for holder in [rank, *backups[rank : rank + 1]]:
+            node = places[holder].node
+            needed[node] = needed.get(node, 0) + _GENERATIONS * places[rank].file_bytes
+    for node, needed_bytes in needed.items():
+        here = [place for place in places if place.node == node]
         there_bytes = min(place.free_bytes for place in here) + max(place.held_bytes for place in here)
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             needed = f"copies of the state need {size(needed_bytes)} of a node's memory"

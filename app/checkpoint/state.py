@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from app.parallel.dtensor import unsharded
+from app.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 
 # Tensors by name; a value may be a dictionary of them in turn.
 Tensors = dict[str, Any]
@@ -52,6 +52,54 @@ class NamedOptimizer:
         for name, parameter in self._model.named_parameters():
             names[parameter] = name
         return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
+
+
+    def adopt(self, state: Tensors) -> None:
+        """Go on with the shards of another optimizer of the same model, in their memory."""
+        for name, parameter in self._model.named_parameters():
+            if name in state:
+                values = state[name].items()
+                self._optimizer.state[parameter] = {
+                    key: on_mesh_of(value, parameter) if is_sharded(value) else value for key, value in values
+                }
+
+
+class HeldShards:
+    """A rank's part of the state at the end of an attempt, for the next one that cuts the model into as many parts."""
+
+    def __init__(self, part: tuple[int, int], state: State) -> None:
+        self.part = part
+        self._state = state
+
+    def take(self) -> State:
+        """Return the shards themselves, and copies of what is not sharded: what it belongs to is used again."""
+        return _without_owners(self._state)
+
+
+def newest_whole(steps: Sequence[int], shard: int) -> int:
+    """Return the newest step of which each of `shard` parts is held by a rank, by the ranks' steps; 0 if none is."""
+    for step in sorted(set(steps), reverse=True):
+        if all(step in steps[part::shard] for part in range(shard)):
+            return max(step, 0)
+    return 0
+
+
+def _without_owners(state: Tensors) -> Tensors:
+    kept: Tensors = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            kept[name] = _without_owners(value)
+        elif isinstance(value, Tensor):
+            kept[name] = value if is_sharded(value) else value.clone()
+    return kept
+
+
+def copy_state(source: State, target: State) -> None:
+    """Overwrite a state with another of the same parts. What is in the same memory stays as it is."""
+    others = flatten(source)
+    for name, tensor in flatten(target).items():
+        if name in others and local(tensor).data_ptr() != local(others[name]).data_ptr():
+            local(tensor).copy_(local(others[name]))
 
 
 class HeldState:

@@ -49,7 +49,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
     example = loader.example(min(config.batch.microbatch_size, order.num_train))
     whole = memory_of_whole(config, example)
-    worlds = [_world(config, world_size) for world_size in _world_sizes(config)]
+    worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
     max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
     totals = bytes_of_worlds(config, example, whole, max_shares)
     for world in worlds:
@@ -67,17 +67,12 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     }
 
 
-def _world_sizes(config: Config) -> range:
-    """Return the numbers of workers with which the run may train."""
-    smallest, largest = config.scaling.num_workers
-    return range(smallest, min(largest, config.batch.num_microbatches) + 1)
-
-
 def _world(config: Config, world_size: int) -> dict[str, Any]:
     num_microbatches = config.batch.num_microbatches
     shares = even_shares(num_microbatches, world_size)
-    # A forward is a collective under sharding, so all ranks run as many as the one with the largest share.
-    pads = max(shares) * world_size - num_microbatches if isinstance(config.parallel, FsdpConfig) else 0
+    # The ranks of a replica run as many forwards as the one of them with the largest share.
+    unit = ranks_of_replica(config.parallel, world_size)
+    pads = sum(max(shares[first : first + unit]) * unit for first in range(0, world_size, unit)) - num_microbatches
     idle = 1 - num_microbatches / (max(shares) * world_size)
     return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
 

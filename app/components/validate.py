@@ -21,7 +21,7 @@ class Validator:
         self._worker = worker
         self._parallel = parallel
         self._world = world
-        self._plan = worker.validation_plan(world.size, parallel)
+        self._plan = worker.validation_plan(world)
         self._config = config.checkpoint
         self._step = -1  # of the last validation
         self._metrics: dict[str, float] = {}

@@ -15,6 +15,7 @@ from torch import nn
 from app.checkpoint.initial import build_initial, build_initial_sharded, load_initial
 from app.checkpoint.node_memory import NodeMemory, open_memory
 from app.checkpoint.state import (
+    HeldShards,
     HeldState,
     ModelState,
     NamedOptimizer,
@@ -22,7 +23,9 @@ from app.checkpoint.state import (
     app_state,
     base_sha256,
     buffers_outside_state,
+    copy_state,
     named_tensors,
+    newest_whole,
 )
 from app.checkpoint.writer import Writer
 from app.components.buffers import refuse_synchronized
@@ -42,6 +45,7 @@ from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
+from app.world.control import gather_numbers
 from app.world.device import Gpu, gather_gpus
 from app.world.runtime import World
 
@@ -77,6 +81,9 @@ class WorkerState:
         self._closing: list[Callable[[], object]] = []
         self.built_whole_because = ""  # where a model whose numbers are sharded cannot do without the others at first
         self._values: InitialValues | None = None  # of a model that has been built without
+        self._part = 0, 1  # of the model that this rank holds in the world, and of how many
+        self._shards: HeldShards | None = None  # of the last attempt
+        self._goes_on_with_shards = False
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -145,7 +152,7 @@ class WorkerState:
         self.loaded = load_initial(self._model, run)
 
     def join(self, world: World) -> None:
-        """Compute as all ranks of a world can: in one format. A collective on GPUs, or if checkpoints lack the base.
+        """Compute as all ranks of a world can: in one format, from what they hold together. A collective.
 
         Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
         """
@@ -160,6 +167,12 @@ class WorkerState:
                 )
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
+        self._part = world.part, world.shard
+        if world.shard > 1:
+            same_steps = world.amendments.skip == self.amendments.skip
+            holds = same_steps and self._shards is not None and self._shards.part == self._part
+            steps: list[int] = gather_numbers(self.step if holds else 0, world.groups.control).tolist()
+            self._goes_on_with_shards = holds and newest_whole(steps, world.shard) > 0
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
 
@@ -170,15 +183,38 @@ class WorkerState:
             The model as it is trained in this attempt, and live references to everything that a checkpoint holds.
         """
         # If other steps are skipped now, the state may contain an update from one of them, also where this worker did
-        # not live to hear of it. Shards are of a world that is gone.
+        # not live to hear of it.
+        same_steps = amendments.skip == self.amendments.skip
         is_whole = self.held.step is not None or self.held.untouched
-        if amendments.skip != self.amendments.skip or not parallel.survivors_hold_all or not is_whole:
-            self._start_anew()
         self.amendments = amendments
+        if not parallel.survivors_hold_all:
+            return self._prepare_shards(parallel)
+        if not (same_steps and is_whole):
+            self._start_anew()
+        model = parallel.wrap(self._model)
+        return model, self.state(parallel.unwrap(model))
+
+    def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
+        """Shard a new model, whose groups are those of this world; it goes on with the old shards if it can."""
+        from app.parallel.deferred import allocate  # takes a second to import, and sharded models alone need it
+
+        step = self.step
+        kept: State = self._shards.take() if self._shards is not None and self._goes_on_with_shards else {}
+        self._shards = None  # before there are others
+        self._start_anew()
         model = parallel.wrap(self._model)
         if self._values is not None:
+            weights = {name: kept["model"][name] for name, _ in model.named_parameters()} if kept else {}
+            allocate(model, self.precision.device, weights)
             self._values.fill(buffers_outside_state(self._model))
-        return model, self.state(parallel.unwrap(model))
+        if kept:
+            NamedOptimizer(model, self.optimizer).adopt(kept["optimizer"])
+        state = self.state(parallel.unwrap(model))
+        if kept and step:
+            copy_state(kept, state)
+            self.held.complete(step)
+        self._shards = HeldShards(self._part, state)
+        return model, state
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:
         """Return where snapshots of the run in `directory` lie; None where none are wanted."""
@@ -246,25 +282,25 @@ class WorkerState:
         """Return the length of the run in optimizer steps."""
         return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.amendments.ends)
 
-    def plan(self, world_size: int, parallel: Parallel) -> Plan:
+    def plan(self, world: World) -> Plan:
         """Return the plan of the steps of an attempt, with even shares."""
         return Plan.even(
             self._config.batch.global_size,
             self._config.batch.microbatch_size,
-            world_size,
-            equal_forwards=parallel.equal_forwards,
+            world.size,
+            world.shard,
             num_samples=self._config.run.num_samples(self.order.num_train),
             skip=self.amendments.skip,
             ends=self.amendments.ends,
         )
 
-    def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:
+    def validation_plan(self, world: World) -> Plan | None:
         """Return the plan of one step over all samples that are held out; None if none are."""
         size = self.loader.num_validation
         if not size:
             return None
         batch = self._config.batch
-        return Plan.even(size, batch.microbatch_size, world_size, equal_forwards=parallel.equal_forwards)
+        return Plan.even(size, batch.microbatch_size, world.size, world.shard)
 
     def example(self) -> Batch:
         """Return a microbatch of real samples, on the device."""

@@ -6,7 +6,7 @@ errors are reported at the field that they are attached to, so a rule is attache
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -440,6 +440,9 @@ ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
 
 class FsdpConfig(Section):
     kind: Literal["fsdp"] = "fsdp"
+    shard_size: Annotated[int, Field(ge=2)] | None = None
+    """how many workers hold one model among them, a replica (HSDP); null: all of a world do. The others hold the same
+    once more, and whole replicas come and go: the number of workers is a multiple, and who is left over waits"""
     wrap: FsdpUnits = "blocks"
     """what is gathered at a time: the repeated layers of the model; modules of the classes in a list of names; for a
     number, any module with so many parameters of its own. What is left is gathered for the whole step"""
@@ -652,6 +655,13 @@ class Config(Section):
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
     hooks: tuple[HookConfig, ...] = ()
 
+    def world_sizes(self, bounds: tuple[int, int]) -> range:
+        """Return the numbers of workers within `bounds` that make whole replicas, and all have a microbatch."""
+        unit = (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+        smallest, largest = bounds
+        useful = max(unit, self.batch.num_microbatches)  # without a whole replica nobody can train
+        return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
+
     def targets(self) -> dict[str, str]:
         """Return every piece of the user's own code that the run needs: what to call, by its key."""
         found = {}
@@ -720,6 +730,18 @@ class Config(Section):
             message = "must be at most model.context_length ({limit}), found {found}"
             raise PydanticCustomError("rule", message, context)
         return data
+
+    @model_validator(mode="after")
+    def some_world_has_whole_replicas(self) -> Self:
+        bounds = self.scaling.num_workers
+        if not self.world_sizes(bounds):
+            context = {"key": "parallel.shard_size", "bounds": list(bounds), "limit": self.batch.num_microbatches}
+            message = (
+                "no number of workers in scaling.num_workers {bounds} is a multiple of it and at most the {limit} "
+                "microbatches of a global batch"
+            )
+            raise PydanticCustomError("rule", message, context)
+        return self
 
     @field_validator("parallel")
     @classmethod

@@ -44,9 +44,9 @@ def launch(config: Config, started_s: float, console: Console) -> int:
 
 
 def _scaled(config: Config, bounds: tuple[int, int]) -> Config:
-    """Return the configuration with these bounds, of which the larger one is what can be of use."""
-    smallest, largest = bounds
-    bounds = smallest, min(largest, config.batch.num_microbatches)
+    """Return the configuration with these bounds, drawn in to the numbers of workers with which it can train."""
+    sizes = config.world_sizes(bounds)
+    bounds = sizes[0], sizes[-1]
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
 
 

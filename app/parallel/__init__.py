@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from app.config import DataParallelConfig, DdpConfig, FsdpConfig
+from app.errors import UsageError
 from app.parallel.data_parallel import DataParallelism
 from app.parallel.ddp import TorchDistributedDataParallelism
 from app.parallel.precision import Precision
@@ -20,8 +21,6 @@ ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
 class Parallel(Protocol):
     """A data parallel strategy."""
 
-    # A forward is a collective, so every rank runs as many as the one with the largest share.
-    equal_forwards: ClassVar[bool]
     # Any survivor can give the state to a newcomer, and one rank can write it. Otherwise the lost take their shards
     # along, and every rank writes its own.
     survivors_hold_all: ClassVar[bool]
@@ -73,10 +72,22 @@ def strategy_of(config: ParallelConfig) -> type[Parallel]:
 
 
 def arrange(world: World, config: ParallelConfig) -> World:
-    """Return `world` with its ranks on the axes that the strategy wants."""
-    if strategy_of(config).survivors_hold_all:
-        return replace(world, shard=1)
-    return replace(world, shard=world.size)
+    """Return `world` with its ranks on the axes that the strategy wants.
+
+    Raises:
+        UsageError: they do not make whole replicas.
+    """
+    shard = ranks_of_replica(config, world.size)
+    if world.size % shard:
+        raise UsageError(f"parallel.shard_size={shard}: {world.size} workers do not make whole replicas of so many")
+    return replace(world, shard=shard)
+
+
+def ranks_of_replica(config: ParallelConfig, world_size: int) -> int:
+    """Return how many ranks hold one model among them."""
+    if isinstance(config, FsdpConfig):
+        return config.shard_size or world_size
+    return 1
 
 
 def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:

@@ -29,7 +29,6 @@ class _Transparent(DistributedDataParallel):
 class TorchDistributedDataParallelism:
     """The `Parallel` of torch's own DistributedDataParallel, for those who need its communication hooks."""
 
-    equal_forwards: ClassVar[bool] = False
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = True
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from app.errors import NotDeferrable
-from app.parallel.dtensor import sharded_like
+from app.parallel.dtensor import on_mesh_of, sharded_like
 
 _aten = torch.ops.aten
 # Allocate alone: what they return is allocated when it is first written.
@@ -317,15 +317,25 @@ def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
     return model, InitialValues(tape, places)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the meta device memory, of which this rank may hold its shards alone. What is in it is random."""
+def allocate(model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] | None = None) -> None:
+    """Give a model on the meta device memory, of which this rank may hold its shards alone. What is in it is random.
+
+    Args:
+        kept: what parameters had before, by name: they go on with it.
+    """
+    named = dict(model.named_parameters())
+    given = {named[name]: tensor for name, tensor in (kept or {}).items()}
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in held.items():
                 if tensor is not None:
                     holders.setdefault(tensor, []).append((held, name))
-    model.to_empty(device=device)
+
+    def memory_of(tensor: Tensor) -> Tensor:
+        return on_mesh_of(given[tensor], tensor) if tensor in given else torch.empty_like(tensor, device=device)
+
+    model._apply(memory_of)  # as `to_empty` does
     # Which makes two of one that has two names.
     for (first, first_name), *others in holders.values():
         for held, name in others:

@@ -1,4 +1,8 @@
-"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are split over the world."""
+"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are split over ranks.
+
+Over all ranks of the world, or over `parallel.shard_size` neighbouring ones, a replica, whose gradients are then summed
+over replicas (HSDP).
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +16,6 @@ from torch.optim import Optimizer
 
 from app.config import FsdpConfig
 from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
-from app.parallel.deferred import allocate
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
@@ -22,7 +25,6 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 class FullyShardedDataParallelism:
     """The `Parallel` of torch's fully_shard."""
 
-    equal_forwards: ClassVar[bool] = True
     survivors_hold_all: ClassVar[bool] = False
     rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
@@ -33,11 +35,7 @@ class FullyShardedDataParallelism:
         self._precision = precision
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
-        # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
-        name = f"attempt-{self._world.attempt}"
-        group = self._world.groups.communicator.group  # which an abort reaches
-        mesh = DeviceMesh.from_group(group, self._precision.device.type, mesh_dim_names=(name,))
+        mesh = self._mesh()
         policy = self._formats()
         # None keeps what only the root has until its backward, which comes at once.
         reshard = None if self._config.reshard_after_forward else False
@@ -50,9 +48,20 @@ class FullyShardedDataParallelism:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self._prefetch(sharded[1:])  # the first is the model itself
-        if any(param.is_meta for param in model.parameters()):
-            allocate(model, self._precision.device)
         return model
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the mesh of all ranks, over groups that an abort reaches. A collective where there are replicas."""
+        world, device = self._world, self._precision.device
+        # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
+        # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
+        name = f"attempt-{world.attempt}"
+        if world.replicate == 1:
+            return DeviceMesh.from_group(world.groups.communicator.group, device.type, mesh_dim_names=(name,))
+        across, within = world.groups.split(world.shard, device)
+        ranks = torch.arange(world.size).view(world.replicate, world.shard)
+        names = (f"{name}-replicas", name)
+        return DeviceMesh.from_group([across.group, within.group], device.type, ranks, mesh_dim_names=names)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         wrap = self._config.wrap
@@ -79,6 +88,7 @@ class FullyShardedDataParallelism:
         assert isinstance(model, FSDPModule)
         # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
+        model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
         return nullcontext()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
@@ -100,4 +110,4 @@ class FullyShardedDataParallelism:
         return kinds
 
     def writes(self, world: World) -> bool:
-        return True
+        return world.in_first_replica

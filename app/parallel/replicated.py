@@ -15,7 +15,6 @@ from app.world.runtime import World
 class ReplicatedParallelism:
     """The `Parallel` of models that every worker holds whole. The model is trained as it is, without a wrapper."""
 
-    equal_forwards: ClassVar[bool] = False
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0

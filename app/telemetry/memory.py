@@ -15,7 +15,7 @@ from app.components.optimizer import build_optimizer
 from app.config import Config, DdpConfig, FsdpConfig
 from app.data.batches import Batch, map_tensors, tensors_of
 from app.models import build_model
-from app.parallel import ParallelConfig, arrange, build_parallel
+from app.parallel import ParallelConfig, arrange, build_parallel, ranks_of_replica
 from app.parallel.activations import checkpoint_activations
 from app.parallel.dtensor import local
 from app.parallel.precision import build_precision
@@ -71,16 +71,17 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
         kinds.setdefault((size > 1, max_share > 1), []).append(size)
     found: dict[int, int] = {}
     for (_, accumulates), sizes in kinds.items():
+        sharing = {size: ranks_of_replica(config.parallel, size) for size in sizes}
         ends: dict[int, int] = {}
-        for size in {sizes[0], sizes[-1]}:
-            ends[size] = _simulate(config, config.parallel, example, size, accumulates).total
-        for size in sizes:
-            found[size] = _between(ends, size)
+        for ranks in {sharing[sizes[0]], sharing[sizes[-1]]}:
+            ends[ranks] = _simulate(config, config.parallel, example, ranks, accumulates).total
+        for size, ranks in sharing.items():
+            found[size] = _between(ends, ranks)
     return found
 
 
 def _between(ends: Mapping[int, int], size: int) -> int:
-    """Return the bytes of a world between two others: on a line over 1 / size, of which they are the ends."""
+    """Return the bytes of a replica between two others: on a line over 1 / size, of which they are the ends."""
     # At most a little too much: the peak is the largest of many sums of a constant and a share of the model.
     if size in ends:
         return ends[size]

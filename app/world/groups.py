@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Self
@@ -66,7 +66,9 @@ class Groups:
     communicator: Communicator  # for tensors on the device
     store: dist.Store  # of this attempt alone
     sockets: dict[int, int]  # descriptor -> inode of what gloo has opened
-    aborted: threading.Event  # set before the communicator is aborted
+    aborted: threading.Event  # set before a communicator is aborted
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    axes: list[Communicator] = field(default_factory=list)  # of parts of the world, see `split`
     sides: list[dist.ProcessGroup] = field(default_factory=list)
     under_way: list[dist.Work] = field(default_factory=list)  # that nobody waits for when the attempt ends
 
@@ -98,7 +100,7 @@ class Groups:
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
-        return cls(control, communicator, prefixed, sockets, aborted)
+        return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts)
 
     def gate(self) -> None:
         """Wait until everything that a peer had a hand in has arrived: what collectives left is true from here on.
@@ -107,9 +109,46 @@ class Groups:
             PeerLost: the groups have been aborted, and what a collective left may be garbage.
         """
         # In this order: `aborted` is set before anything is cut short, so what is there while it is not set is whole.
-        self.communicator.synchronize()
+        for communicator in self._communicators:
+            communicator.synchronize()
         if self.aborted.is_set():
             raise PeerLost("the world was aborted")
+
+    def split(self, shard: int, device: torch.device) -> tuple[Communicator, Communicator]:
+        """Form communicators of the ranks that hold one model, and of those that hold the same part. A collective.
+
+        Args:
+            shard: how many neighbouring ranks hold one model among them.
+
+        Returns:
+            This rank's one across replicas, and its one within its replica.
+
+        Raises:
+            PeerLost: a member died while they formed.
+        """
+        size = dist.get_world_size()
+        across = [range(part, size, shard) for part in range(shard)]
+        within = [range(first, first + shard) for first in range(0, size, shard)]
+        before = _open_sockets()
+        try:
+            # Every rank forms all of them, in one order, as torch wants it.
+            formed = [connect_part(ranks, device, self.aborted, self.timeouts) for ranks in (*across, *within)]
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
+        if device.type != "cuda":  # NCCL's are its own to close
+            self.sockets.update(_opened_since(before))
+        mine = [communicator for communicator in formed if communicator is not None]
+        self.axes.extend(mine)
+        return mine[0], mine[1]
+
+    @property
+    def across(self) -> Communicator:
+        """Return the communicator of the ranks that hold the same part of the model as this one."""
+        return self.axes[0] if self.axes else self.communicator
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [self.communicator, *self.axes]
 
     def side_group(self) -> dist.ProcessGroup:
         """Form another gloo group of the whole world, for what may take long beside the rest. A collective."""
@@ -123,7 +162,8 @@ class Groups:
         """Make every collective that is under way raise, here and at the peers. Safe from any thread."""
         self.aborted.set()
         # First of all, because NCCL's kernels spin on the device until their communicator is aborted.
-        self.communicator.abort()
+        for communicator in self._communicators:
+            communicator.abort()
         # Gloo's own abort and shutdown release nobody, and its sockets stay open for as long as anything, a traceback
         # say, refers to the group. So they are shut from outside.
         for descriptor, inode in list(self.sockets.items()):
@@ -150,9 +190,12 @@ class Groups:
     def destroy(self) -> None:
         """Destroy all groups, so that this process can be part of another world."""
         # What an abort has left under way may still write to gradients, which the next attempt uses again.
-        with contextlib.suppress(RuntimeError):
-            self.communicator.synchronize()
-        self._abandon_if_stuck([*self.under_way, *self.communicator.under_way])
+        left = [*self.under_way]
+        for communicator in self._communicators:
+            with contextlib.suppress(RuntimeError):
+                communicator.synchronize()
+            left += communicator.under_way
+        self._abandon_if_stuck(left)
         _destroy()
 
     def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
@@ -160,7 +203,8 @@ class Groups:
         until_s = time.monotonic() + _RELEASE_S
         while not all(work.is_completed() for work in works):
             if time.monotonic() >= until_s:
-                _abandoned.append((_get_default_group(), self.control, *self.sides))
+                axes = [communicator.group for communicator in self.axes]
+                _abandoned.append((_get_default_group(), self.control, *self.sides, *axes))
                 return
             time.sleep(_POLL_S)
 
@@ -180,6 +224,25 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
     """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
     if device.type != "cuda":
         return GlooCommunicator(_get_default_group(), aborted)
+    communicator = _connect_nccl(range(dist.get_world_size()), device, timeouts)
+    assert communicator is not None
+    return communicator
+
+
+def connect_part(
+    ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
+) -> Communicator | None:
+    """Return the communicator of some ranks, connected; None if this one is not among them. A collective of all."""
+    if device.type == "cuda":
+        return _connect_nccl(ranks, device, timeouts)
+    group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
+    if dist.get_rank() not in ranks:
+        return None
+    _set_pg_timeout(timeouts.collective, group)
+    return GlooCommunicator(group, aborted)
+
+
+def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts) -> Communicator | None:
     # Connected here, where a death ends in an error after a while, and not by the first collective, which would wait
     # for ever. Non-blocking, or neither an abort nor a time-out could end it.
     bound_s = timeouts.form.total_seconds()
@@ -187,7 +250,9 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0
     # Given its device, the group connects now.
-    group = dist.new_group(backend="nccl", timeout=timeouts.form, pg_options=options, device_id=device)
+    group = dist.new_group(list(ranks), timeouts.form, "nccl", pg_options=options, device_id=device)
+    if dist.get_rank() not in ranks:
+        return None
     backend = group._get_backend(device)
     first = torch.zeros(1, device=device)
     group.allreduce([first]).wait()

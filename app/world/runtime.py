@@ -49,6 +49,15 @@ class World:
         return self.size // self.shard
 
     @property
+    def part(self) -> int:
+        """Return which part of its replica's model this rank holds, of `shard` parts."""
+        return self.rank % self.shard
+
+    @property
+    def in_first_replica(self) -> bool:
+        return self.rank < self.shard
+
+    @property
     def leader(self) -> bool:
         """Return whether this rank writes ledger, manifests, trackers and summary."""
         return self.rank == 0

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from app.config import Config
+from app.parallel import ranks_of_replica
 from app.plan import even_shares
 from tests.dist.checks import EQUAL, check_equal
 from tests.dist.gang import Gang
@@ -29,6 +30,7 @@ PARALLEL = {
     "torch": "{kind: ddp, reducer: torch}",
     "fsdp": "{kind: fsdp}",
     "fsdp by size": "{kind: fsdp, wrap: 30, reshard_after_forward: false}",
+    "hsdp": "{kind: fsdp, shard_size: 2, reduce_every_microbatch: true}",
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
 }
 KINDS = pytest.mark.parametrize("kind", PARALLEL)
@@ -36,10 +38,16 @@ KINDS = pytest.mark.parametrize("kind", PARALLEL)
 
 @pytest.fixture(scope="module")
 def steps() -> Iterator[Steps]:
-    """All steps of a run, in five processes that all tests of this module share."""
+    """All steps of a run, in six processes that all tests of this module share."""
     attempts = count(1)
-    with Gang(5) as gang:
-        yield lambda config, shares: take_steps(gang, next(attempts), config, shares)
+    with Gang(6) as gang:
+        yield lambda config, shares: take_steps(gang, next(attempts), config, of_whole_replicas(config, shares))
+
+
+def of_whole_replicas(config: Config, shares: Shares) -> Shares:
+    """Add a worker without a share where they are too few."""
+    size = len(shares)
+    return shares + (0,) * (-size % ranks_of_replica(config.parallel, size))
 
 
 @st.composite

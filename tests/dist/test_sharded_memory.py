@@ -92,7 +92,7 @@ def take(world: World, config: Config, worker: WorkerState) -> None:
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, _ = worker.prepare(Amendments(), parallel)
     worker.load_initial()
-    plan = worker.plan(world.size, parallel)
+    plan = worker.plan(world)
     schedule = build_schedule(config.schedule, worker.num_steps)
     parts = model, worker.optimizer, worker.task, parallel, worker.precision, schedule, plan, world
     stepper = Stepper(*parts, units_per_sample=CONTEXT, counts_vary=False, max_grad_norm=1.0, seed=1)

@@ -20,7 +20,8 @@ def plans(draw: st.DrawFn, num_samples: int | None = None) -> Plan:
     grid = -(-global_size // microbatch_size)
     cuts = draw(st.lists(st.integers(0, grid), max_size=7))
     shares = tuple(right - left for left, right in pairwise([0, *sorted(cuts), grid]))
-    return Plan(global_size, microbatch_size, shares, draw(st.booleans()), num_samples)
+    shard = draw(st.sampled_from([each for each in range(1, len(shares) + 1) if len(shares) % each == 0]))
+    return Plan(global_size, microbatch_size, shares, shard, num_samples)
 
 
 @st.composite
@@ -69,9 +70,10 @@ def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, ste
         run = plan.microbatches(step, rank)
         assert len(run) == plan.num_forwards(step, rank) >= 1
         assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
-        assert plan.equal_forwards or len(run) == max(1, plan.shares[rank])
-    if plan.equal_forwards:
-        assert {plan.num_forwards(step, rank) for rank in ranks(plan)} == {max(plan.shares)}
+    for first in range(0, len(plan.shares), plan.shard):
+        replica = range(first, first + plan.shard)
+        most = max(plan.shares[rank] for rank in replica)
+        assert {plan.num_forwards(step, rank) for rank in replica} == {max(1, most)}
 
 
 @given(plans_that_end(), st.data())
@@ -180,21 +182,24 @@ def test_even_shares_differ_by_one_at_most_and_the_first_take_more(num_microbatc
 
 
 @pytest.mark.parametrize(
-    ("global_size", "microbatch_size", "num_workers", "equal_forwards", "expected"),
+    ("global_size", "microbatch_size", "num_workers", "shard", "expected"),
     [
-        (12, 4, 3, False, ["1", "1", "1"]),
-        (13, 2, 3, False, ["111", "11", "11"]),
-        (13, 2, 3, True, ["111", "110", "110"]),
-        (4, 2, 3, False, ["1", "1", "0"]),
-        (1, 1, 2, True, ["1", "0"]),
-        (48, 8, 4, True, ["11", "11", "10", "10"]),
+        (12, 4, 3, 1, ["1", "1", "1"]),
+        (13, 2, 3, 1, ["111", "11", "11"]),
+        (13, 2, 3, 3, ["111", "110", "110"]),
+        (4, 2, 3, 1, ["1", "1", "0"]),
+        (1, 1, 2, 2, ["1", "0"]),
+        (48, 8, 4, 4, ["11", "11", "10", "10"]),
+        (48, 8, 4, 2, ["11", "11", "1", "1"]),  # two replicas
+        (10, 2, 4, 2, ["11", "10", "1", "1"]),
+        (2, 2, 4, 2, ["1", "0", "0", "0"]),
     ],
 )
 def test_who_runs_what(
-    global_size: int, microbatch_size: int, num_workers: int, equal_forwards: bool, expected: list[str]
+    global_size: int, microbatch_size: int, num_workers: int, shard: int, expected: list[str]
 ) -> None:
     """A worker a word, a forward a letter: 1 counts, 0 is a pad."""
-    plan = Plan.even(global_size, microbatch_size, num_workers, equal_forwards=equal_forwards)
+    plan = Plan.even(global_size, microbatch_size, num_workers, shard)
     weights = [[each.weight for each in plan.microbatches(1, rank)] for rank in ranks(plan)]
     assert ["".join(map(str, each)) for each in weights] == expected
 
@@ -239,7 +244,7 @@ def test_no_loader_has_read_a_step_that_is_called_unread(
     plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
 ) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
-    plan = replace(plan, equal_forwards=False, skip=skip - {step})
+    plan = replace(plan, shard=1, skip=skip - {step})
     read = []
     for rank in ranks(plan):
         stream = list(plan.stream(rank, 1, 200))

@@ -10,21 +10,24 @@ from app.config import Every
 
 
 @pytest.mark.parametrize(
-    ("replicated", "num_ranks", "num_nodes", "expected"),
+    ("shard", "ranks_by_node", "expected"),
     [
-        (True, 1, 1, AtRisk(3, 3, 3, 60, 60)),
-        (True, 2, 1, AtRisk(0, 3, 3, 60, 60)),
-        (True, 2, 2, AtRisk(0, 0, 3, 0, 60)),
-        (False, 1, 1, AtRisk(3, 3, 3, 60, 60)),
-        (False, 2, 1, AtRisk(3, 3, 3, 60, 60)),
-        (False, 4, 2, AtRisk(3, 3, 3, 3, 60)),
+        (1, [[0]], AtRisk(3, 3, 3, 60, 60)),
+        (1, [[0, 1]], AtRisk(0, 3, 3, 60, 60)),
+        (1, [[0], [1]], AtRisk(0, 0, 3, 0, 60)),
+        (2, [[0, 1]], AtRisk(3, 3, 3, 60, 60)),
+        (4, [[0, 1], [2, 3]], AtRisk(3, 3, 3, 3, 60)),
+        # Two replicas: on one node, on one each, over both.
+        (2, [[0, 1, 2, 3]], AtRisk(0, 3, 3, 60, 60)),
+        (2, [[0, 1], [2, 3]], AtRisk(0, 0, 3, 0, 60)),
+        (2, [[0, 2], [1, 3]], AtRisk(0, 3, 3, 3, 60)),
+        (2, [[0, 1, 2], [3]], AtRisk(0, 3, 3, 3, 60)),
     ],
 )
 def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(
-    replicated: bool, num_ranks: int, num_nodes: int, expected: AtRisk
+    shard: int, ranks_by_node: list[list[int]], expected: AtRisk
 ) -> None:
-    found = AtRisk.of(100, newest=97, committed=40, replicated=replicated, num_ranks=num_ranks, num_nodes=num_nodes)
-    assert found == expected
+    assert AtRisk.of(100, newest=97, committed=40, shard=shard, ranks_by_node=ranks_by_node) == expected
 
 
 @pytest.mark.parametrize("every", [Every(5, "minutes"), Every(1000, "steps")])
@@ -43,21 +46,24 @@ def place(node: str, file_gib: float, free_gib: float, held_gib: float = 0.0) ->
 
 
 @pytest.mark.parametrize(
-    ("writers", "num_files", "refused"),
+    ("places", "writers", "backups", "refused"),
     [
-        ([place("a", 1, 5)], 2, False),
-        ([place("a", 1, 3)], 2, True),
-        ([place("a", 1, 1, held_gib=4)], 2, False),  # what former copies hold is used again
-        ([place("a", 1, 9), place("b", 1, 3)], 2, True),  # one node without room is enough
-        ([place("a", 1, 7), place("a", 1, 7)], 2, True),  # two of a node need twice as much
-        ([place("a", 1, 9), place("a", 1, 9)], 2, False),
-        ([place("a", 1, 5)], 4, True),
+        ([place("a", 1, 5)], [0], [], False),
+        ([place("a", 1, 3)], [0], [], True),
+        ([place("a", 1, 1, held_gib=4)], [0], [], False),  # what former copies hold is used again
+        ([place("a", 1, 9), place("b", 1, 3)], [0, 1], [], True),  # one node without room is enough
+        ([place("a", 1, 7), place("a", 1, 7)], [0, 1], [], True),  # two of a node need twice as much
+        ([place("a", 1, 9), place("a", 1, 9)], [0, 1], [], False),
+        ([place("a", 1, 7), place("b", 1, 7)], [0, 1], [1, 0], True),  # each has its own and the other's
+        ([place("a", 1, 9), place("b", 1, 9)], [0, 1], [1, 0], False),
+        ([place("a", 1, 5), place("b", 1, 3)], [0], [1, 0], True),  # one that writes none has another's
+        ([place("a", 1, 5), place("b", 1, 5)], [0], [1, 0], False),
     ],
 )
 def test_copies_take_half_of_the_free_memory_of_any_node_and_no_more(
-    writers: list[_Place], num_files: int, refused: bool
+    places: list[_Place], writers: list[int], backups: list[int], refused: bool
 ) -> None:
-    found = _refusal(writers, num_files)
+    found = _refusal(places, writers, backups)
     assert (found is not None) is refused
     if found:
         assert "GiB of a node's memory, of which" in found.error
