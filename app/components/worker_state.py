@@ -171,8 +171,13 @@ class WorkerState:
         if world.shard > 1:
             same_steps = world.amendments.skip == self.amendments.skip
             holds = same_steps and self._shards is not None and self._shards.part == self._part
-            steps: list[int] = gather_numbers(self.step if holds else 0, world.groups.control).tolist()
-            self._goes_on_with_shards = holds and newest_whole(steps, world.shard) > 0
+            control = world.groups.control
+            steps: list[int] = gather_numbers(self.step if holds else 0, control).tolist()
+            newest = newest_whole(steps, world.shard)
+            # A replica that has stood aside may be whole and far behind; what is in memory is newer. Of a step that was
+            # interrupted, some ranks have made the update and others have not.
+            furthest = int(gather_numbers(self.step, control).max())
+            self._goes_on_with_shards = holds and newest > 0 and newest >= furthest - 1
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
 

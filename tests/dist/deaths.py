@@ -54,6 +54,22 @@ class Plot:
     deaths: dict[int, tuple[int, Death]]  # attempt -> (member, place)
 
 
+def plot_replicas(seed: int, num_collectives: int) -> Plot:
+    """Return a plot for replicas of two: each of two newcomers takes a victim's place, then a replica goes on alone."""
+    draw = random.Random(seed)
+    world = [0, 1, 2, 3]
+    worlds, deaths = [], {}
+    for attempt, newcomer in enumerate((4, 5, None), 1):
+        worlds.append(list(world))
+        place = draw.randrange(4)
+        deaths[attempt] = (world[place], Death(draw.randint(1, num_collectives), draw.choice(_MOMENTS)))  # type: ignore[arg-type]
+        if newcomer is None:
+            world = world[2:] if place < 2 else world[:2]
+        else:
+            world[place] = newcomer
+    return Plot([*worlds, world], deaths)
+
+
 def plot(seed: int, num_collectives: int) -> Plot:
     """Return a plot with a death in each world but the last, within the first collectives of each."""
     draw = random.Random(seed)
@@ -142,7 +158,7 @@ def survive(config: Config, plotted: Plot, mutation: Callable[[], None] | None =
     directory.check_writable()
     directory.record(RunStarted(launcher="drill"))
     mortal = [victim for victim, _ in plotted.deaths.values()]
-    with Gang(5, mutation) as gang:
+    with Gang(1 + max(map(max, plotted.worlds)), mutation) as gang:
         answers = gang.run(_survive, config, plotted, mortal=mortal)
     held = [each for answer in answers for each in answer or []]
     if mutation is None:

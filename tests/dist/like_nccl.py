@@ -61,14 +61,21 @@ class _Work(dist.Work):
         return self._launched.future
 
 
+@dataclass
+class Fate:
+    """Of a process in one world: where it dies, if it does, and how many collectives of all groups it has launched."""
+
+    death: Death | None
+    num_launched: int = 0
+
+
 class LikeNccl(dist.ProcessGroup):
     """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
 
-    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, death: Death | None) -> None:
+    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, fate: Fate) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._inner = inner
-        self._death = death
-        self._num_launched = 0
+        self._fate = fate
         self._ended = threading.Event()
         self._lock = threading.Lock()  # of `outputs`: they are either a result or garbage
         self._stream: queue.Queue[_Launched | None] = queue.Queue()
@@ -156,14 +163,14 @@ class LikeNccl(dist.ProcessGroup):
     def _launch(self, run: Callable[[], Sequence[Tensor]], outputs: Sequence[Tensor]) -> _Work:
         if self._ended.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
-        self._num_launched += 1
+        self._fate.num_launched += 1
         self._die_at("before it is launched")
         launched = _Launched(self._numbered(run), outputs)
         self._stream.put(launched)
         return _Work(launched)
 
     def _numbered(self, run: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        number = self._num_launched
+        number = self._fate.num_launched
 
         def fatal() -> Sequence[Tensor]:
             self._die_at("while it runs", number)
@@ -174,7 +181,7 @@ class LikeNccl(dist.ProcessGroup):
         return fatal
 
     def _die_at(self, moment: str, number: int | None = None) -> None:
-        if self._death == (number or self._num_launched, moment):
+        if self._fate.death == (number or self._fate.num_launched, moment):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _run(self) -> None:
@@ -203,15 +210,26 @@ class Device(NcclCommunicator):
 def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
     """Give every world of this process a communicator like NCCL's; `death_in` is asked once in each world."""
     inner_group: list[dist.ProcessGroup] = []
+    fates: list[Fate] = []  # the last one is this world's
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LikeNccl:
-        return LikeNccl(rank, size, inner_group[-1], death_in())
+        return LikeNccl(rank, size, inner_group[-1], fates[-1])
 
     def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Device:
+        fates.append(Fate(death_in()))
+        found = connect_part(range(dist.get_world_size()), device, aborted, timeouts)
+        assert found is not None
+        return found
+
+    def connect_part(
+        ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
+    ) -> Device | None:
         before = groups._open_sockets()
-        inner_group.append(dist.new_group(backend="gloo"))
+        inner_group.append(dist.new_group(list(ranks), backend="gloo"))
         sockets = groups._opened_since(before)
-        group = dist.new_group(backend="like-nccl")
+        group = dist.new_group(list(ranks), backend="like-nccl")
+        if dist.get_rank() not in ranks:
+            return None
         assert isinstance(group, LikeNccl)
 
         def abort() -> None:
@@ -224,3 +242,4 @@ def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
 
     dist.Backend.register_backend("like-nccl", create, devices=["cpu"])
     groups.connect = connect
+    groups.connect_part = connect_part

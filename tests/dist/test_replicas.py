@@ -1,0 +1,59 @@
+"""HSDP: whole replicas come and go, and what one has lost another gives, without a word of storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.checks import check_identical, check_run, check_weights
+from tests.dist.deaths import plot_replicas, survive
+from tests.dist.drill import Members, drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+HSDP = "parallel={kind: fsdp, shard_size: 2}"
+NUM_COLLECTIVES = 150  # of some steps
+
+
+@pytest.mark.parametrize(
+    ("worlds", "sources"),
+    [
+        ([4, 2, 4], ["rank 0", "rank 0"]),
+        ([4, [2, 3], 4], ["rank 0", "rank 2"]),  # the first replica goes and comes back, five steps behind
+        ([4, [0, 3], 4], ["rank 0", "rank 0"]),  # one of each replica: together they have all
+        ([4, [1, 0], 4], ["snapshot", "snapshot"]),  # each is to hold the other's part
+        ([2, [4, 5, 0, 1, 2, 3], [5, 0]], ["rank 2", "snapshot"]),  # three replicas
+    ],
+    ids=str,
+)
+def test_living_replicas_give_newcomers_their_state(worlds: list[Members], sources: list[str], tmp_path: Path) -> None:
+    config = small(tmp_path, HSDP)
+    run = drill(config, worlds=worlds, leave_after=[4, 4])
+    check_run(run, reference(config))
+    assert run.told("restore", "step") == [5, 10]
+    assert run.told("restore", "source") == sources
+
+
+def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(tmp_path: Path) -> None:
+    words = [HSDP, "precision.kind=fp16", "hooks=[{kind: ema, decay: 0.5}]"]
+    resized = drill(small(tmp_path / "resized", *words), worlds=[4, 4, 4], leave_after=[4, 4])
+    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[4])
+    check_identical(resized, undisturbed)
+    assert resized.told("restore", "source") == ["rank 0", "rank 0"]
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+def test_a_death_costs_its_step_alone_and_leaves_no_garbage(seed: int, tmp_path: Path) -> None:
+    """Survivors, not copies nor storage, give the state, unless the death came between two updates of one step."""
+    config = small(tmp_path, HSDP, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+    run = survive(config, plot_replicas(seed, NUM_COLLECTIVES)).left
+    check_weights(run, reference(config))
+    assert all(source.startswith(("rank", "start")) for source in run.told("restore", "source"))
+
+
+def test_a_checkpoint_is_written_by_the_first_replica_alone(tmp_path: Path) -> None:
+    config = small(tmp_path, HSDP)
+    drill(config, worlds=[4])
+    (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
+    assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
