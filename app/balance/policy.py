@@ -64,4 +64,5 @@ class SpeedPolicy:
 
     def _num_forwards(self, shares: Shares) -> NDArray[np.int64]:
         """Return how many each replica runs, (replicas,)."""
-        return np.array(shares).reshape(-1, self._shard).max(axis=1)
+        forwards: NDArray[np.int64] = np.array(shares).reshape(-1, self._shard).max(axis=1)
+        return forwards

@@ -52,8 +52,9 @@ def restore(
     # A living worker that has done any step has done all that were ever committed, because no step ends without all
     # ranks. So storage is not asked where there is one.
     if newest > 0:
-        if min(living) != newest:
-            _overwrite(state, held, newest, living[world.part :: world.shard].index(newest), groups)
+        peers = living[world.part :: world.shard]  # those that hold the same part
+        if min(peers) != newest:
+            _overwrite(state, held, newest, peers.index(newest), groups)
         held.complete(newest)
         return Restored(newest, f"rank {living.index(newest)}")
     copied = snapshots.find()

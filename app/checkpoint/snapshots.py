@@ -313,7 +313,7 @@ class Snapshots:
         """Return what a loss after `step` would cost, if the newest checkpoint is that of step `committed`."""
         made = self._made or self._whole
         newest = max(committed, made.step if made else 0)
-        ranks = list(self.nodes.values()) or [range(self._world.size)]
+        ranks = list(self.nodes.values()) or [tuple(range(self._world.size))]
         return AtRisk.of(step, newest, committed, self._world.shard, ranks)
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
@@ -430,8 +430,8 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
         here = [place for place in places if place.node == node]
         there_bytes = min(place.free_bytes for place in here) + max(place.held_bytes for place in here)
         if needed_bytes > _MEMORY_SHARE * there_bytes:
-            needed = f"copies of the state need {size(needed_bytes)} of a node's memory"
-            return events.NoSnapshots(error=f"{needed}, of which {size(there_bytes)} are free")
+            error = f"copies of the state need {size(needed_bytes)} of a node's memory"
+            return events.NoSnapshots(error=f"{error}, of which {size(there_bytes)} are free")
     return None
 
 

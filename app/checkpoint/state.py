@@ -53,7 +53,6 @@ class NamedOptimizer:
             names[parameter] = name
         return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
 
-
     def adopt(self, state: Tensors) -> None:
         """Go on with the shards of another optimizer of the same model, in their memory."""
         for name, parameter in self._model.named_parameters():

@@ -68,6 +68,8 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
 
 
 def _world(config: Config, world_size: int) -> dict[str, Any]:
+    from app.parallel import ranks_of_replica
+
     num_microbatches = config.batch.num_microbatches
     shares = even_shares(num_microbatches, world_size)
     # The ranks of a replica run as many forwards as the one of them with the largest share.

@@ -30,7 +30,7 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     smallest, largest = _parse_bounds(options.workers)
     directory = find_run(options.runs[0])
-    _check_useful(directory, largest)
+    _check_useful(directory, smallest, largest)
     owner = read_owner(directory.store)
     if owner is None or owner.gone:
         raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
@@ -52,8 +52,13 @@ def run(options: Namespace) -> int:
     )
 
 
-def _check_useful(directory: RunDirectory, largest: int) -> None:
+def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
     config = directory.stored_config()
+    if config is not None and not config.world_sizes((smallest, largest)):
+        raise UsageError(
+            f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
+            "workers (parallel.shard_size), and no number between makes any"
+        )
     if config is not None and largest > config.batch.num_microbatches:
         batch = config.batch
         raise UsageError(

@@ -655,9 +655,14 @@ class Config(Section):
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
     hooks: tuple[HookConfig, ...] = ()
 
+    @property
+    def replica_size(self) -> int:
+        """Return of how many workers the number of them is a multiple."""
+        return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+
     def world_sizes(self, bounds: tuple[int, int]) -> range:
         """Return the numbers of workers within `bounds` that make whole replicas, and all have a microbatch."""
-        unit = (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+        unit = self.replica_size
         smallest, largest = bounds
         useful = max(unit, self.batch.num_microbatches)  # without a whole replica nobody can train
         return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)

@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 
 from app.config import Config
-from app.errors import SteadfastError
+from app.errors import SteadfastError, UsageError
 from app.launch.again import Comebacks
 from app.launch.resume import let_go, start_or_resume
 from app.run import events
@@ -83,6 +83,11 @@ def _run(
         mode, why_not = recovery_mode(config.recovery.mode)
         if why_not:
             console.line(why_not)
+        if mode.ray_restarts and config.replica_size > 1 and len(config.world_sizes(config.scaling.num_workers)) > 1:
+            raise UsageError(
+                "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
+                f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
+            )
         coordinator = start_coordinator(mode, config, directory, ownership, expected)
         build = partial(build_trainer, mode, config, directory, coordinator, gpus)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address

@@ -14,7 +14,7 @@ from app.errors import RunConflict
 from app.orchestration.gauges import Gauges
 from app.orchestration.heartbeat import Commands, HeartbeatServer
 from app.orchestration.journal import Journal
-from app.orchestration.membership import Form, Membership, Resize, Short, Wait
+from app.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.policies import BrokenWorlds, Budgets
 from app.orchestration.succession import Succession
@@ -57,11 +57,13 @@ class Coordinator:
         directory: RunDirectory,
         ownership: Ownership,
         expected: int,
+        unit: int = 1,
     ) -> None:
         self.over = False
         self.short_since_s: float | None = None  # since when there are too few workers for a world
         self.members: dict[str, Member] = {}
-        self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares)
+        self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, unit)
+        self._left_over = 0  # workers that wait, as far as it has been told
         self._supervisor = Supervisor(self, directory, ownership, recovery)
         self._timeouts = Timeouts(recovery.silence_s)
         self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose, self._supervisor.patience)
@@ -321,7 +323,7 @@ class Coordinator:
     def _take_over(self, former: Succession) -> None:
         place = former.newest
         names = place.members if place else ()
-        self.membership.world = names
+        self.membership.begin(names)
         self.heartbeats.expect(names)
         if place is not None:
             self._amendments = self._amendments.leaving_out(place.amendments.skip)
@@ -359,8 +361,17 @@ class Coordinator:
                 self.heartbeats.command(leave=self._running, save=self._running if none_stays else 0)
             case Wait(seconds):
                 asyncio.get_running_loop().call_later(seconds, self.reconcile)
+            case Keep():
+                self._tell_of_left_over()
             case Short():
                 self.short_since_s = self.short_since_s or time.monotonic()
+
+    def _tell_of_left_over(self) -> None:
+        left_over = self.membership.left_over
+        if left_over != self._left_over:
+            self._left_over = left_over
+            if left_over:
+                self.record(events.LeftOver(workers=left_over, unit=self.membership.unit))
 
     def _nothing_to_save(self) -> bool:
         # Only who has been in a world may hold more than storage does.

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
+
+from app.orchestration.seating import seat
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,25 @@ class Membership:
     settle_s: float
     gather_s: float
     spares: int = 0  # so many more than `largest` may wait beside the world, to take the place of one that is lost
+    unit: int = 1  # members of a replica: a world is made of whole ones
     world: tuple[str, ...] = ()
     _leaving: set[str] = field(default_factory=set)  # in the world, and not to be in the next one
     _waiting: dict[str, float] = field(default_factory=dict)  # member -> since when, in the order of arrival
     _nodes: dict[str, str] = field(default_factory=dict)  # of each member
+    _ranks: dict[str, int] = field(default_factory=dict)  # in the newest world, of those who are still members
+
+    def __post_init__(self) -> None:
+        self._bound(self.smallest, self.largest)
+
+    def _bound(self, smallest: int, largest: int) -> None:
+        self.smallest = -(-smallest // self.unit) * self.unit
+        self.largest = largest // self.unit * self.unit
+        self.expected = max(self.smallest, min(self.expected, self.largest) // self.unit * self.unit)
+
+    def begin(self, world: tuple[str, ...]) -> None:
+        """Take note of the world that is under way from now on, in the order of ranks."""
+        self.world = world
+        self._ranks = {member: rank for rank, member in enumerate(world)}
 
     @property
     def wanted(self) -> int:
@@ -84,6 +100,7 @@ class Membership:
         was_in = member in self.world
         self._waiting.pop(member, None)
         self._nodes.pop(member, None)
+        self._ranks.pop(member, None)
         self._leaving.discard(member)
         self.world = tuple(each for each in self.world if each != member)
         return was_in
@@ -102,35 +119,35 @@ class Membership:
 
         Of those who wait, as many stay as there may be spares.
         """
-        self.smallest = smallest
-        self.largest = largest
-        self.expected = max(smallest, min(self.expected, largest))
+        self._bound(smallest, largest)
         staying = [member for member in self._candidates() if member not in self._leaving]
-        surplus = [member for member in staying[largest:] if member in self.world]
-        waiting = [member for member in staying[largest:] if member not in self.world]
+        surplus = [member for member in staying[self.largest :] if member in self.world]
+        waiting = [member for member in staying[self.largest :] if member not in self.world]
         return self.send_away(surplus + waiting[self.spares :])
 
     def close(self) -> list[str]:
         """Let nobody in any more; returns as `send_away` does."""
         # Those in the world, and those who survived it, are to write down what they hold, however few they are.
-        self.smallest = 1
-        self.largest = max(1, len(self.world))
+        self._bound(1, max(self.unit, len(self.world)))
+        if len(self.world) < self.unit:  # and cannot, as less than a replica
+            return self.send_away(self._candidates())
         return self.send_away(self._newcomers())
 
     def decide(self, now_s: float) -> Decision:
         """Return what to do now. `Form` takes effect at once."""
         if not set(self.world) <= self._waiting.keys():
             return self._for_a_change(now_s)
-        ready = self._candidates()[: self.largest]
-        if len(ready) < self.smallest:
-            return Short(self.smallest - len(ready))
+        candidates = self._candidates()
+        size = min(self.largest, len(candidates) // self.unit * self.unit)
+        if size < self.smallest:
+            return Short(self.smallest - len(candidates))
         # Survivors form a world at once: whoever comes later joins by a resize, while training goes on.
-        if not self.world and len(ready) < self.expected:
+        if not self.world and size < self.expected:
             left_s = min(self._waiting.values()) + self.settle_s - now_s
             if left_s > 0:
                 return Wait(left_s)
-        self.world = self._seated(ready)
-        for member in ready:
+        self.begin(tuple(seat(candidates, self._ranks, self._nodes, self.unit, size // self.unit)))
+        for member in self.world:
             del self._waiting[member]
         return Form(self.world)
 
@@ -139,7 +156,8 @@ class Membership:
         if self._leaving:
             return Resize(none_stays=num_staying == 0)
         newcomers = self._newcomers()
-        if not newcomers or num_staying >= self.largest:
+        size = min(self.largest, (num_staying + len(newcomers)) // self.unit * self.unit)
+        if size <= num_staying:
             return Keep()
         left_s = max(self._waiting[member] for member in newcomers) + self.gather_s - now_s
         if left_s > 0:
@@ -150,13 +168,10 @@ class Membership:
         # Survivors first and in their order, so that the leader stays where it is.
         return (*self.world, *self._newcomers())
 
-    def _seated(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the members by node: neighbours in rank exchange the most, and fastest within one machine."""
-        by_node: dict[str, list[str]] = {}
-        for member in members:
-            by_node.setdefault(self._nodes[member], []).append(member)
-        # The first member's node comes first, and it first on it.
-        return tuple(chain.from_iterable(by_node.values()))
+    @property
+    def left_over(self) -> int:
+        """Return how many members wait beside the world, and would make no whole replica."""
+        return len(self._newcomers()) % self.unit
 
     def _newcomers(self) -> list[str]:
         return [member for member in self._waiting if member not in self.world]

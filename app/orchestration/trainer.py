@@ -87,7 +87,7 @@ def start_coordinator(
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
     named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
-    return named.remote(config.recovery, config.scaling, directory, ownership, expected)
+    return named.remote(config.recovery, config.scaling, directory, ownership, expected, config.replica_size)
 
 
 def head_host() -> str:

@@ -324,7 +324,7 @@ def allocate(model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] 
         kept: what parameters had before, by name: they go on with it.
     """
     named = dict(model.named_parameters())
-    given = {named[name]: tensor for name, tensor in (kept or {}).items()}
+    given: dict[Tensor, Tensor] = {named[name]: tensor for name, tensor in (kept or {}).items()}
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         for held in (vars(module)["_parameters"], vars(module)["_buffers"]):

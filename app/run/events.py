@@ -535,6 +535,15 @@ class Waiting(Event):
     seconds: float | None = None  # for how long the run has been short of them
 
 
+class LeftOver(Event):
+    """Workers wait until they make a whole replica of `parallel.shard_size`, beside those that train."""
+
+    wording = "{workers} of the workers wait: a replica has {unit}"
+
+    workers: int
+    unit: int  # workers of a replica
+
+
 class WaitingForStorage(Event):
     """No world can form, since storage does not take the number of the next attempt."""
 

@@ -269,9 +269,9 @@ def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
 
     directory = RunDirectory(LocalStore(tmp_path))
     directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: 8}"))
-    _check_useful(directory, 10)
+    _check_useful(directory, 1, 10)
     with pytest.raises(UsageError, match=r"--workers up to 99999: a global batch .* is 10 microbatches"):
-        _check_useful(directory, 99999)
+        _check_useful(directory, 1, 99999)
 
 
 def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:

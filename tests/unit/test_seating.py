@@ -1,0 +1,103 @@
+"""Who sits where: whole replicas, each where it was and on one node, as far as that goes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
+from app.orchestration.seating import seat
+
+
+@pytest.mark.parametrize(
+    ("members", "world", "unit", "num_replicas", "expected"),
+    [
+        # A letter is a node. By node, and the first stays the first.
+        ("a1 b1 a2 b2", "", 1, 4, "a1 a2 b1 b2"),
+        ("a1 b1 a2 b2", "", 2, 2, "a1 a2 b1 b2"),
+        ("a1 b1 b2", "", 2, 1, "b1 b2"),  # within one node, where there is one with room
+        ("a1 b1 c1", "", 2, 1, "a1 b1"),
+        # Replicas that are whole stay as they are; one that has lost a member waits.
+        ("a1 b1 b2", "a1 a2 b1 b2", 2, 1, "b1 b2"),
+        ("a1 a2 b2", "a1 a2 b1 b2", 2, 1, "a1 a2"),
+        # A newcomer takes the place that is free, on the node where it is.
+        ("a1 a2 b2 b3", "a1 a2 b1 b2", 2, 2, "a1 a2 b3 b2"),
+        ("a1 b1 b2 a3", "a1 a2 b1 b2", 2, 2, "b1 b2 a1 a3"),
+        ("a1 b1 b2 a3 b3 c1", "a1 a2 b1 b2", 2, 3, "b1 b2 b3 c1 a1 a3"),
+        # Of two half replicas one is made, each member at its own place.
+        ("a1 b2", "a1 a2 b1 b2", 2, 1, "a1 b2"),
+        ("a2 b1", "a1 a2 b1 b2", 2, 1, "b1 a2"),
+        # All of a node's go: what is left is seated anew.
+        ("b1 b2 c1 c2", "a1 a2 b1 b2", 2, 2, "b1 b2 c1 c2"),
+    ],
+)
+def test_who_sits_where(members: str, world: str, unit: int, num_replicas: int, expected: str) -> None:
+    ranks = {member: rank for rank, member in enumerate(world.split()) if member in members.split()}
+    nodes = {member: member[0] for member in members.split()}
+    assert " ".join(seat(members.split(), ranks, nodes, unit, num_replicas)) == expected
+
+
+FOUND = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=12)
+
+
+@given(FOUND, st.integers(1, 4), st.data())
+def test_every_seat_has_one_member_and_nobody_has_two(
+    found: list[tuple[str, bool]], unit: int, data: st.DataObject
+) -> None:
+    members = [f"{node}{number}" for number, (node, _) in enumerate(found)]
+    world = data.draw(st.permutations([member for member, (_, was_in) in zip(members, found, strict=True) if was_in]))
+    ranks = {member: rank for rank, member in enumerate(world)}
+    num_replicas = len(members) // unit
+    seated = seat(members, ranks, {member: member[0] for member in members}, unit, num_replicas)
+    assert len(set(seated)) == len(seated) == num_replicas * unit
+    assert set(seated) <= set(members)
+    whole = [tuple(world[first : first + unit]) for first in range(0, len(world) - unit + 1, unit)]
+    now = [tuple(seated[first : first + unit]) for first in range(0, len(seated), unit)]
+    assert set(whole) <= set(now)
+
+
+def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
+    """Members on node a, who have formed a world of replicas of two."""
+    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, unit=2)
+    for member in members:
+        membership.join(member, 0.0, "a")
+    assert membership.decide(0.0) == Form(members)
+    return membership
+
+
+def test_bounds_are_drawn_in_to_whole_replicas() -> None:
+    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, unit=2)
+    assert (membership.smallest, membership.largest, membership.expected) == (2, 6, 4)
+    membership.rescale(3, 5)
+    assert (membership.smallest, membership.largest) == (4, 4)
+
+
+def test_one_member_alone_is_short_of_a_replica() -> None:
+    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, unit=2)
+    membership.join("x", 0.0, "a")
+    assert membership.decide(0.0) == Short(1)
+
+
+def test_a_lost_member_costs_its_replica_and_the_other_waits_for_a_third() -> None:
+    membership = replicas("w", "x", "y", "z")
+    membership.lose("w")
+    for member in ("x", "y", "z"):
+        membership.join(member, 10.0, "a")
+    assert membership.decide(10.0) == Form(("y", "z"))
+    assert membership.decide(20.0) == Keep()
+    assert membership.left_over == 1
+    membership.join("v", 20.0, "a")
+    assert membership.decide(20.5) == Wait(0.5)
+    assert membership.decide(21.0) == Resize()
+    assert membership.left_over == 0
+    for member in ("y", "z"):
+        membership.join(member, 22.0, "a")
+    assert membership.decide(22.0) == Form(("y", "z", "x", "v"))
+
+
+def test_less_than_a_replica_is_let_go_when_the_run_stops() -> None:
+    membership = replicas("w", "x")
+    membership.lose("w")
+    membership.join("x", 10.0, "a")
+    assert membership.close() == ["x"]
