@@ -54,8 +54,10 @@ def run(options: Namespace) -> int:
 
 def _check_useful(directory: RunDirectory, largest: int) -> None:
     config = directory.stored_config()
-    if config is not None and largest > config.batch.num_microbatches:
-        batch = config.batch
+    if config is None:
+        return
+    batch = directory.batch(config)
+    if largest > batch.num_microbatches:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
             f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), and more workers "

@@ -6,7 +6,7 @@ errors are reported at the field that they are attached to, so a rule is attache
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -131,21 +131,33 @@ class BatchConfig(Section):
     # 48 in microbatches of 8 are six: equal shares for 1, 2, 3 or 6 workers. Any other number is as correct.
     global_size: PositiveInt = 48
     """samples in one optimizer step, whatever the number of workers"""
-    microbatch_size: PositiveInt = 8
-    """samples in one forward and backward pass; the last of a step may be short"""
+    microbatch_size: Literal["auto"] | PositiveInt = 8
+    """samples in one forward and backward pass; the last of a step may be short. auto measures at the start how many
+    fit on the GPU with the least room, leaves each of scaling.num_workers one, and stays for the whole run"""
     balance: Balance = "even"
     """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
 
     @property
     def num_microbatches(self) -> int:
-        """Return the microbatches of a step: more workers would have nothing to do."""
-        return -(-self.global_size // self.microbatch_size)
+        """Return the most microbatches that a step may have: more workers would have nothing to do."""
+        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
+        return -(-self.global_size // size)
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Return `microbatch_size` where it is a number: it was given, or has been chosen."""
+        assert self.microbatch_size != "auto", "nobody has asked the run what was chosen for it"
+        return self.microbatch_size
+
+    def with_microbatches_of(self, size: int) -> Self:
+        """Return this section with a number for `microbatch_size`."""
+        return self.model_copy(update={"microbatch_size": size})
 
     @field_validator("microbatch_size")
     @classmethod
-    def microbatch_fits_global_batch(cls, size: int, info: ValidationInfo) -> int:
+    def microbatch_fits_global_batch(cls, size: Literal["auto"] | int, info: ValidationInfo) -> Literal["auto"] | int:
         global_size = info.data.get("global_size", size)  # missing where it is itself wrong
-        if size > global_size:
+        if size != "auto" and size > global_size:
             raise ValueError(f"must be at most batch.global_size ({global_size})")
         return size
 
@@ -720,6 +732,16 @@ class Config(Section):
             message = "must be at most model.context_length ({limit}), found {found}"
             raise PydanticCustomError("rule", message, context)
         return data
+
+    @field_validator("parallel")
+    @classmethod
+    def auto_measures_one_gpu(cls, parallel: Section, info: ValidationInfo) -> Section:
+        batch = info.data.get("batch", BatchConfig())
+        if isinstance(parallel, DataParallelConfig) and batch.microbatch_size == "auto":
+            context = {"key": "batch.microbatch_size"}
+            message = "auto measures one GPU, and parallel.kind=data_parallel trains on several: give a number"
+            raise PydanticCustomError("rule", message, context)
+        return parallel
 
     @field_validator("parallel")
     @classmethod

@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 
 from app.config import Config
-from app.errors import SteadfastError
+from app.errors import SteadfastError, UsageError
 from app.launch.again import Comebacks
 from app.launch.resume import let_go, start_or_resume
 from app.run import events
@@ -35,7 +35,8 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         if not start_or_resume(config, directory, begun, console.line):
             return 0
         console.stage("starting Ray", started_s)
-        config = _scaled(config, before.num_workers or config.scaling.num_workers)
+        bounds = before.num_workers or config.scaling.num_workers
+        config = _scaled(config, bounds, directory.batch(config).num_microbatches)
         stopping = "stopping; Ctrl-C again to stop at once"
         with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
             return _run(config, directory, ownership, console, interrupts, before)
@@ -43,10 +44,19 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         let_go(directory, ownership, new)
 
 
-def _scaled(config: Config, bounds: tuple[int, int]) -> Config:
-    """Return the configuration with these bounds, of which the larger one is what can be of use."""
+def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> Config:
+    """Return the configuration with these bounds, of which the larger one is what can be of use.
+
+    Raises UsageError if the smaller one is more than that, as it may be where the run has chosen its microbatches.
+    """
     smallest, largest = bounds
-    bounds = smallest, min(largest, config.batch.num_microbatches)
+    if smallest > num_microbatches:
+        raise UsageError(
+            f"scaling.num_workers: at least {smallest} workers have only {num_microbatches} microbatches in a "
+            "global batch, as batch.microbatch_size=auto was chosen when the run began. Ask for fewer, or give it as a "
+            "number"
+        )
+    bounds = smallest, min(largest, num_microbatches)
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
 
 
