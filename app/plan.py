@@ -109,7 +109,7 @@ def largest_microbatch(global_size: int, num_workers: int, num_fitting: int) -> 
     limit = max(1, min(global_size // num_workers, num_fitting))
     divisor = max(size for size in range(1, limit + 1) if global_size % size == 0)
     # Of a divisor no microbatch is short. But of a prime number the only one that fits is 1.
-    return divisor if 2 * divisor >= limit else 1 << (limit.bit_length() - 1)
+    return divisor if 2 * divisor > limit else 1 << (limit.bit_length() - 1)
 
 
 @dataclass

@@ -211,7 +211,8 @@ class LoaderConfig(Section):
     """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
 
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
-    """loader processes for each training worker; 0 loads in the worker itself; auto is 2 on a GPU and 0 on a CPU"""
+    """loader processes for each training worker; 0 loads in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1
+    where its machine has fewer than three cores a GPU"""
     prefetch_factor: PositiveInt = 2
     """microbatches each loader process keeps ready"""
 
