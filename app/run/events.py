@@ -111,7 +111,9 @@ class MicrobatchChosen(Event):
         chosen = f"batch.microbatch_size auto -> {self.microbatch_size} for the whole run"
         if self.sample_bytes is None or self.free_bytes is None:
             return chosen
-        return joined([chosen, f"a sample takes {size(self.sample_bytes)}; rank {self.rank} has {size(self.free_bytes)}"])
+        return joined(
+            [chosen, f"a sample takes {size(self.sample_bytes)}; rank {self.rank} has {size(self.free_bytes)}"]
+        )
 
 
 class AttemptStarted(Event):

@@ -35,6 +35,8 @@ TABLE: list[Event] = [
     events.RunStarted(launcher="ray"),
     events.ShortStep(step=13, position=165),
     events.ForwardsShrunk(step=7, forward_size=4, error="CUDA out of memory."),
+    events.MicrobatchChosen(microbatch_size=1),
+    events.MicrobatchChosen(microbatch_size=4, rank=3, sample_bytes=1 << 20, free_bytes=6 << 20),
     events.AttemptStarted(
         step=40,
         source="rank 2",
