@@ -132,8 +132,8 @@ class BatchConfig(Section):
     global_size: PositiveInt = 48
     """samples in one optimizer step, whatever the number of workers"""
     microbatch_size: Literal["auto"] | PositiveInt = 8
-    """samples in one forward and backward pass; the last of a step may be short. auto measures at the start how many
-    fit on the GPU with the least room, leaves each of scaling.num_workers one, and stays for the whole run"""
+    """samples in one forward and backward pass; the last of a step may be short. auto measures at the run's start how
+    many fit where there is the least room, leaves a microbatch to each of scaling.num_workers, and then stays"""
     balance: Balance = "even"
     """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
 
