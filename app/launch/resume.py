@@ -63,7 +63,8 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
     directory.delete_summary()
     # A request for other bounds that nobody has taken up was meant for the command before this one.
     directory.pop_scale_request()
-    if stored is not None and resumable:
+    # Steps without a checkpoint may still be in the memory of a node.
+    if stored is not None and (resumable or directory.last_step_line()):
         _keep_microbatch_size(stored, config, directory)
     directory.write_config(config)
     for change in changes:

@@ -16,7 +16,7 @@ from app.config import Config, parse_config
 from app.errors import StorageError, UsageError
 from app.launch.ray import _scaled
 from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
+from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
 from app.storage import LocalStore
 
@@ -128,14 +128,18 @@ def test_storage_that_does_not_answer_is_no_run_without_a_number(directory: RunD
         directory.write_microbatch_size(4)
 
 
+@pytest.mark.parametrize("leaves", ["a checkpoint", "a step"])
 def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     start(directory, 3)
     start(directory, "auto")
     assert directory.microbatch_size() is None, "it has no step that was cut in threes"
-    monkeypatch.setattr("app.launch.resume.has_checkpoint", lambda directory: True)
     start(directory, 3)
+    if leaves == "a checkpoint":
+        monkeypatch.setattr("app.launch.resume.has_checkpoint", lambda directory: True)
+    else:
+        directory.store.commit(STEPS, b'{"step": 1, "attempt": 1, "num_samples": 12, "time_s": 1.0}\n')
     start(directory, "auto")
     assert directory.microbatch_size() == 3
     start(directory, "auto")
