@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import app.components.microbatch_size as subject
+import app.components.microbatch_size
 from app.components.microbatch_size import Room
 from app.components.worker_state import WorkerState
 from app.config import Config
@@ -26,6 +26,7 @@ from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import VOCABULARY, small
 
+subject: Any = app.components.microbatch_size
 AUTO = "batch.microbatch_size=auto"
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 ENOUGH = 99  # samples
@@ -41,7 +42,7 @@ def room_for(num_samples: tuple[int, ...]) -> None:
     honest = subject._measure
 
     def measure(world: World, *rest: Any) -> Room:
-        room = honest(world, *rest)
+        room: Room = honest(world, *rest)
         needed = max(0, room.one - room.sample) + (num_samples[world.rank] + 0.5) * room.sample
         return room._replace(free=math.ceil(needed / subject._USED_SHARE))
 
@@ -68,11 +69,12 @@ def run_out(num_samples: int, rank: int) -> None:
                 raise torch.OutOfMemoryError("measured")
             return loss(model, batch)
 
-        task.loss = strike  # type: ignore[method-assign]
+        task.loss = strike
         try:
-            return honest(world, worker, *rest)
+            room: Room = honest(world, worker, *rest)
         finally:
-            task.loss = loss  # type: ignore[method-assign]
+            task.loss = loss
+        return room
 
     subject._measure = measure
 
@@ -105,7 +107,7 @@ def room_for_two_and_storage_that_answers_once() -> None:
         self.store.commit("asked/once", b"")
         return honest(self)
 
-    RunDirectory.microbatch_size = ask  # type: ignore[method-assign]
+    RunDirectory.microbatch_size = ask
 
 
 def test_a_leader_that_is_new_learns_the_size_from_a_survivor(tmp_path: Path) -> None:

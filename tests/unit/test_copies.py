@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.data import copies as subject
 
-BATCH = {"x": torch.ones(2, 3), "y": (torch.arange(2), "text")}
+BATCH: Any = {"x": torch.ones(2, 3), "y": (torch.arange(2), "text")}
 
 
 class FakeStream:
