@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,34 @@ def test_a_leader_that_is_new_learns_the_size_from_a_survivor(tmp_path: Path) ->
     run = drill(auto(tmp_path), worlds=[[0, 1], [2, 1]], leave_after=[4], patch=patch)
     assert run.told("microbatch_chosen", "microbatch_size") == [2]
     check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
+
+
+def slow_storage_that_is_waited_for() -> None:
+    write, fix = RunDirectory.write_microbatch_size, WorkerState.fix_microbatch_size
+
+    def write_slowly(self: RunDirectory, size: int) -> None:
+        time.sleep(0.5)
+        write(self, size)
+
+    def fix_what_is_written(self: WorkerState, size: int) -> None:
+        assert RunDirectory.of(self._config).microbatch_size() == size
+        fix(self, size)
+
+    subject.RunDirectory.write_microbatch_size = write_slowly
+    subject.WorkerState.fix_microbatch_size = fix_what_is_written
+
+
+def test_no_rank_goes_on_before_the_size_is_on_storage(tmp_path: Path) -> None:
+    run = drill(auto(tmp_path, "run.steps=2"), worlds=[3], patch=slow_storage_that_is_waited_for)
+    assert run.summary["status"] == "finished"
+
+
+def test_a_size_holds_that_an_attempt_without_a_step_has_left(tmp_path: Path) -> None:
+    config = auto(tmp_path)
+    directory = RunDirectory.of(config)
+    directory.check_writable()
+    directory.write_microbatch_size(2)
+    check_run(drill(config, worlds=[2], patch=never_measure), reference(small(tmp_path, "batch.microbatch_size=2")))
 
 
 def test_with_room_for_all_each_worker_of_the_largest_world_has_a_microbatch(tmp_path: Path) -> None:
