@@ -116,6 +116,14 @@ def fastest_shares(speeds: Sequence[float], num_microbatches: int, shard: int = 
     return tuple(shares)
 
 
+def largest_microbatch(global_size: int, num_workers: int, num_fitting: int) -> int:
+    """Return how many samples to put into a microbatch, where `num_fitting` fit and each worker is to have one."""
+    limit = max(1, min(global_size // num_workers, num_fitting))
+    divisor = max(size for size in range(1, limit + 1) if global_size % size == 0)
+    # Of a divisor no microbatch is short. But of a prime number the only one that fits is 1.
+    return divisor if 2 * divisor > limit else 1 << (limit.bit_length() - 1)
+
+
 @dataclass
 class Plan:
     """An assignment of every step's microbatches to ranks."""

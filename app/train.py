@@ -6,6 +6,7 @@ from app.balance.shares import build_balance
 from app.checkpoint.durable import Checkpoints
 from app.checkpoint.restore import restore
 from app.checkpoint.snapshots import Snapshots
+from app.components.microbatch_size import fix_microbatch_size
 from app.components.periodic import Periodic
 from app.components.probes import Probes
 from app.components.schedule import build_schedule
@@ -32,18 +33,21 @@ def train(
     # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
-    plan = worker.plan(world)  # which rank runs which microbatch
-    probes = _build_probes(config, runtime, world, directory, plan, worker)
-    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
-    validator = Validator(config, worker, parallel, world)
     checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     snapshots = Snapshots(world, worker.memory(directory), parallel, state)
     timer.mark("built")
 
     # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.
     restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
-    stepper.warm_up(worker.example())
     checkpoints.reserve(state)
+
+    # Cut each step into microbatches, whose size is the run's, and share them out: which rank runs which.
+    fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
+    plan = worker.plan(world)
+    probes = _build_probes(config, runtime, world, directory, plan, worker)
+    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
+    validator = Validator(config, worker, parallel, world)
+    stepper.warm_up(worker.example())
     timer.mark("restored")
 
     # Step until the run or the attempt ends. All ranks are told of every request at the same step.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from app.commands.options import add_config_arguments, read_config, run_on_cluster
 from app.config import Config, FsdpConfig
 from app.errors import UsageError
-from app.plan import even_shares
+from app.plan import even_shares, largest_microbatch
 from app.units import compact, duration, number, plural, size
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     dataset = build_dataset(config.data)
     order = SampleOrder(len(dataset), config.data.held_out_fraction, config.run.seed)
     loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
-    example = loader.example(min(config.batch.microbatch_size, order.num_train))
+    measured = config.batch.microbatch_size == "auto"
+    if measured:
+        config = _with_largest_microbatch(config)
+    example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
     whole = memory_of_whole(config, example)
     worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
     max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
@@ -63,8 +66,18 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "worlds": worlds,
         "worker_bytes": asdict(whole),
         **_copies(config, whole),
+        "microbatch_size": config.batch.microbatch_size,
+        "microbatch_is_measured": measured,
         "warnings": list(warnings(config, order.num_train, mtbf_s)),
     }
+
+
+def _with_largest_microbatch(config: Config) -> Config:
+    """Return the configuration with the most samples that `batch.microbatch_size=auto` may choose."""
+    batch = config.batch
+    num_workers = min(config.scaling.num_workers[1], batch.global_size)
+    largest = largest_microbatch(batch.global_size, num_workers, batch.global_size)
+    return config.model_copy(update={"batch": batch.with_microbatches_of(largest)})
 
 
 def _world(config: Config, world_size: int) -> dict[str, Any]:
@@ -127,6 +140,9 @@ def _table(found: dict[str, Any]) -> str:
         spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {size(world['memory_bytes'])}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
+    if found["microbatch_is_measured"]:
+        lines += ["", f"with the most samples that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
+        lines.append("what fits is measured at the start of the run, and then stays")
     parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
     lines += ["", f"a whole model needs {', '.join(parts)}"]
     lines.append(

@@ -87,8 +87,9 @@ class Buffers:
         self._put_back(before)
 
     def _put_back(self, before: list[Tensor]) -> None:
-        for buffer, earlier in zip(self._buffers, before, strict=True):
+        for (module, name, buffer), earlier in zip(self._places, before, strict=True):
             buffer.copy_(earlier)
+            setattr(module, name, buffer)  # in place of what a forward may have put there
 
 
 class RunningStatistics:

@@ -72,6 +72,7 @@ class WorkerState:
         param_dtype = self.precision.param_dtype  # not a matter of the world
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
         self.fingerprint = fingerprint(self.dataset)
+        self.batch = config.batch  # its microbatch_size is a number once `fix_microbatch_size` was called
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.amendments = Amendments()  # of the attempt under way
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
@@ -287,11 +288,15 @@ class WorkerState:
         """Return the length of the run in optimizer steps."""
         return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.amendments.ends)
 
+    def fix_microbatch_size(self, size: int) -> None:
+        """Take note of the size of a microbatch in this run."""
+        self.batch = self.batch.with_microbatches_of(size)
+
     def plan(self, world: World) -> Plan:
         """Return the plan of the steps of an attempt, with even shares."""
         return Plan.even(
-            self._config.batch.global_size,
-            self._config.batch.microbatch_size,
+            self.batch.global_size,
+            self.batch.samples_per_microbatch,
             world.size,
             world.shard,
             num_samples=self._config.run.num_samples(self.order.num_train),
@@ -304,12 +309,11 @@ class WorkerState:
         size = self.loader.num_validation
         if not size:
             return None
-        batch = self._config.batch
-        return Plan.even(size, batch.microbatch_size, world.size, world.shard)
+        return Plan.even(size, self.batch.samples_per_microbatch, world.size, world.shard)
 
     def example(self) -> Batch:
         """Return a microbatch of real samples, on the device."""
-        return self.loader.example(min(self._config.batch.microbatch_size, self.order.num_train))
+        return self.loader.example(min(self.batch.samples_per_microbatch, self.order.num_train))
 
 
 def fingerprint(dataset: Dataset) -> str:

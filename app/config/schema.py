@@ -131,21 +131,33 @@ class BatchConfig(Section):
     # 48 in microbatches of 8 are six: equal shares for 1, 2, 3 or 6 workers. Any other number is as correct.
     global_size: PositiveInt = 48
     """samples in one optimizer step, whatever the number of workers"""
-    microbatch_size: PositiveInt = 8
-    """samples in one forward and backward pass; the last of a step may be short"""
+    microbatch_size: Literal["auto"] | PositiveInt = 8
+    """samples in one forward and backward pass; the last of a step may be short. auto measures at the run's start how
+    many fit where there is the least room, leaves a microbatch to each of scaling.num_workers, and then stays"""
     balance: Balance = "even"
     """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
 
     @property
     def num_microbatches(self) -> int:
-        """Return the microbatches of a step: more workers would have nothing to do."""
-        return -(-self.global_size // self.microbatch_size)
+        """Return the most microbatches that a step may have: more workers would have nothing to do."""
+        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
+        return -(-self.global_size // size)
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Return `microbatch_size` where it is a number: it was given, or has been chosen."""
+        assert self.microbatch_size != "auto", "nobody has asked the run what was chosen for it"
+        return self.microbatch_size
+
+    def with_microbatches_of(self, size: int) -> Self:
+        """Return this section with a number for `microbatch_size`."""
+        return self.model_copy(update={"microbatch_size": size})
 
     @field_validator("microbatch_size")
     @classmethod
-    def microbatch_fits_global_batch(cls, size: int, info: ValidationInfo) -> int:
+    def microbatch_fits_global_batch(cls, size: Literal["auto"] | int, info: ValidationInfo) -> Literal["auto"] | int:
         global_size = info.data.get("global_size", size)  # missing where it is itself wrong
-        if size > global_size:
+        if size != "auto" and size > global_size:
             raise ValueError(f"must be at most batch.global_size ({global_size})")
         return size
 
@@ -199,7 +211,8 @@ class LoaderConfig(Section):
     """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
 
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
-    """loader processes for each training worker; 0 loads in the worker itself; auto is 2 on a GPU and 0 on a CPU"""
+    """loader processes for each training worker; 0 loads in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1
+    where its machine has fewer than three cores a GPU"""
     prefetch_factor: PositiveInt = 2
     """microbatches each loader process keeps ready"""
 
@@ -660,11 +673,15 @@ class Config(Section):
         """Return of how many workers the number of them is a multiple."""
         return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
 
-    def world_sizes(self, bounds: tuple[int, int]) -> range:
-        """Return the numbers of workers within `bounds` that make whole replicas, and all have a microbatch."""
+    def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
+        """Return the numbers of workers within `bounds` that make whole replicas, and all have a microbatch.
+
+        Args:
+            num_microbatches: of a step, where they are not those that the configuration gives.
+        """
         unit = self.replica_size
         smallest, largest = bounds
-        useful = max(unit, self.batch.num_microbatches)  # without a whole replica nobody can train
+        useful = max(unit, num_microbatches or self.batch.num_microbatches)  # without a whole replica nobody can train
         return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
 
     def targets(self) -> dict[str, str]:
@@ -747,6 +764,16 @@ class Config(Section):
             )
             raise PydanticCustomError("rule", message, context)
         return self
+
+    @field_validator("parallel")
+    @classmethod
+    def auto_measures_one_gpu(cls, parallel: Section, info: ValidationInfo) -> Section:
+        batch = info.data.get("batch", BatchConfig())
+        if isinstance(parallel, DataParallelConfig) and batch.microbatch_size == "auto":
+            context = {"key": "batch.microbatch_size"}
+            message = "auto measures one GPU, and parallel.kind=data_parallel trains on several: give a number"
+            raise PydanticCustomError("rule", message, context)
+        return parallel
 
     @field_validator("parallel")
     @classmethod

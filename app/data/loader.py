@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from app.config import DataConfig, LoaderConfig
-from app.data.batches import Batch, Leaf, layout_of, map_tensors, stack, tensors_of
+from app.data.batches import Batch, Leaf, layout_of, stack, tensors_of
+from app.data.copies import build_copies
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.errors import DataError, as_exception
 from app.plan import Microbatch
+from app.world.device import cores_of_a_worker
 
 # Positions ordered at once: numpy's overhead for eight is that for hundreds.
 _WINDOW = 1024
+_PROCESSES_OF_A_GPU = 2
 
 
 class Fetched(NamedTuple):
@@ -47,8 +49,7 @@ class Loader:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`dtype` is what floating point tensors are converted to: that of the model's parameters."""
-        self._device = device
-        self._dtype = dtype
+        self._copies = build_copies(device, dtype)
         collate = build_collate(config)
         self._train = _Microbatches(dataset, order.train, seed, collate)
         held_out = build_validation(config, dataset)
@@ -106,11 +107,7 @@ class Loader:
     def _to_device(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
             raise fetched
-        return fetched._replace(batch=map_tensors(self._converted, fetched.batch))
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(self._device, dtype, non_blocking=True)
+        return fetched._replace(batch=self._copies(fetched.batch))
 
 
 class _Sampler:
@@ -212,7 +209,10 @@ def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
     if config.num_workers != "auto":
         return config.num_workers
     # A GPU must not wait for a sample to be decoded. On a CPU they would take cores from the training itself.
-    return 2 if on_gpu else 0
+    if not on_gpu:
+        return 0
+    # One core is the trainer's own. But one process reads ahead even where it has to share that.
+    return max(1, min(_PROCESSES_OF_A_GPU, cores_of_a_worker() - 1))
 
 
 def _data_loader(

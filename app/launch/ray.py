@@ -35,7 +35,8 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         if not start_or_resume(config, directory, begun, console.line):
             return 0
         console.stage("starting Ray", started_s)
-        config = _scaled(config, before.num_workers or config.scaling.num_workers)
+        bounds = before.num_workers or config.scaling.num_workers
+        config = _scaled(config, bounds, directory.batch(config).num_microbatches)
         stopping = "stopping; Ctrl-C again to stop at once"
         with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
             return _run(config, directory, ownership, console, interrupts, before)
@@ -43,9 +44,18 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         let_go(directory, ownership, new)
 
 
-def _scaled(config: Config, bounds: tuple[int, int]) -> Config:
-    """Return the configuration with these bounds, drawn in to the numbers of workers with which it can train."""
-    sizes = config.world_sizes(bounds)
+def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> Config:
+    """Return the configuration with these bounds, drawn in to the numbers of workers with which it can train.
+
+    Raises UsageError if there are none, as may be where the run has chosen its microbatches.
+    """
+    sizes = config.world_sizes(bounds, num_microbatches)
+    if not sizes:
+        raise UsageError(
+            f"scaling.num_workers: at least {bounds[0]} workers have only {num_microbatches} microbatches in a "
+            "global batch, as batch.microbatch_size=auto was chosen when the run began. Ask for fewer, or give it as a "
+            "number"
+        )
     bounds = sizes[0], sizes[-1]
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
 

@@ -63,6 +63,9 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
     directory.delete_summary()
     # A request for other bounds that nobody has taken up was meant for the command before this one.
     directory.pop_scale_request()
+    # Steps without a checkpoint may still be in the memory of a node.
+    if stored is not None and (resumable or directory.last_step_line()):
+        _keep_microbatch_size(stored, config, directory)
     directory.write_config(config)
     for change in changes:
         if resumable and not change.identity and not change.free:
@@ -72,6 +75,13 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
     directory.record(begun)
     directory.write_environment(environment())
     return True
+
+
+def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
+    """Have a run that had a number, and is given auto, stay with it: it is chosen once for all steps."""
+    former = stored.batch.microbatch_size
+    if config.batch.microbatch_size == "auto" and former != "auto":
+        directory.write_microbatch_size(former)
 
 
 def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool) -> None:

@@ -1,5 +1,6 @@
 """The run directory: what lies where."""
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from app.config import Config, decoded, dump_config, parse_config
+from app.config import BatchConfig, Config, decoded, dump_config, parse_config
 from app.errors import StorageError, UsageError
 from app.plan import Amendments, End
 from app.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
@@ -25,6 +26,7 @@ _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
 _SCALE = "scale.json"
+_MICROBATCH = "microbatch.json"
 _PROBE = ".writable"
 _CURVES = "tensorboard"
 _FOLDERS = ("checkpoints", "faults", PROFILE, "stacks", _CURVES, "wandb")
@@ -153,6 +155,38 @@ class RunDirectory:
                     sizes.append(size)
         return Amendments(frozenset(skipped), tuple(sorted(ends)), min(sizes, default=None))
 
+    def microbatch_size(self) -> int | None:
+        """Return the size that was chosen for all microbatches of the run, None while it is not chosen yet.
+
+        Raises StorageError if that cannot be known.
+        """
+        # Not None then: another size would be chosen, and the run would go on with other randomness.
+        place = self / _MICROBATCH
+        try:
+            match json.loads(self.store.read(_MICROBATCH)):
+                case {"microbatch_size": int(size)} if size >= 1:
+                    return size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error
+        except ValueError:
+            pass
+        remedy = 'Put {"microbatch_size": N} there, or give batch.microbatch_size=N'
+        raise StorageError(f"{place} does not say what batch.microbatch_size=auto has chosen for this run. {remedy}")
+
+    def write_microbatch_size(self, size: int) -> None:
+        """Have the run remember the size of its microbatches. Raises StorageError."""
+        try:
+            write_json(self.store, _MICROBATCH, {"microbatch_size": size})
+        except OSError as error:
+            raise StorageError(f"{self / _MICROBATCH} cannot be written: {error.strerror or error}") from error
+
+    def batch(self, config: Config) -> BatchConfig:
+        """Return the section `batch` as it holds for the run: auto is the number that was chosen, where one was."""
+        size = self.microbatch_size() if config.batch.microbatch_size == "auto" else None
+        return config.batch if size is None else config.batch.with_microbatches_of(size)
+
     def summary(self) -> dict[str, Any] | None:
         """Return what `write_summary` has written, None if there is none, or something else."""
         found = read_json(self.store, _SUMMARY) or {}
@@ -213,7 +247,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Delete all that a run leaves, except the claim of the command that runs it."""
         # By name: the folder itself may hold what the user put there.
-        for name in (_CONFIG, _SUMMARY, _SCALE, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
+        for name in (_CONFIG, _SUMMARY, _SCALE, _MICROBATCH, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
             self.store.delete(name)
 
 

@@ -98,6 +98,22 @@ class ForwardsShrunk(Event):
     error: str
 
 
+class MicrobatchChosen(Event):
+    """`batch.microbatch_size` is auto, and its number has been chosen, for the whole run."""
+
+    microbatch_size: int  # samples
+    rank: int | None = None  # the one with room for the fewest samples, where memory was measured
+    sample_bytes: int | None = None  # what one more sample in a forward and backward takes there
+    free_bytes: int | None = None  # there, beyond what the rank holds between two steps
+
+    def line(self, verbose: bool = False) -> str:
+        chosen = f"batch.microbatch_size auto -> {self.microbatch_size} for the whole run"
+        if self.sample_bytes is None or self.free_bytes is None:
+            return chosen
+        room = f"{size(self.free_bytes)} free on rank {self.rank}"
+        return joined([chosen, f"a sample takes {size(self.sample_bytes)} of the {room}"])
+
+
 class AttemptStarted(Event):
     """The first step of an attempt is done."""
 

@@ -108,12 +108,13 @@ class _Auditor:
         self._directory = directory
         self._seed = config.run.seed
         self._order = SampleOrder(num_samples, config.data.held_out_fraction, config.run.seed)
-        batch = config.batch
+        global_size = config.batch.global_size
         end = config.run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
-        self._plan = Plan.even(batch.global_size, batch.microbatch_size, 1, num_samples=end, ends=ends)
+        # How steps are cut into microbatches is no matter here.
+        self._plan = Plan.even(global_size, global_size, 1, num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
-        self._num_steps = config.run.num_steps(self._order.num_train, batch.global_size, ends) if end else _LARGEST
+        self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends) if end else _LARGEST
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}

@@ -20,7 +20,7 @@ from app.parallel.activations import checkpoint_activations
 from app.parallel.dtensor import local
 from app.parallel.precision import build_precision
 from app.tasks import build_task
-from app.telemetry.allocations import Allocations
+from app.world.allocations import Allocations
 from app.world.communicator import GlooCommunicator
 from app.world.groups import Groups
 from app.world.runtime import World

@@ -1,6 +1,7 @@
 """The device of this process: which one it is, how it computes, and what the GPUs of the other ranks are."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +59,15 @@ def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
 def _current(index: int) -> torch.device:
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def cores_of_a_worker() -> int:
+    """Return how many of this machine's cores there are for each of the workers that train on its GPUs, at least 1."""
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not num_workers:
+        # Not asked of torch: Ray shows a worker no GPU but its own.
+        num_workers = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 
 def set_numerics(tf32: bool, deterministic: bool) -> None:

@@ -44,8 +44,8 @@ def main() -> None:
     model = DistributedDataParallel(Gpt(config.model), gradient_as_bucket_view=True)
     optimizer = build_optimizer(config.optimizer, model)
     data = TextDataset(config.data.source, config.data.context_length)
-    batches = stream(data, config.batch.microbatch_size, rank, world_size, config.run.seed)
-    num_forwards = config.batch.global_size // (config.batch.microbatch_size * world_size)
+    batches = stream(data, config.batch.samples_per_microbatch, rank, world_size, config.run.seed)
+    num_forwards = config.batch.global_size // (config.batch.samples_per_microbatch * world_size)
 
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:

@@ -134,7 +134,7 @@ def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[tuple[Te
     for sample, key in zip(global_batch.ids.tolist(), keys.tolist(), strict=True):
         torch.default_generator.manual_seed(key)
         samples.append(dataset[sample])
-    size = config.batch.microbatch_size
+    size = config.batch.samples_per_microbatch
     for start in range(0, len(samples), size):
         batch = default_collate(samples[start : start + size])
         yield tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)

@@ -64,7 +64,7 @@ def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tupl
     parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
-    plan = Plan(batch.global_size, batch.microbatch_size, shares, world.shard, num_samples)
+    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
     stepper = Stepper(

@@ -79,8 +79,8 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
 
 def test_a_task_whose_loss_of_nothing_is_not_0_is_named_with_the_samples(tmp_path: Path) -> None:
     """Of step 5 the third microbatch is all masked, as a row of Hugging Face's with no label but -100."""
-    first = 4 * GLOBAL_SIZE + 2 * small(tmp_path).batch.microbatch_size
-    hidden = samples_at(tmp_path, first, first + small(tmp_path).batch.microbatch_size)
+    first = 4 * GLOBAL_SIZE + 2 * small(tmp_path).batch.samples_per_microbatch
+    hidden = samples_at(tmp_path, first, first + small(tmp_path).batch.samples_per_microbatch)
     words = ['task={target: "tests.dist.masked:MeanOfNothing"}', "recovery.max_skipped_steps=0"]
     named = (
         f"in microbatches 2, of samples {', '.join(map(str, hidden))}, in which the task "

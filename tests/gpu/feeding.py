@@ -42,7 +42,7 @@ def _idle_share(scene: Scene, num_workers: int) -> float:
     device = torch.device("cuda", 0) if scene.on_gpu else torch.device("cpu")
     assert build_precision(config.precision, device).device == device
     worker = WorkerState(config, device)
-    plan = Plan.even(config.batch.global_size, config.batch.microbatch_size, 1)
+    plan = Plan.even(config.batch.global_size, config.batch.samples_per_microbatch, 1)
     batches = worker.loader.steps(plan.stream(0, 1, worker.num_steps))
     matrix = torch.randn((4096, 4096) if scene.on_gpu else (256, 256), device=device)
     marks: list[tuple[Any, Any]] = []

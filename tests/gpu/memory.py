@@ -79,6 +79,42 @@ def _change_strategy(scene: Scene, net: str) -> None:
     scene.check(sources == [4, 8], f"the parts went on from {sources}, not from steps 4 and 8")
 
 
+def auto(scene: Scene) -> None:
+    """Have one rank choose the size of its microbatches by what fits, and train with it.
+
+    Asserts that memory decides, and not the number of samples; that no forward runs out of memory; and that the peak is
+    35 % at least of what was free: four fifths of it, in the worst case halved so that microbatches are of one size.
+    Figures: the size, GB of a sample and GB that were free, and the peak of the run as a share of these.
+    """
+    context, width, num_layers = (4096, 1024, 12) if scene.on_gpu else (32, 32, 2)
+    overrides = [
+        "run.steps=2",
+        "batch={global_size: 64, microbatch_size: auto}",
+        "scaling.num_workers=1",
+        f"model={{kind: gpt, num_layers: {num_layers}, embed_dim: {width}, context_length: {context}, num_heads: 8}}",
+        f"data={{target: 'tests.gpu.speed:Noise', args: {{context: {context}, vocabulary: 256}}}}",
+        "task={kind: language_modeling}",
+    ]
+    company = Company(scene, overrides, "auto")
+    with company.ranks as ranks:
+        ranks.start(0, **SURVIVABLE)
+        company.form([0])
+        company.end()
+        codes = ranks.wait(_START_S + _END_S)
+    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    for event in company.events("microbatch_chosen"):
+        size, sample, free = event["microbatch_size"], event["sample_bytes"], event["free_bytes"]
+        scene.figure(microbatch_size=size, sample_gb=sample / 1e9, free_gb=free / 1e9)
+        scene.check_on_gpu(size < 64, "all 64 samples fit, so nothing was decided: take a larger model")
+        for note in _memory(company)[-1:]:
+            if "peak_bytes" in note:
+                share = note["peak_bytes"] / free
+                scene.figure(peak_share=share)
+                scene.check(share >= 0.35, f"the peak is {share:.0%} of what was free")
+    scene.check(len(company.events("microbatch_chosen")) == 1, "no size was chosen, or more than one")
+    scene.check(not company.events("forwards_shrunk"), "memory has run out")
+
+
 def staging(scene: Scene) -> None:
     """Save in every step while an update adds 1 to every weight, so that each file says which step it is of.
 

@@ -60,7 +60,7 @@ class Written:
         skip = self.directory.amendments().skip
         end = self.config.run.num_samples(self._order.num_train)
         ends = self.directory.amendments().ends if ends is None else ends
-        plan = Plan.even(batch.global_size, batch.microbatch_size, 2, num_samples=end, skip=skip, ends=ends)
+        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, 2, num_samples=end, skip=skip, ends=ends)
         with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
             for step in range(first, last + 1):
                 digest = self._digest(*plan.positions(step))

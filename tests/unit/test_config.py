@@ -101,6 +101,12 @@ BAD = [
      "one GPU, found 2; for more, raise num_workers"),
     ("run: {seed: 1}\nparallel: {kind: data_parallel}", "x.yaml:2: parallel.kind: data_parallel is one process: "
      "scaling.num_workers must be 1, found up to 8"),
+    ("batch: {microbatch_size: auto}\nscaling: {num_workers: 1}\nparallel: {kind: data_parallel}",
+     "x.yaml:1: batch.microbatch_size: auto measures one GPU, and parallel.kind=data_parallel trains on several: give "
+     "a number"),
+    ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
+    ("batch: {global_size: 4, microbatch_size: auto}\nscaling:\n  num_workers: 5", "x.yaml:3: scaling.num_workers: at "
+     "least 5 workers have only 4 microbatches in a global batch"),
 ]
 BAD_OVERRIDES = [
     ("optimizer.lr=fast", "override: optimizer.lr: must be a valid number, unable to parse string as a number, "

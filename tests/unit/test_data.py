@@ -388,8 +388,12 @@ def test_a_stream_is_refused_by_its_name() -> None:
         build_dataset(TargetData(target="tests.unit.test_data:Stream"))
 
 
-def test_processes_read_ahead_for_a_gpu_unless_told_otherwise() -> None:
-    assert num_loader_processes(LoaderConfig(), on_gpu=True) == 2
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (3, 2), (64, 2)])
+def test_processes_read_ahead_for_a_gpu_as_its_cores_allow_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, expected: int
+) -> None:
+    monkeypatch.setattr("app.data.loader.cores_of_a_worker", lambda: num_cores)
+    assert num_loader_processes(LoaderConfig(), on_gpu=True) == expected
     assert num_loader_processes(LoaderConfig(), on_gpu=False) == 0
     assert num_loader_processes(LoaderConfig(num_workers=0), on_gpu=True) == 0
     assert num_loader_processes(LoaderConfig(num_workers=3), on_gpu=False) == 3

@@ -26,6 +26,7 @@ from app.world.device import (
     DETERMINISTIC,
     Gpu,
     assigned_device,
+    cores_of_a_worker,
     gather_gpus,
     set_numerics,
     torchrun_device,
@@ -113,6 +114,27 @@ def test_a_rank_of_torchrun_takes_the_gpu_of_its_number(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert torchrun_device(wanted) == device
     assert cuda.current == device.index
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "devices", "expected"),
+    [
+        ("4", ["nvidia0"], 4),  # as torchrun says
+        (None, ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"], 8),
+        (None, [f"nvidia{number}" for number in range(32)], 1),
+        (None, ["null"], 16),
+    ],
+)
+def test_the_cores_of_a_machine_are_for_all_workers_on_it(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: str | None, devices: list[str], expected: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    if num_ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+    monkeypatch.setattr(os, "listdir", lambda folder: devices)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert cores_of_a_worker() == expected
 
 
 @pytest.mark.parametrize(("wanted", "num_gpus"), [("auto", 1), ("1", 1), ("1", 0)])

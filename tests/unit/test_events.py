@@ -35,6 +35,8 @@ TABLE: list[Event] = [
     events.RunStarted(launcher="ray"),
     events.ShortStep(step=13, position=165),
     events.ForwardsShrunk(step=7, forward_size=4, error="CUDA out of memory."),
+    events.MicrobatchChosen(microbatch_size=1),
+    events.MicrobatchChosen(microbatch_size=4, rank=3, sample_bytes=1 << 20, free_bytes=6 << 20),
     events.AttemptStarted(
         step=40,
         source="rank 2",
@@ -89,6 +91,7 @@ TABLE: list[Event] = [
     events.Straggler(member="a", rank=2, phase="loader", lost_s=0.2, share=0.31),
     events.Scale(before=(1, 2), after=(2, 4)),
     events.Waiting(workers=1, needed=2),
+    events.LeftOver(workers=1, unit=2),
     events.WaitingForStorage(error="connection refused"),
     changed(SHARES, microbatch_ms=(10.0, 30.1)),
     changed(SHARES, weights=(3.0, 1.0)),

@@ -272,6 +272,11 @@ def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
     _check_useful(directory, 1, 10)
     with pytest.raises(UsageError, match=r"--workers up to 99999: a global batch .* is 10 microbatches"):
         _check_useful(directory, 1, 99999)
+    directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: auto}"))
+    _check_useful(directory, 1, 80)
+    directory.write_microbatch_size(16)
+    with pytest.raises(UsageError, match=r"is 5 microbatches \(batch.global_size 80, batch.microbatch_size 16\)"):
+        _check_useful(directory, 1, 6)
 
 
 def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:

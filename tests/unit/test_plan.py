@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.plan import End, Microbatch, Plan, even_shares, step_of
+from app.plan import End, Microbatch, Plan, even_shares, largest_microbatch, step_of
 
 
 @st.composite
@@ -179,6 +179,35 @@ def test_even_shares_differ_by_one_at_most_and_the_first_take_more(num_microbatc
     assert sum(shares) == num_microbatches
     assert max(shares) - min(shares) <= 1
     assert list(shares) == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("global_size", "num_workers", "num_fitting", "expected"),
+    [
+        (48, 1, 99, 48),
+        (48, 8, 99, 6),  # each of eight has one
+        (48, 8, 5, 4),
+        (48, 1, 9, 8),
+        (100, 1, 19, 10),  # of a divisor no microbatch is short
+        (100, 1, 8, 5),
+        (13, 3, 99, 4),  # 1 divides 13, and is too small by far
+        (13, 3, 2, 2),
+        (13, 3, 1, 1),
+        (7, 9, 99, 1),
+    ],
+)
+def test_a_microbatch_is_as_large_as_fits_and_leaves_each_worker_one(
+    global_size: int, num_workers: int, num_fitting: int, expected: int
+) -> None:
+    assert largest_microbatch(global_size, num_workers, num_fitting) == expected
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(1, 500))
+def test_a_microbatch_is_more_than_half_of_what_could_be(global_size: int, num_workers: int, num_fitting: int) -> None:
+    size = largest_microbatch(global_size, num_workers, num_fitting)
+    limit = max(1, min(global_size // num_workers, num_fitting))
+    assert limit / 2 < size <= limit
+    assert -(-global_size // size) >= min(num_workers, global_size)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,15 @@ def test_shares_pads_and_idle_time_of_each_world() -> None:
     assert (found["steps"], found["step_units"]) == (100, 12 * 64)
 
 
+def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(config_of("batch.microbatch_size=auto", "scaling.num_workers=[2, 4]"), None)
+    assert found["microbatch_is_measured"]
+    assert found["microbatch_size"] == 3  # 12 over 4 workers
+    assert found["worlds"] == plan(config_of("batch.microbatch_size=3", "scaling.num_workers=[2, 4]"), None)["worlds"]
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", "batch.microbatch_size=auto"]) == 0
+    assert "the most samples that batch.microbatch_size=auto may choose: 6\nwhat fits is" in capsys.readouterr().out
+
+
 def test_nothing_speaks_against_a_good_plan() -> None:
     assert said(mtbf_s=3600.0) == []
 

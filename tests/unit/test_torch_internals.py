@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _utils
 
 from app.parallel.deferred import build_without_memory
-from app.telemetry.allocations import Allocations
+from app.world.allocations import Allocations
 from app.world.groups import is_peer_loss
 
 APP = Path(__file__).parents[2] / "app"
@@ -42,7 +42,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "parallel/precision.py",
         "parallel/buckets.py",
         "parallel/deferred.py",
-        "telemetry/allocations.py",
+        "world/allocations.py",
         "telemetry/memory.py",
         "telemetry/memory_history.py",
     }

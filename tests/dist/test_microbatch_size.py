@@ -1,0 +1,217 @@
+"""`batch.microbatch_size: auto`: chosen once by what fits on the rank with the least room, and without a trace."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import app.components.microbatch_size
+from app.components.microbatch_size import Room
+from app.components.worker_state import WorkerState
+from app.config import Config
+from app.errors import StorageError
+from app.run.directory import RunDirectory
+from app.tasks import Sums
+from app.world.runtime import World
+from tests.dist.checks import check_identical, check_run, check_weights
+from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import reference
+from tests.dist.small import VOCABULARY, small
+
+subject: Any = app.components.microbatch_size
+AUTO = "batch.microbatch_size=auto"
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+ENOUGH = 99  # samples
+
+
+def auto(folder: Path, *words: str) -> Config:
+    """The small run of 13 samples a step, for one to three workers: four samples leave each of them a microbatch."""
+    return small(folder, AUTO, "scaling.num_workers=[1, 3]", *words)
+
+
+def room_for(num_samples: tuple[int, ...]) -> None:
+    """Have each rank find so much memory that so many samples fit, beside what they take for real."""
+    honest = subject._measure
+
+    def measure(world: World, *rest: Any) -> Room:
+        room: Room = honest(world, *rest)
+        needed = max(0, room.one - room.sample) + (num_samples[world.rank] + 0.5) * room.sample
+        return room._replace(free=math.ceil(needed / subject._USED_SHARE))
+
+    subject._measure = measure
+
+
+def never_measure() -> None:
+    def measure(*_: object) -> Room:
+        raise AssertionError("the size is known")
+
+    subject._measure = measure
+
+
+def run_out(num_samples: int, rank: int) -> None:
+    """Have the task of a rank run out of memory while so many samples are measured."""
+    honest = subject._measure
+
+    def measure(world: World, worker: WorkerState, *rest: Any) -> Room:
+        task = worker.task
+        loss = task.loss
+
+        def strike(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+            if world.rank == rank and len(batch[0]) == num_samples:
+                raise torch.OutOfMemoryError("measured")
+            return loss(model, batch)
+
+        task.loss = strike
+        try:
+            room: Room = honest(world, worker, *rest)
+        finally:
+            task.loss = loss
+        return room
+
+    subject._measure = measure
+
+
+@KINDS
+def test_the_rank_with_the_least_room_decides_and_another_world_keeps_the_size(tmp_path: Path, kind: str) -> None:
+    config = auto(tmp_path, f"parallel.kind={kind}")
+    run = drill(config, worlds=[3, 2, 1], leave_after=[4, 4], patch=partial(room_for, (ENOUGH, 2, 3)))
+    assert run.told("microbatch_chosen", "microbatch_size") == [2]
+    assert run.told("microbatch_chosen", "rank") == [1]
+    assert [sum(line["shares"]) for line in run.history.lines] == [7] * 14
+    check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
+
+
+@KINDS
+def test_a_resume_keeps_the_size_though_memory_differs(tmp_path: Path, kind: str) -> None:
+    config = auto(tmp_path, f"parallel.kind={kind}")
+    drill(config, worlds=[2], stop_after=5, patch=partial(room_for, (2, 3)))
+    run = drill(config, worlds=[3], patch=never_measure)
+    check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
+
+
+def room_for_two_and_storage_that_answers_once() -> None:
+    room_for((2, 2))
+    honest = RunDirectory.microbatch_size
+
+    def ask(self: RunDirectory) -> int | None:
+        if self.store.list("asked"):
+            raise StorageError("storage is away")
+        self.store.commit("asked/once", b"")
+        return honest(self)
+
+    RunDirectory.microbatch_size = ask
+
+
+def test_a_leader_that_is_new_learns_the_size_from_a_survivor(tmp_path: Path) -> None:
+    patch = room_for_two_and_storage_that_answers_once
+    run = drill(auto(tmp_path), worlds=[[0, 1], [2, 1]], leave_after=[4], patch=patch)
+    assert run.told("microbatch_chosen", "microbatch_size") == [2]
+    check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
+
+
+def slow_storage_that_is_waited_for() -> None:
+    write, fix = RunDirectory.write_microbatch_size, WorkerState.fix_microbatch_size
+
+    def write_slowly(self: RunDirectory, size: int) -> None:
+        time.sleep(0.5)
+        write(self, size)
+
+    def fix_what_is_written(self: WorkerState, size: int) -> None:
+        assert RunDirectory.of(self._config).microbatch_size() == size
+        fix(self, size)
+
+    subject.RunDirectory.write_microbatch_size = write_slowly
+    subject.WorkerState.fix_microbatch_size = fix_what_is_written
+
+
+def test_no_rank_goes_on_before_the_size_is_on_storage(tmp_path: Path) -> None:
+    run = drill(auto(tmp_path, "run.steps=2"), worlds=[3], patch=slow_storage_that_is_waited_for)
+    assert run.summary["status"] == "finished"
+
+
+def test_a_size_holds_that_an_attempt_without_a_step_has_left(tmp_path: Path) -> None:
+    config = auto(tmp_path)
+    directory = RunDirectory.of(config)
+    directory.check_writable()
+    directory.write_microbatch_size(2)
+    check_run(drill(config, worlds=[2], patch=never_measure), reference(small(tmp_path, "batch.microbatch_size=2")))
+
+
+def test_with_room_for_all_each_worker_of_the_largest_world_has_a_microbatch(tmp_path: Path) -> None:
+    run = drill(auto(tmp_path, "run.steps=2"), worlds=[1])
+    assert run.told("microbatch_chosen", "microbatch_size") == [4]  # 13 / 3, and nothing divides 13
+    assert run.told("microbatch_chosen", "sample_bytes")[0] > 0
+
+
+@KINDS
+def test_where_memory_runs_out_later_the_size_stays_and_forwards_shrink(tmp_path: Path, kind: str) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 7, rank: 1, times: 2}]"
+    words = [f"parallel.kind={kind}", "model.dropout=0", "checkpoint.every=3 steps"]
+    run = drill(auto(tmp_path, *words, oom), worlds=[2, 2, 2])
+    assert run.told("microbatch_chosen", "microbatch_size") == [4]
+    assert run.told("forwards_shrunk", "forward_size") == [2, 1]
+    expected = reference(small(tmp_path, "batch.microbatch_size=4", "model.dropout=0"))
+    check_weights(run, expected)
+    digests = [run.history.committed[step]["samples_digest"] for step in range(1, 15)]
+    assert digests == [f"{digest:016x}" for digest in expected.digests]
+    assert {sum(line["shares"]) for line in run.history.lines} == {4}
+
+
+@KINDS
+def test_where_two_samples_do_not_fit_a_microbatch_is_of_one(tmp_path: Path, kind: str) -> None:
+    config = auto(tmp_path, f"parallel.kind={kind}")
+    run = drill(config, worlds=[2, 2], patch=partial(run_out, 2, 1))
+    assert run.told("microbatch_chosen", "microbatch_size") == [1]
+    check_run(run, reference(small(tmp_path, "batch.microbatch_size=1")))
+
+
+def test_where_one_sample_does_not_fit_the_run_ends_with_what_to_try(tmp_path: Path) -> None:
+    with pytest.raises(MemberFailed, match="a forward of one sample does not fit into memory: measured"):
+        drill(auto(tmp_path), worlds=[1, 1], patch=partial(run_out, 1, 0))
+
+
+class Tracing(nn.Module):
+    """Shows whatever a forward leaves behind: running statistics, buffers in place and replaced, all randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.codes: Tensor
+        self.seen: Tensor
+        self.register_buffer("codes", torch.zeros(12))
+        self.register_buffer("seen", torch.zeros(()))
+        random.seed(7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        if self.training:
+            self.codes.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
+            self.seen = self.seen + 1
+            hidden = hidden * (1 + 0.1 * random.random())
+        logits: Tensor = self.head(torch.dropout(hidden, 0.1, self.training) + self.codes + 0.01 * self.seen)
+        return logits
+
+
+@pytest.mark.parametrize("parallel", ["{kind: ddp}", "{reducer: torch}", "{kind: fsdp}"])
+@pytest.mark.parametrize("model", ["gpt", "tracing"])
+def test_what_was_chosen_gives_the_bits_of_the_same_number_given(tmp_path: Path, parallel: str, model: str) -> None:
+    words = [f"parallel={parallel}", "run.steps=6", "scaling.num_workers=[1, 3]"]
+    if model == "tracing":
+        words.append("model={target: 'tests.dist.test_microbatch_size:Tracing'}")
+    given = drill(small(tmp_path / "given", *words, "batch.microbatch_size=4"), worlds=[2])
+    chosen = drill(small(tmp_path / "chosen", *words, AUTO), worlds=[2])
+    assert chosen.told("microbatch_chosen", "microbatch_size") == [4]
+    check_identical(chosen, given)
+    assert [line["loss"] for line in chosen.history.lines] == [line["loss"] for line in given.history.lines]
+    assert chosen.summary["metrics"] == given.summary["metrics"]

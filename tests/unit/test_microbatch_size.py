@@ -1,0 +1,153 @@
+"""`batch.microbatch_size: auto`, as far as it goes without a world: what fits, and what the run remembers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.components import microbatch_size as subject
+from app.components.microbatch_size import Room
+from app.config import Config, parse_config
+from app.errors import StorageError, UsageError
+from app.launch.ray import _scaled
+from app.launch.resume import start_or_resume
+from app.run.directory import STEPS, RunDirectory
+from app.run.events import RunStarted
+from app.storage import LocalStore
+
+AUTO = "batch: {global_size: 12, microbatch_size: auto}\nscaling: {num_workers: [1, 2]}"
+BEGUN = RunStarted(time_s=0.0, launcher="ray")
+MIB = 1 << 20
+
+
+def nothing(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(LocalStore(tmp_path / "run"))
+
+
+def start(directory: RunDirectory, size: object) -> Config:
+    config = parse_config(AUTO, "run.yaml", [f"batch.microbatch_size={size}"])
+    assert start_or_resume(config, directory, BEGUN, nothing)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("room", "num_fitting"),
+    [
+        (Room(one=30, two=40, free=1000), 78),  # 20 + 10 n <= 800
+        (Room(one=10, two=20, free=1000), 80),
+        (Room(one=10, two=30, free=1000), 40),  # nothing is fixed, or less
+        (Room(one=30, two=40, free=10), 1),  # which has been seen to fit
+        (Room(one=30, two=30, free=1000), math.inf),
+        (Room(one=30, two=29, free=1000), math.inf),
+    ],
+)
+def test_what_fits_is_what_two_samples_take_beyond_one(room: Room, num_fitting: float) -> None:
+    assert room.num_fitting == num_fitting
+
+
+class FakeAllocator:
+    """A GPU of 1000 bytes, of which others have 100 and a cache of torch's 50; `run` takes 20, and 30 a sample."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = 200
+        self.peak = 999
+        for name, value in {
+            "memory_allocated": lambda device: self.held,
+            "memory_reserved": lambda device: self.held + 50,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.held),
+            "mem_get_info": lambda device: (1000 - 100 - 50 - self.held, 1000),
+            "empty_cache": nothing_at_all,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def run(self, num_samples: int) -> None:
+        self.held = 210  # libraries set something aside the first time
+        self.peak = max(self.peak, self.held + 20 + 30 * num_samples)
+
+
+def nothing_at_all() -> None:
+    pass
+
+
+def test_on_a_gpu_its_allocator_says_what_is_taken_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeAllocator(monkeypatch)
+    device = torch.device("cuda", 0)
+    assert subject._peaks_on_gpu(gpu.run, device) == (50, 80)
+    world: Any = SimpleNamespace()
+    assert subject._free_bytes(world, device) == 1000 - 100 - 210
+
+
+def test_on_a_cpu_tensors_are_counted() -> None:
+    weight = torch.ones(MIB, requires_grad=True)
+
+    def run(num_samples: int) -> None:
+        (weight * 2).expand(num_samples, MIB).exp().sum().backward()
+        weight.grad = None
+
+    one, two = subject._peaks_on_cpu(run)
+    # In the backward the exponentials and their gradients; the weight was there before.
+    assert one == pytest.approx(2 * 4 * MIB, rel=0.01)
+    assert two == pytest.approx(4 * 4 * MIB, rel=0.01)
+
+
+def test_the_number_of_a_run_is_in_one_place(directory: RunDirectory) -> None:
+    config = start(directory, "auto")
+    assert directory.batch(config).num_microbatches == 12  # the most that there may be
+    directory.write_microbatch_size(4)
+    assert directory.batch(config).samples_per_microbatch == 4
+    assert directory.batch(config).num_microbatches == 3
+    given = start(directory, 2)
+    assert directory.batch(given).samples_per_microbatch == 2
+    directory.clear()
+    assert directory.microbatch_size() is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"microbatch_size": 0}', '{"microbatch_size": "4"}', "[4]", "\xff"])
+def test_a_number_that_cannot_be_read_is_not_chosen_again(directory: RunDirectory, text: str) -> None:
+    directory.store.commit("microbatch.json", text.encode("latin-1"))
+    with pytest.raises(StorageError, match=r'what .*auto has chosen .* Put \{"microbatch_size": N\} there'):
+        directory.microbatch_size()
+
+
+def test_storage_that_does_not_answer_is_no_run_without_a_number(directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "run" / "microbatch.json").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"microbatch.json cannot be read"):
+        directory.microbatch_size()
+    with pytest.raises(StorageError, match=r"microbatch.json cannot be written"):
+        directory.write_microbatch_size(4)
+
+
+@pytest.mark.parametrize("leaves", ["a checkpoint", "a step"])
+def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    start(directory, 3)
+    start(directory, "auto")
+    assert directory.microbatch_size() is None, "it has no step that was cut in threes"
+    start(directory, 3)
+    if leaves == "a checkpoint":
+        monkeypatch.setattr("app.launch.resume.has_checkpoint", lambda directory: True)
+    else:
+        directory.store.commit(STEPS, b'{"step": 1, "attempt": 1, "num_samples": 12, "time_s": 1.0}\n')
+    start(directory, "auto")
+    assert directory.microbatch_size() == 3
+    start(directory, "auto")
+    assert directory.microbatch_size() == 3
+
+
+def test_workers_that_the_chosen_grid_has_no_work_for_are_refused() -> None:
+    config = parse_config(AUTO)
+    assert _scaled(config, (2, 9), 3).scaling.num_workers == (2, 3)
+    with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* as .*auto was chosen"):
+        _scaled(config, (4, 9), 3)
