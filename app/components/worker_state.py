@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from app.checkpoint.state import (
     named_tensors,
 )
 from app.checkpoint.writer import Writer
-from app.components.buffers import refuse_synchronized
+from app.components.buffers import Buffers, refuse_synchronized
 from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
@@ -37,6 +38,7 @@ from app.data.loader import own_randomness
 from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
+from app.parallel.compiled import CompiledBlocks, probe
 from app.parallel.precision import build_precision
 from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
@@ -59,6 +61,8 @@ class WorkerState:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
         self.precision = build_precision(config.precision, device)  # until `join` knows the world
+        self.compiled = CompiledBlocks(config.compile)
+        self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
         self.task = build_task(config.task)
         self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
@@ -101,6 +105,24 @@ class WorkerState:
         else:
             # Not of the model, which is not sharded yet: its state would take twice what the device may have room for.
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+        self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Compile the model's layers, or only see that there is a compiler where they have no memory yet."""
+        if not self.compiled.wanted:
+            return
+        if strategy_of(self._config.parallel).survivors_hold_all:
+            self.compiled.try_out(partial(self._run_once, self.example()))
+        else:
+            self.compiled.try_out(partial(probe, self.precision.device))
+
+    def _run_once(self, batch: Batch) -> None:
+        """Run a forward and backward that leave nothing behind."""
+        with Buffers(self._model).undone():
+            with self.precision.autocast():
+                loss = self.task.loss(self._model, batch).loss_sum
+            self.precision.backward(loss * 0.0)
+        self._model.zero_grad(set_to_none=True)
 
     def _start_anew(self) -> None:
         leaves_out_base = self._config.checkpoint.trainable_only
@@ -116,6 +138,7 @@ class WorkerState:
             self.precision.cast(model)
         self.precision.begin_anew()
         checkpoint_activations(self._model, self._config.memory.activation_checkpointing)
+        self.compiled.take(self._model)
         self._optimizer = None
         self.hooks = Hooks(self._config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
@@ -145,7 +168,7 @@ class WorkerState:
         self.loaded = load_initial(self._model, run)
 
     def join(self, world: World) -> None:
-        """Compute as all ranks of a world can: in one format. A collective on GPUs, or if checkpoints lack the base.
+        """Compute as all ranks of a world can: in one format. Ask them what they have that may differ. A collective.
 
         Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
         """
@@ -158,6 +181,10 @@ class WorkerState:
                     f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} are others than those of "
                     f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
                 )
+        if self.compiled.wanted:
+            reasons = [""] * world.size
+            dist.all_gather_object(reasons, self.compiled.refused, group=world.groups.control)
+            self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
@@ -256,6 +283,7 @@ class WorkerState:
             num_samples=self._config.run.num_samples(self.order.num_train),
             skip=self.amendments.skip,
             ends=self.amendments.ends,
+            full_pads=self.compiled.wanted,
         )
 
     def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:

@@ -64,7 +64,10 @@ def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tupl
     parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
-    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, num_samples)
+    full_pads = worker.compiled.wanted
+    plan = Plan(
+        batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, num_samples, full_pads=full_pads
+    )
     model = parallel.wrap(worker.model)
     worker.load_initial()
     stepper = Stepper(
@@ -80,6 +83,7 @@ def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tupl
         counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        compiled=worker.compiled,
     )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
     results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
