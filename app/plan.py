@@ -30,7 +30,7 @@ class Microbatch(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a method of tuple that nobody calls here
     start: int
     stop: int
-    # A pad has weight 0: real samples, as a rule one, that count for nothing. It keeps a rank in step with its peers' collectives
+    # A pad has weight 0: one real sample that counts for nothing. It keeps a rank in step with its peers' collectives
     # when it has nothing of its own to compute.
     weight: int = 1
 
@@ -115,7 +115,6 @@ class Plan:
     num_samples: int | None = None  # where the stream ends, None for an endless one; the last step may then be short
     skip: frozenset[int] = frozenset()  # steps that are left out; no rank runs their positions
     ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first; these steps stay short
-    full_pads: bool = False  # a pad has as many samples as a microbatch, for code that is compiled for one shape
     _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # (first step, shares), oldest first
     _last_read: int = field(default=0, init=False)  # the last step that a stream has given out
 
@@ -133,12 +132,11 @@ class Plan:
         num_samples: int | None = None,
         skip: frozenset[int] = frozenset(),
         ends: tuple[End, ...] = (),
-        full_pads: bool = False,
     ) -> Self:
         """Make a plan with even shares."""
         num_microbatches = _ceil_div(global_size, microbatch_size)
         shares = even_shares(num_microbatches, world_size)
-        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip, ends, full_pads)
+        return cls(global_size, microbatch_size, shares, equal_forwards, num_samples, skip, ends)
 
     def change(self, first_step: int, shares: Shares) -> None:
         """Set other shares from `first_step` on, on all ranks alike. Raises ValueError if that step has been read."""
@@ -221,9 +219,8 @@ class Plan:
 
     def _pad(self, step: int, index: int) -> Microbatch:
         # The first sample of the step: it exists in a short step too.
-        begin, end = self.positions(step)
-        size = self.microbatch_size if self.full_pads else 1
-        return Microbatch(step, index, begin, min(begin + size, end), weight=0)
+        begin = begin_of(step, self.global_size, self.ends)
+        return Microbatch(step, index, begin, begin + 1, weight=0)
 
     def _check(self, shares: Shares) -> None:
         num_microbatches = _ceil_div(self.global_size, self.microbatch_size)

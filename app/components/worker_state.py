@@ -283,7 +283,6 @@ class WorkerState:
             num_samples=self._config.run.num_samples(self.order.num_train),
             skip=self.amendments.skip,
             ends=self.amendments.ends,
-            full_pads=self.compiled.wanted,
         )
 
     def validation_plan(self, world_size: int, parallel: Parallel) -> Plan | None:

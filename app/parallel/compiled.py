@@ -33,6 +33,7 @@ class CompiledBlocks:
         self._is_running = False
         self._forwards: dict[Forward, Forward] = {}
         self._news = CompilerNews()
+        self.news()  # what was compiled before is not ours
 
     def take(self, model: nn.Module) -> None:
         """Have the repeated layers of a model run compiled code within `running`.
@@ -71,8 +72,8 @@ class CompiledBlocks:
         Raises:
             TrainingError: a layer cannot be compiled.
         """
-        # Each shape has to be compiled by itself. The short microbatch of a step, and the parts of one that memory has
-        # run out for, would make the others wait for code that is hardly used.
+        # Each shape has to be compiled by itself. For a pad, and the short microbatch that a step may end with, all would
+        # wait for code that is hardly used.
         if not is_full or not self.wanted or self.refused:
             yield
             return

@@ -197,7 +197,7 @@ class GraphBreak(Event):
 
 
 class Recompiled(Event):
-    """A function has been compiled again, while all ranks waited."""
+    """A function has been compiled again, in a step or before the first one."""
 
     wording = "{function} was compiled again in {seconds:.1f} s: {reason}"
 

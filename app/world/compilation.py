@@ -84,4 +84,6 @@ def is_compiler_failure(error: BaseException) -> bool:
 
 def one_line(told: object) -> str:
     """Return the first line of a text of the compiler's, which has advice and stacks below it."""
-    return str(told).strip().partition("\n")[0]
+    lines = str(told).strip().splitlines() or [""]
+    # "backend='inductor' raised:", and then what
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -64,10 +64,7 @@ def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tupl
     parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
-    full_pads = worker.compiled.wanted
-    plan = Plan(
-        batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, num_samples, full_pads=full_pads
-    )
+    plan = Plan(batch.global_size, batch.microbatch_size, shares, parallel.equal_forwards, num_samples)
     model = parallel.wrap(worker.model)
     worker.load_initial()
     stepper = Stepper(
