@@ -647,8 +647,9 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
-    """blocks runs the repeated layers (those that fsdp gathers one at a time) through torch.compile in training. They are
-    compiled once, for full microbatches of samples of one shape; a shorter one, validation and hooks run as without"""
+    """blocks runs the repeated layers (those that fsdp gathers one at a time) through torch.compile in training. They
+    are compiled once, for full microbatches of samples of one shape; a shorter one, validation and hooks run as without
+    it"""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -14,7 +14,7 @@ from torch import nn
 
 from app.config import Compile
 from app.errors import TrainingError, UsageError
-from app.parallel.blocks import blocks_of
+from app.parallel.blocks import blocks_of, stop_caching
 from app.run.events import Event
 from app.world.compilation import CompilerNews, is_compiler_failure, one_line
 
@@ -46,12 +46,13 @@ class CompiledBlocks:
         blocks = blocks_of(model)
         if not blocks:
             raise UsageError("compile=blocks: no repeated layers are found; give the model a method blocks()")
+        stop_caching(model)  # each layer has another place in the cache, and so would be compiled by itself
         for block in blocks:
             forward = block.forward
             if getattr(forward, "__self__", None) is not block:
                 raise UsageError(f"compile=blocks: the forward of a {type(block).__name__} has been replaced; use none")
-            # A bound method, as under activation checkpointing, and no wrapper: names stay what they are. It lies within
-            # the layer's hooks, with which FSDP gathers parameters; these are not compiled.
+            # A bound method, as under activation checkpointing, and no wrapper: names stay what they are. It lies
+            # within the layer's hooks, with which FSDP gathers parameters; these are not compiled.
             block.forward = MethodType(self._switched(forward.__func__), block)
 
     def _switched(self, eager: Forward) -> Forward:
@@ -72,8 +73,8 @@ class CompiledBlocks:
         Raises:
             TrainingError: a layer cannot be compiled.
         """
-        # Each shape has to be compiled by itself. For a pad, and the short microbatch that a step may end with, all would
-        # wait for code that is hardly used.
+        # Each shape has to be compiled by itself. For a pad, and the short microbatch that a step may end with, all
+        # would wait for code that is hardly used.
         if not is_full or not self.wanted or self.refused:
             yield
             return
@@ -83,7 +84,8 @@ class CompiledBlocks:
         except Exception as error:
             if not is_compiler_failure(error):
                 raise
-            raise TrainingError(f"a layer cannot be compiled: {one_line(error)}; compile=none runs it as it is") from error
+            what = f"a layer cannot be compiled: {one_line(error)}; compile=none runs it as it is"
+            raise TrainingError(what) from error
         finally:
             # Behind the backward, in which a checkpoint of the user's own runs a layer again.
             self._is_running = False
@@ -117,8 +119,8 @@ def _increment(number: torch.Tensor) -> torch.Tensor:
 
 
 def _compile(forward: Forward) -> Forward:
-    # Dropout is drawn as it is without compilation. So it makes no difference to the result which forwards are compiled,
-    # nor that one worker has a compiler and another has none.
+    # Dropout is drawn as it is without compilation. So it makes no difference to the result which forwards are
+    # compiled, nor that one worker has a compiler and another has none.
     options: dict[str, Any] = {"fallback_random": True}
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True  # no choice of a kernel follows from a measured time
