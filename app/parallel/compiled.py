@@ -48,7 +48,7 @@ class CompiledBlocks:
             raise UsageError("compile=blocks: no repeated layers are found; give the model a method blocks()")
         stop_caching(model)  # each layer has another place in the cache, and so would be compiled by itself
         for block in blocks:
-            forward = block.forward
+            forward: Any = block.forward
             if getattr(forward, "__self__", None) is not block:
                 raise UsageError(f"compile=blocks: the forward of a {type(block).__name__} has been replaced; use none")
             # A bound method, as under activation checkpointing, and no wrapper: names stay what they are. It lies

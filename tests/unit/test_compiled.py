@@ -60,7 +60,7 @@ def run(model: nn.Module, compiled: CompiledBlocks, tokens: Tensor = TOKENS, is_
     torch.manual_seed(2)  # of dropout
     with compiled.running(is_full):
         loss: Tensor = model(tokens).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return loss
 
 
