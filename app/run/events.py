@@ -188,16 +188,16 @@ class NotCompiled(Event):
 
 
 class GraphBreak(Event):
-    """A layer is compiled in parts: something between them cannot be compiled, and runs as it is."""
+    """A layer is compiled in parts, as rank 0 sees it: what is between them cannot be compiled, and runs as it is."""
 
     wording = "a layer is compiled in parts, which is slower, for what {place} does: {reason}"
 
-    place: str  # file:line
+    place: str  # file:line, "" where it is not known
     reason: str
 
 
 class Recompiled(Event):
-    """A function has been compiled again, in a step or before the first one."""
+    """A function has been compiled again by rank 0, in a step or before the first one."""
 
     wording = "{function} was compiled again in {seconds:.1f} s: {reason}"
 

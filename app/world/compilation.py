@@ -1,8 +1,13 @@
 """Compilations by torch.compile: they interrupt a phase at any moment, may take minutes, and may come again."""
 
 import functools
+import traceback
 import weakref
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from app.run.events import Event, GraphBreak, Recompiled
 from app.world.progress import Progress
@@ -52,9 +57,7 @@ class CompilerNews:
 
         found: list[GraphBreak] = []
         for each in graph_break_reasons:
-            frame = each.user_stack[-1] if each.user_stack else None
-            place = f"{frame.filename}:{frame.lineno}" if frame else ""
-            found.append(GraphBreak(place=place, reason=one_line(each.reason)))
+            found.append(GraphBreak(place=_place(each.user_stack), reason=one_line(each.reason)))
         new = [each for each in dict.fromkeys(found) if each not in self._told]
         self._told.update(new)
         return new
@@ -73,6 +76,13 @@ class CompilerNews:
                 seconds = (each.duration_us or 0) / 1e6
                 found.append(Recompiled(function=each.co_name or "", seconds=round(seconds, 1), reason=reason))
         return found
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of a stack that is not PyTorch's, "" if there is none."""
+    library = str(Path(torch.__file__).parent)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in stack if not frame.filename.startswith(library)]
+    return places[-1] if places else ""
 
 
 def is_compiler_failure(error: BaseException) -> bool:

@@ -114,6 +114,28 @@ def test_under_torchs_reducer(tmp_path: Path) -> None:
     assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1] * 3
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_fsdp_gathers_within_a_layer_breaks_it_into_parts_and_changes_nothing(tmp_path: Path) -> None:
+    words = ["parallel.kind=fsdp", "parallel.wrap=[Attention]"]
+    config = small(tmp_path, *compiling(tmp_path, *words))
+    run = drill(config, worlds=[2, 1, 2], leave_after=[3, 3], patch=write_no_code)
+    check_run(run, reference(small(tmp_path)))
+    (place,) = run.told("graph_break", "place")
+    assert "/app/models/gpt.py:" in place
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_16_bits(tmp_path: Path, kind: str) -> None:
+    words = [f"parallel.kind={kind}", "precision.kind=bf16"]
+    plain = drill(small(tmp_path / "plain", *words), worlds=[2])
+    config = small(tmp_path / "compiled", *compiling(tmp_path, *words))
+    run = drill(config, worlds=[2, 1], leave_after=[4], patch=write_no_code)
+    check_nothing_is_told(run)
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1, 1]
+    losses = [line["loss"] for line in plain.history.lines]
+    assert [line["loss"] for line in run.history.lines] == pytest.approx(losses, rel=0.02)
+
+
 def test_running_statistics_are_those_without(tmp_path: Path) -> None:
     """Of layers that are compiled twice: the inputs of the first one lie in memory in another order."""
     words = ["model.target=tests.dist.test_activations:Layers"]
