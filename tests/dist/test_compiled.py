@@ -75,15 +75,24 @@ def check_nothing_is_told(run: Drilled) -> None:
     assert not told & {"recompiled", "graph_break", "not_compiled"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kind: str) -> None:
-    """By the compiler that users have, in worlds of one, two and three."""
+def check_compiled(tmp_path: Path, kind: str, worlds: list[int], leave_after: list[int]) -> None:
+    """By the compiler that users have, which is slow where it has not compiled these layers before."""
     words = compiling(tmp_path, f"parallel.kind={kind}", "run.steps=20")
-    run = drill(small(tmp_path, *words), worlds=[1, 2, 3], leave_after=[6, 6])
+    run = drill(small(tmp_path, *words), worlds, leave_after)
     check_run(run, reference(small(tmp_path, "run.steps=20")))
     check_nothing_is_told(run)
     probed = kind == "fsdp"
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1 + probed] * 3
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1 + probed] * max(worlds)
+
+
+def test_with_dropout_the_result_is_that_without(tmp_path: Path) -> None:
+    check_compiled(tmp_path, "ddp", worlds=[1], leave_after=[])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kind: str) -> None:
+    check_compiled(tmp_path, kind, worlds=[1, 2, 3], leave_after=[6, 6])
 
 
 @pytest.mark.parametrize("kind", KINDS)
