@@ -96,8 +96,6 @@ class CompiledBlocks:
 
     def try_out(self, run: Callable[[], object]) -> None:
         """Have `run` compile whatever it needs, within `running`. If that fails nothing is compiled from now on."""
-        if not self.wanted:
-            return
         try:
             with self.running(is_full=True):
                 run()
@@ -105,7 +103,8 @@ class CompiledBlocks:
             pass  # the first step meets it again, and knows what to do
         except Exception as error:
             # An error of the model's own comes again in the first step, which tells it as it is.
-            self.refused = one_line(error.__cause__ or error)
+            cause = error.__cause__ or error
+            self.refused = f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def probe(device: torch.device) -> None:

@@ -269,6 +269,15 @@ def test_want_of_memory_is_no_want_of_a_compiler() -> None:
         run_out()
 
 
+def test_an_error_without_a_word_is_one_too() -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    compiled = CompiledBlocks("blocks")
+    compiled.try_out(fail)
+    assert compiled.refused == "AssertionError: "
+
+
 def test_the_copies_of_data_parallel_are_not_compiled() -> None:
     words = ["compile=blocks", "parallel.kind=data_parallel", "scaling.num_workers=1"]
     with pytest.raises(ConfigError, match=r"override: compile: must be none with parallel\.kind=data_parallel"):
