@@ -18,6 +18,7 @@ from app.data.batches import Batch
 from app.data.parts import Part, split
 from app.faults.out_of_memory import smaller
 from app.parallel import Parallel
+from app.parallel.compiled import CompiledBlocks
 from app.parallel.precision import Precision
 from app.plan import Microbatch, Plan
 from app.tasks import Sums, Task
@@ -41,6 +42,7 @@ class Stepper:
     counts_vary: bool  # samples are masked, so the true count has to be asked of all ranks
     max_grad_norm: float | None
     seed: int
+    compiled: CompiledBlocks
     _metric_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -134,7 +136,8 @@ class Stepper:
     def _run(self, part: Part, nominal: int, last: bool) -> Sums:
         # Weight 0 is for a pad, which keeps a rank in step with the others' collectives.
         unchanged = nullcontext() if part.weight else self._buffers.undone()
-        with unchanged, self.parallel.synchronize(self.model, last):
+        is_full = part.num_samples == (self.world.amendments.forward_size or self.plan.microbatch_size)
+        with unchanged, self.compiled.running(is_full), self.parallel.synchronize(self.model, last):
             with self.precision.autocast():
                 sums = self.task.loss(self.model, part.batch)
             self._statistics.forwarded(part.microbatch, part.share)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from pydantic.fields import FieldInfo
+
 from app.config.base import Section
 from app.config.describe import default_of, kinds_in
 from app.config.schema import Config
@@ -15,7 +17,7 @@ _HEAD = """\
 Written by `make docs` from `app/config/schema.py`; change that file, not this one. The same as YAML that can be edited
 prints `python main.py config [SECTION ...]`.
 
-Each part is a section of the configuration's file. Where it has several kinds, `kind` chooses one; `target` is a piece
+Each part is a section of the file, or one key. Where it has several kinds, `kind` chooses one; `target` is a piece
 of your own code in its place. A key whose default is `...` must be given. A *period* is a count and a unit: `200
 steps`, `1 epoch`, `2.5 minutes`, `30 seconds`.
 """
@@ -28,6 +30,9 @@ def reference_page() -> str:
     """Return the page that lists every key, section by section."""
     lines = [_HEAD]
     for name, field in Config.model_fields.items():
+        if not kinds_in(field.annotation):
+            lines += [f"## `{name}`", "", *_TABLE, _row(name, field, Config.model_json_schema()), ""]
+            continue
         lines += _chapter(name, field.annotation, depth=2)
         if not isinstance(field.default, Section):
             of_kinds = ", ".join(f"`{{kind: {each.kind}}}`" for each in field.default)
@@ -69,10 +74,14 @@ def _rows(kind: type[Section]) -> Iterator[str]:
     for name, field in kind.model_fields.items():
         if name == "kind" and len(get_args(field.annotation)) == 1:
             continue
-        takes = _takes(schema["properties"][name], schema.get("$defs", {}))
-        meaning = " ".join((field.description or "").split())
-        cells = [f"`{name}`", takes, f"`{default_of(field)}`", meaning]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield _row(name, field, schema)
+
+
+def _row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
+    takes = _takes(schema["properties"][name], schema.get("$defs", {}))
+    meaning = " ".join((field.description or "").split())
+    cells = [f"`{name}`", takes, f"`{default_of(field)}`", meaning]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _takes(schema: dict[str, Any], sections: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from app.checkpoint.state import (
     newest_whole,
 )
 from app.checkpoint.writer import Writer
-from app.components.buffers import refuse_synchronized
+from app.components.buffers import Buffers, refuse_synchronized
 from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
@@ -40,6 +41,7 @@ from app.data.loader import own_randomness
 from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
+from app.parallel.compiled import CompiledBlocks, probe
 from app.parallel.precision import build_precision
 from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
@@ -63,6 +65,8 @@ class WorkerState:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
         self.precision = build_precision(config.precision, device)  # until `join` knows the world
+        self.compiled = CompiledBlocks(config.compile)
+        self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
         self.task = build_task(config.task)
         self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
@@ -109,6 +113,25 @@ class WorkerState:
         else:
             # Not of the model, which is not sharded yet: its state would take twice what the device may have room for.
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+        self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Compile the model's layers; only see that there is a compiler where they have no memory or shape yet."""
+        if not self.compiled.wanted:
+            return
+        is_whole = strategy_of(self._config.parallel).survivors_hold_all
+        if is_whole and self.batch.microbatch_size != "auto":
+            self.compiled.try_out(partial(self._run_once, self.example()))
+        else:
+            self.compiled.try_out(partial(probe, self.precision.device))
+
+    def _run_once(self, batch: Batch) -> None:
+        """Run a forward and backward that leave nothing behind."""
+        with Buffers(self._model).undone():
+            with self.precision.autocast():
+                loss = self.task.loss(self._model, batch).loss_sum
+            self.precision.backward(loss * 0.0)
+        self._model.zero_grad(set_to_none=True)
 
     def _start_anew(self) -> None:
         leaves_out_base = self._config.checkpoint.trainable_only
@@ -124,6 +147,7 @@ class WorkerState:
             self.precision.cast(model)
         self.precision.begin_anew()
         checkpoint_activations(self._model, self._config.memory.activation_checkpointing)
+        self.compiled.take(self._model)
         self._optimizer = None
         self.hooks = Hooks(self._config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
@@ -153,34 +177,44 @@ class WorkerState:
         self.loaded = load_initial(self._model, run)
 
     def join(self, world: World) -> None:
-        """Compute as all ranks of a world can: in one format, from what they hold together. A collective.
+        """Compute as all ranks of a world can, and learn what they have that differs. A collective.
 
         Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
         """
         if self._config.checkpoint.trainable_only:
-            bases = [""] * world.size
-            dist.all_gather_object(bases, self.base, group=world.groups.control)
-            others = [rank for rank, found in enumerate(bases) if found != bases[0]]
-            if others:
-                raise UsageError(
-                    f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} are others than those of "
-                    f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
-                )
+            self._check_bases(world)
+        if self.compiled.wanted:
+            reasons = [""] * world.size
+            dist.all_gather_object(reasons, self.compiled.refused, group=world.groups.control)
+            self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
-        self._part = world.part, world.shard
-        if world.shard > 1:
-            same_steps = world.amendments.skip == self.amendments.skip
-            holds = same_steps and self._shards is not None and self._shards.part == self._part
-            control = world.groups.control
-            steps: list[int] = gather_numbers(self.step if holds else 0, control).tolist()
-            newest = newest_whole(steps, world.shard)
-            # A replica that has stood aside may be whole and far behind; what is in memory is newer. Of a step that was
-            # interrupted, some ranks have made the update and others have not.
-            furthest = int(gather_numbers(self.step, control).max())
-            self._goes_on_with_shards = holds and newest > 0 and newest >= furthest - 1
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
+        self._part = world.part, world.shard
+        self._goes_on_with_shards = world.shard > 1 and self._has_shards_of(world)
+
+    def _check_bases(self, world: World) -> None:
+        bases = [""] * world.size
+        dist.all_gather_object(bases, self.base, group=world.groups.control)
+        others = [rank for rank, found in enumerate(bases) if found != bases[0]]
+        if others:
+            raise UsageError(
+                f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} are others than those of "
+                f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
+            )
+
+    def _has_shards_of(self, world: World) -> bool:
+        """Return whether this rank holds its part of a state that the ranks together hold all of. A collective."""
+        same_steps = world.amendments.skip == self.amendments.skip
+        holds = same_steps and self._shards is not None and self._shards.part == (world.part, world.shard)
+        control = world.groups.control
+        steps: list[int] = gather_numbers(self.step if holds else 0, control).tolist()
+        newest = newest_whole(steps, world.shard)
+        # A replica that has stood aside may be whole and far behind; what is in memory is newer. Of a step that was
+        # interrupted, some ranks have made the update and others have not.
+        furthest = int(gather_numbers(self.step, control).max())
+        return holds and newest > 0 and newest >= furthest - 1
 
     def prepare(self, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, State]:
         """Begin an attempt: keep the state if it may be brought along, else start anew.

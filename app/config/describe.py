@@ -21,8 +21,11 @@ def describe(sections: Iterable[str]) -> str:
     lines: list[str] = []
     for name in sections:
         value = getattr(config, name)
-        if not isinstance(value, Section):  # a list of sections
-            lines += map(_in_one_line, kinds_in(Config.model_fields[name].annotation))
+        if not isinstance(value, Section):  # a list of sections, or a single key
+            field = Config.model_fields[name]
+            if field.description:
+                lines.append(f"# {' '.join(field.description.split())}")
+            lines += map(_in_one_line, kinds_in(field.annotation))
             lines += [f"{name}: {_as_yaml(config.model_dump(mode='json')[name])}", ""]
             continue
         lines.append(f"{name}:")

@@ -505,6 +505,9 @@ class MemoryConfig(Section):
     every second layer"""
 
 
+Compile = Literal["none", "blocks"]
+
+
 class ValidationConfig(Section):
     every: Interval | None = Every(200, "steps")
     """how often to measure the loss on the held-out samples; null for at the end only"""
@@ -659,6 +662,10 @@ class Config(Section):
     parallel: DdpConfig | FsdpConfig | DataParallelConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    compile: Compile = "none"
+    """blocks runs the repeated layers (those that fsdp gathers one at a time) through torch.compile in training. They
+    are compiled once, for full microbatches of samples of one shape; a shorter one, validation and hooks run as without
+    it"""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -730,6 +737,13 @@ class Config(Section):
         if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
+
+    @field_validator("compile")
+    @classmethod
+    def only_the_model_itself_is_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
+        if compile != "none" and isinstance(info.data.get("parallel"), DataParallelConfig):
+            raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
+        return compile
 
     @field_validator("batch")
     @classmethod

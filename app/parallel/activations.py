@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from app.config import ActivationCheckpointing
 from app.errors import UsageError
-from app.parallel.blocks import blocks_of
+from app.parallel.blocks import blocks_of, stop_caching
 
 _KEY = "memory.activation_checkpointing"
 _aten = torch.ops.aten
@@ -41,10 +41,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointing) -> No
     blocks = blocks_of(model)
     if not blocks:
         raise UsageError(f"{_KEY}={how}: no repeated layers are found; give the model a method blocks()")
-    # Layers of Hugging Face's that fill a cache would fill it twice; training needs none.
-    settings: Any = getattr(model, "config", None)
-    if hasattr(settings, "use_cache"):
-        settings.use_cache = False
+    stop_caching(model)  # layers would fill the cache twice
     every = how if isinstance(how, int) else 1
     for block in blocks[::every]:
         if "forward" in vars(block):

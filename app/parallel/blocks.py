@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     names = getattr(model, "_no_split_modules", None) or ()
     found = [module for module in model.modules() if type(module).__name__ in names]
     return _apart(model, found or _largest_repetition(model))
+
+
+def stop_caching(model: nn.Module) -> None:
+    """Have a model of Hugging Face's keep no keys and values of its layers, which training does not need."""
+    settings: Any = getattr(model, "config", None)
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False
 
 
 def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

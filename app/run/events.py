@@ -194,6 +194,34 @@ class ModelSharded(Event):
         return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join([*units, rest])}"
 
 
+class NotCompiled(Event):
+    """Some ranks cannot compile the layers that `compile` names, and run them as they are."""
+
+    wording = "compile=blocks: rank {ranks:each} runs its layers uncompiled: {reason}"
+
+    ranks: tuple[int, ...]
+    reason: str  # of the first of them
+
+
+class GraphBreak(Event):
+    """A layer is compiled in parts, as rank 0 sees it: what is between them cannot be compiled, and runs as it is."""
+
+    wording = "a layer is compiled in parts, which is slower, for what {place} does: {reason}"
+
+    place: str  # file:line, "" where it is not known
+    reason: str
+
+
+class Recompiled(Event):
+    """A function has been compiled again by rank 0, in a step or before the first one."""
+
+    wording = "{function} was compiled again in {seconds:.1f} s: {reason}"
+
+    function: str
+    seconds: float
+    reason: str  # the condition under which the code that was there may run, and that did not hold
+
+
 class PrecisionLowered(Event):
     """A GPU has no bf16 where others have it, so `precision.kind=auto` is fp32 on all ranks of this world."""
 

@@ -114,6 +114,10 @@ class Recorder:
         if self._config.run.deterministic and (kept := variables_kept()):
             self._publish(events.VariablesKept(variables=kept))
 
+        if uncompiled := self._worker.uncompiled:
+            reason = next(iter(uncompiled.values()))
+            self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
+
     def _tell_of_the_model(self) -> None:
         if isinstance(self._config.parallel, DataParallelConfig):
             self._publish(events.DataParallelSlower())
@@ -149,6 +153,8 @@ class Recorder:
         self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
         for profile in self._profiler.step(result.step):
             self._runtime.publish(profile.of_attempt(self._world.attempt))
+        for event in self._worker.compiled.news():
+            self._publish(event)
         if self._started is not None:
             restored, timer = self._started
             self._started = None

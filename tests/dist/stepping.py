@@ -80,6 +80,7 @@ def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tupl
         counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        compiled=worker.compiled,
     )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
     results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]

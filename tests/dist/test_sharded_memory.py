@@ -95,7 +95,9 @@ def take(world: World, config: Config, worker: WorkerState) -> None:
     plan = worker.plan(world)
     schedule = build_schedule(config.schedule, worker.num_steps)
     parts = model, worker.optimizer, worker.task, parallel, worker.precision, schedule, plan, world
-    stepper = Stepper(*parts, units_per_sample=CONTEXT, counts_vary=False, max_grad_norm=1.0, seed=1)
+    stepper = Stepper(
+        *parts, units_per_sample=CONTEXT, counts_vary=False, max_grad_norm=1.0, seed=1, compiled=worker.compiled
+    )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
     for step in range(1, worker.num_steps + 1):
         stepper.step(step, batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import threading
@@ -71,6 +72,23 @@ def test_compilations_are_told_to_whoever_asks() -> None:
 
     assert parameters(callback_handler.register_start_callback) == ["callback"]
     assert parameters(callback_handler.register_end_callback) == ["callback"]
+
+
+def test_what_the_compiler_remembers() -> None:
+    from torch._dynamo import utils
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.output_graph import GraphCompileReason
+    from torch._inductor import config
+
+    fields = {field.name for field in dataclasses.fields(utils.CompilationMetrics)}
+    assert {"start_time_us", "recompile_reason", "duration_us", "co_name"} <= fields
+    assert isinstance(utils.get_compilation_metrics(), list)
+    assert isinstance(utils.graph_break_reasons, list)
+    assert {"reason", "user_stack"} <= {field.name for field in dataclasses.fields(GraphCompileReason)}
+    assert issubclass(TorchDynamoException, Exception)
+    # What `torch.compile` is given as options.
+    assert config.fallback_random is False
+    assert config.deterministic is False
 
 
 def test_the_place_of_a_shard_in_its_tensor() -> None:

@@ -1,0 +1,289 @@
+"""What of a model is compiled, when it is, and what is told of it. By a compiler that writes no code, for speed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import app.parallel.compiled
+import tests.examples.operators  # noqa: F401 - before torchvision
+from app.config import GptConfig, diff, parse_config
+from app.errors import ConfigError, TrainingError, UsageError
+from app.models import build_model
+from app.parallel.activations import checkpoint_activations
+from app.parallel.compiled import CompiledBlocks
+from app.run.events import Event, GraphBreak, Recompiled
+
+# Torch looks at the gradients of all inputs of what it compiles, and hides from users what it says of that itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+Count = Callable[[], int]
+TOKENS = torch.arange(16).reshape(2, 8)
+
+
+def compile_quickly(forward: Callable[..., Any]) -> Any:
+    return torch.compile(forward, dynamic=False, backend="aot_eager")
+
+
+@pytest.fixture
+def num_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
+    """How many graphs have been compiled since the test began."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(app.parallel.compiled, "_compile", compile_quickly)
+    yield lambda: counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(GptConfig(num_layers=3, num_heads=2, embed_dim=8, context_length=8, vocab_size=16, dropout=0.1))
+
+
+def compiled_gpt() -> tuple[nn.Module, CompiledBlocks]:
+    model, compiled = gpt(), CompiledBlocks("blocks")
+    compiled.take(model)
+    return model, compiled
+
+
+def run(model: nn.Module, compiled: CompiledBlocks, tokens: Tensor = TOKENS, is_full: bool = True) -> Tensor:
+    torch.manual_seed(2)  # of dropout
+    with compiled.running(is_full):
+        loss: Tensor = model(tokens).sum()
+        loss.backward()
+    return loss
+
+
+def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_same(num_graphs: Count) -> None:
+    expected = run(gpt(), CompiledBlocks("none"))
+    assert num_graphs() == 0
+    model, compiled = compiled_gpt()
+    assert torch.equal(run(model, compiled), expected)
+    assert num_graphs() == 1
+    other = gpt()
+    compiled.take(other)
+    assert torch.equal(run(other, compiled), expected)
+    assert num_graphs() == 1
+    assert compiled.news() == []
+
+
+def test_names_stay_what_they_are(num_graphs: Count) -> None:
+    model, _ = compiled_gpt()
+    assert list(model.state_dict()) == list(gpt().state_dict())
+
+
+def test_a_model_that_is_given_up_is_freed(num_graphs: Count) -> None:
+    model, compiled = compiled_gpt()
+    run(model, compiled)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_short_microbatch_and_what_runs_outside_of_a_step_is_not_compiled(num_graphs: Count) -> None:
+    model, compiled = compiled_gpt()
+    run(model, compiled, TOKENS[:1], is_full=False)
+    with torch.no_grad():
+        model.eval()(TOKENS)
+    assert num_graphs() == 0
+
+
+def test_also_a_checkpoint_of_the_models_own_runs_compiled_code_in_the_backward(num_graphs: Count) -> None:
+    """Or it would be given other tensors than it has kept."""
+
+    class Checkpointing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            for layer in self.layers:
+                inputs = torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=False)
+            return inputs
+
+    model, compiled = Checkpointing(), CompiledBlocks("blocks")
+    compiled.take(model)
+    with compiled.running(is_full=True):
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        assert num_graphs() == 1
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["full", "selective", 2])
+def test_together_with_activation_checkpointing(num_graphs: Count, how: Any) -> None:
+    plain, compiled = gpt(), CompiledBlocks("blocks")
+    expected = run(plain, CompiledBlocks("none"))
+    model = gpt()
+    checkpoint_activations(model, how)
+    compiled.take(model)
+    assert torch.equal(run(model, compiled), expected)
+    assert num_graphs() >= 1
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_copy_computes_with_its_own_layers_and_a_pickled_model_comes_back_plain(num_graphs: Count) -> None:
+    model, compiled = compiled_gpt()
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    pickled = torch.load(file, weights_only=False)
+    before = run(model, compiled)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert torch.equal(run(other, compiled), before)
+    assert torch.equal(run(pickled, CompiledBlocks("none")), before)
+    assert pickled.layers[0].forward.__func__ is type(pickled.layers[0]).forward
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 10}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=10, n_head=4))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_the_layers_of_hugging_faces_models_are_compiled_once(build: Callable[[], Any], num_graphs: Count) -> None:
+    """Ten of them, more than torch would compile one by one."""
+    torch.manual_seed(1)
+    plain, compiled = build().train(), CompiledBlocks("blocks")
+    model = copy.deepcopy(plain)
+    compiled.take(model)
+    losses = []
+    for each in (plain, model):
+        torch.manual_seed(2)  # of dropout
+        with compiled.running(is_full=True):
+            loss = each(input_ids=TOKENS, labels=TOKENS).loss
+            loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[1], losses[0])
+    assert num_graphs() == 1
+    assert compiled.news() == []
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_models_that_cannot_be_compiled_are_refused_by_name(num_graphs: Count) -> None:
+    with pytest.raises(UsageError, match=r"compile=blocks: no repeated layers are found; .* a method blocks\(\)"):
+        CompiledBlocks("blocks").take(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].forward = model[0].forward
+    with pytest.raises(UsageError, match="the forward of a Linear has been replaced; use none"):
+        CompiledBlocks("blocks").take(model)
+
+
+def told_of(compiled: CompiledBlocks, kind: type[Event]) -> list[Any]:
+    return [event for event in compiled.news() if isinstance(event, kind)]
+
+
+def test_another_shape_is_told_with_the_condition_that_does_not_hold(num_graphs: Count) -> None:
+    model, compiled = compiled_gpt()
+    run(model, compiled)
+    run(model, compiled, TOKENS[:, :4])
+    (event,) = told_of(compiled, Recompiled)
+    assert (event.function, event.reason) == ("forward", "tensor 'x' size mismatch at index 1. expected 8, actual 4")
+    assert told_of(compiled, Recompiled) == []
+    run(model, compiled)
+    assert told_of(compiled, Recompiled) == []
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.linear(inputs)
+        torch._dynamo.graph_break()
+        return inputs.tanh()
+
+
+def test_a_graph_break_is_told_once_with_its_place(num_graphs: Count) -> None:
+    model, compiled = nn.Sequential(Breaking(), Breaking()), CompiledBlocks("blocks")
+    compiled.take(model)
+    for _ in range(2):
+        with compiled.running(is_full=True):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert num_graphs() == 2
+    (event,) = told_of(compiled, GraphBreak)
+    line = Breaking.forward.__code__.co_firstlineno + 2
+    assert event.place == f"{__file__}:{line}"
+    assert "graph_break" in event.reason
+    assert "\n" not in event.reason
+    assert told_of(compiled, GraphBreak) == []
+
+
+def no_compiler(forward: Callable[..., Any]) -> Any:
+    def backend(graph: Any, _: Any) -> Any:
+        raise RuntimeError("no C++ compiler\nand a stack")
+
+    return torch.compile(forward, dynamic=False, backend=backend)
+
+
+def test_without_a_compiler_the_layers_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel.compiled, "_compile", no_compiler)
+    model, compiled = compiled_gpt()
+    compiled.try_out(lambda: model(TOKENS))
+    assert "no C++ compiler" in compiled.refused
+    assert "\n" not in compiled.refused
+    assert torch.equal(run(model, compiled), run(gpt(), CompiledBlocks("none")))
+
+
+def test_what_fails_to_compile_in_a_step_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.parallel.compiled, "_compile", no_compiler)
+    model, compiled = compiled_gpt()
+    with pytest.raises(TrainingError, match=r"cannot be compiled: .*no C\+\+ compiler; compile=none runs it"):
+        run(model, compiled)
+
+
+def test_want_of_memory_is_no_want_of_a_compiler() -> None:
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    compiled = CompiledBlocks("blocks")
+    compiled.try_out(run_out)
+    assert not compiled.refused
+    with pytest.raises(torch.OutOfMemoryError), compiled.running(is_full=True):
+        run_out()
+
+
+def test_an_error_without_a_word_is_one_too() -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    compiled = CompiledBlocks("blocks")
+    compiled.try_out(fail)
+    assert compiled.refused == "AssertionError: "
+
+
+def test_the_copies_of_data_parallel_are_not_compiled() -> None:
+    words = ["compile=blocks", "parallel.kind=data_parallel", "scaling.num_workers=1"]
+    with pytest.raises(ConfigError, match=r"override: compile: must be none with parallel\.kind=data_parallel"):
+        parse_config("", "x.yaml", words)
+
+
+def test_a_resume_may_turn_it_on_and_off() -> None:
+    (change,) = diff(parse_config("", "x.yaml"), parse_config("compile: blocks", "x.yaml"))
+    assert (change.key, change.identity, change.free) == ("compile", False, False)
