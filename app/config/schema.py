@@ -206,6 +206,13 @@ class TaskConfig(Section):
     """for language_modeling: of how many tokens the logits are held at a time; they are computed again in the backward.
     The model's last layer is the nn.Linear that its method get_output_embeddings() returns. null holds all of them"""
 
+    @field_validator("chunk_tokens")
+    @classmethod
+    def only_tokens_come_in_chunks(cls, chunk_tokens: int | None, info: ValidationInfo) -> int | None:
+        if chunk_tokens is not None and info.data.get("kind") != "language_modeling":
+            raise ValueError(f"must be null with task.kind={info.data.get('kind')}: only language_modeling has tokens")
+        return chunk_tokens
+
 
 class LoaderConfig(Section):
     """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
@@ -797,6 +804,11 @@ class Config(Section):
             if scaling.num_workers != (1, 1):
                 context = {"key": "parallel.kind", "found": scaling.num_workers[1]}
                 message = "data_parallel is one process: scaling.num_workers must be 1, found up to {found}"
+                raise PydanticCustomError("rule", message, context)
+            task = info.data.get("task")
+            if isinstance(task, TaskConfig) and task.chunk_tokens is not None:
+                context = {"key": "task.chunk_tokens"}
+                message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
                 raise PydanticCustomError("rule", message, context)
         elif scaling.gpus_per_worker not in ("auto", 0, 1):
             context = {"key": "scaling.gpus_per_worker", "found": scaling.gpus_per_worker}

@@ -32,8 +32,8 @@ from app.checkpoint import catalog
 from app.run.directory import RunDirectory
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.savers import Ours, Training, run_in_ray_train
+from tests.benchmarks.speed import CASES, Case, take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict
-from tests.benchmarks.throughput import CASES, Case, take_turns
 from tests.benchmarks.turns import read_text
 from tests.events import event_lines
 

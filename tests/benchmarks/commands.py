@@ -27,14 +27,14 @@ def app_under_torchrun(config: Path, num_workers: int = NUM_WORKERS) -> list[str
 
 def peer(config: Path, **options: Any) -> list[str]:
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return [*_torchrun(NUM_WORKERS), "-m", "tests.benchmarks.ddp_loop", "--config", str(config), *flags]
+    return [*_torchrun(NUM_WORKERS), "-m", "tests.benchmarks.straight_loop", "--config", str(config), *flags]
 
 
 def _torchrun(num_workers: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_workers)]
 
 
-def write_config(path: Path, **sections: dict[str, Any]) -> Path:
+def write_config(path: Path, **sections: Any) -> Path:
     """A configuration for all contenders: what belongs to the app alone stays at its defaults, but that nothing is
     validated or saved half-way."""
     common: dict[str, Any] = {

@@ -21,8 +21,8 @@ from app.run.ledger import read_ledger
 from app.storage import LocalStore
 from app.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.speed import take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict
-from tests.benchmarks.throughput import take_turns
 from tests.benchmarks.turns import Turns
 
 NUM_MICROBATCHES = 16

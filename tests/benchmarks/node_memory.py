@@ -16,8 +16,8 @@ from pathlib import Path
 from app.run.directory import RunDirectory
 from tests.benchmarks.commands import end_on_sigterm
 from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.speed import CASES, Case
 from tests.benchmarks.statistics import table
-from tests.benchmarks.throughput import CASES, Case
 from tests.events import event_lines
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.speed import CASES, Case, take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict
-from tests.benchmarks.throughput import CASES, Case, take_turns
 
 LIMIT = 1.05
 SIDES = {"buckets": "steadfast", "ddp": "torch", "control": "torch"}

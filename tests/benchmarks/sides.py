@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks.commands import app_under_torchrun, write_config
+from tests.benchmarks.speed import Case, take_turns
 from tests.benchmarks.statistics import paired_ratio, verdict
-from tests.benchmarks.throughput import Case, take_turns
 
 LIMIT = 1.01  # of the time without it
 COLUMNS = ["with ms/step", "without", "ratio [95 %]", "A/A [95 %]", "verdict"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.benchmarks.commands import end_on_sigterm
 from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.speed import CASES, Case
 from tests.benchmarks.statistics import table
-from tests.benchmarks.throughput import CASES, Case
 
 BOTH = [{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]
 

@@ -57,9 +57,11 @@ def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[
     return weights, results
 
 
-def train_by_hand(world: World, config: Config, shares: tuple[int, ...]) -> tuple[nn.Module, list[StepResult]]:
+def train_by_hand(
+    world: World, config: Config, shares: tuple[int, ...], worker: WorkerState | None = None
+) -> tuple[nn.Module, list[StepResult]]:
     """Take all steps of the run as a worker of `world`. A collective. Return the model and what the steps gave."""
-    worker = WorkerState(config, CPU)
+    worker = worker or WorkerState(config, CPU)
     world = arrange(world, config.parallel)
     parallel = build_parallel(config.parallel, world, worker.precision)
     batch = config.batch

@@ -10,15 +10,13 @@ import psutil
 import pytest
 import torch
 
-from app.components.schedule import build_schedule
 from app.components.worker_state import WorkerState
 from app.config import Config, parse_config
-from app.parallel import arrange, build_parallel
-from app.plan import Amendments
-from app.step import Stepper
-from app.world.runtime import World, form_world
+from app.plan import even_shares
+from app.world.runtime import form_world
 from tests.dist.gang import Gang, Member, MemberFailed
 from tests.dist.reference import CPU
+from tests.dist.stepping import train_by_hand
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # in malloc.h
@@ -81,26 +79,11 @@ def train(member: Member, kind: str, num_layers: int, size: int, room: float) ->
 
 
 def steps(member: Member, attempt: int, config: Config, worker: WorkerState, size: int) -> None:
-    world = arrange(form_world(member.store, member.number, size, attempt, CPU), config.parallel)
+    world = form_world(member.store, member.number, size, attempt, CPU)
     try:
-        take(world, config, worker)
+        train_by_hand(world, config, even_shares(config.batch.num_microbatches, size), worker)
     finally:
         world.groups.destroy()
-
-
-def take(world: World, config: Config, worker: WorkerState) -> None:
-    parallel = build_parallel(config.parallel, world, worker.precision)
-    model, _ = worker.prepare(Amendments(), parallel)
-    worker.load_initial()
-    plan = worker.plan(world)
-    schedule = build_schedule(config.schedule, worker.num_steps)
-    parts = model, worker.optimizer, worker.task, parallel, worker.precision, schedule, plan, world
-    stepper = Stepper(
-        *parts, units_per_sample=CONTEXT, counts_vary=False, max_grad_norm=1.0, seed=1, compiled=worker.compiled
-    )
-    batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
-    for step in range(1, worker.num_steps + 1):
-        stepper.step(step, batches)
 
 
 def forget_peak() -> None:

@@ -101,6 +101,13 @@ BAD = [
      "one GPU, found 2; for more, raise num_workers"),
     ("run: {seed: 1}\nparallel: {kind: data_parallel}", "x.yaml:2: parallel.kind: data_parallel is one process: "
      "scaling.num_workers must be 1, found up to 8"),
+    ("task: {kind: regression, chunk_tokens: 8}", "x.yaml:1: task.chunk_tokens: must be null with "
+     "task.kind=regression: only language_modeling has tokens, found 8"),
+    ("task: {chunk_tokens: 8}\nscaling: {num_workers: 1}\nparallel: {kind: data_parallel}",
+     "x.yaml:1: task.chunk_tokens: must be null with parallel.kind=data_parallel, which copies the model in every "
+     "forward"),
+    ("scaling: {num_workers: 3}\nparallel: {kind: fsdp, shard_size: 2}", "x.yaml:2: parallel.shard_size: no number of "
+     "workers in scaling.num_workers [3, 3] is a multiple of it and at most the 6 microbatches of a global "),
     ("batch: {microbatch_size: auto}\nscaling: {num_workers: 1}\nparallel: {kind: data_parallel}",
      "x.yaml:1: batch.microbatch_size: auto measures one GPU, and parallel.kind=data_parallel trains on several: give "
      "a number"),

@@ -1,9 +1,9 @@
-"""The peer: a training loop for torchrun as a good engineer writes it by hand, and nothing else.
+"""The peer: a training loop for torchrun as a good engineer writes it by hand, with DDP or FSDP2, and nothing else.
 
-torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.ddp_loop --config FILE
+torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.straight_loop --config FILE
 
-Model, data, batch, optimizer and schedule are those of the app's configuration file. No fault tolerance, no ledger,
-no checkpoint, no metrics but a printed loss.
+Model, data, batch, optimizer, schedule, `parallel.kind` and `compile` are those of the app's configuration file. No
+fault tolerance, no ledger, no checkpoint, no metrics but a printed loss.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from app.config import AdamWConfig, Config, CosineConfig, GptConfig, TextData, load_config
+from app.config import AdamWConfig, Config, CosineConfig, FsdpConfig, GptConfig, TextData, load_config
 from app.data.datasets import TextDataset
 from app.models.gpt import Gpt
 from tests.benchmarks.turns import Turns
@@ -41,7 +42,7 @@ def main() -> None:
     turns = Turns(options.turns, options.side, rank, options.block, options.blocks) if options.turns else None
 
     torch.manual_seed(config.run.seed)
-    model = DistributedDataParallel(Gpt(config.model), gradient_as_bucket_view=True)
+    model = wrap(config)
     optimizer = build_optimizer(config.optimizer, model)
     data = TextDataset(config.data.source, config.data.context_length)
     batches = stream(data, config.batch.samples_per_microbatch, rank, world_size, config.run.seed)
@@ -55,7 +56,7 @@ def main() -> None:
             inputs, targets = next(batches)
             if turns and index == 0:
                 turns.step_begins()
-            with nullcontext() if index == num_forwards - 1 else model.no_sync():
+            with without_sum(model) if index < num_forwards - 1 else nullcontext():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / num_forwards
                 loss.backward()
             total += loss.detach()
@@ -68,6 +69,36 @@ def main() -> None:
         if step % 10 == 0 and rank == 0:
             print(f"step {step} | loss {total.item():.3f}", flush=True)
     dist.destroy_process_group()
+
+
+def wrap(config: Config) -> nn.Module:
+    """Return the model that is trained, over all ranks."""
+    assert isinstance(config.model, GptConfig)
+    model = Gpt(config.model)
+    if config.compile == "blocks":
+        for block in model.blocks():
+            block.compile(dynamic=False)
+    if not isinstance(config.parallel, FsdpConfig):
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for part in (*model.blocks(), model):
+        fully_shard(part)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+    return model
+
+
+@contextmanager
+def without_sum(model: nn.Module) -> Iterator[None]:
+    """Return the context of a microbatch that is not a step's last one."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def build_optimizer(config: AdamWConfig, model: nn.Module) -> torch.optim.AdamW:
