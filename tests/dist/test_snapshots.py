@@ -87,7 +87,8 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
 
 def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
     rank = members.index(member.number)
-    return replace(form_world(member.store, rank, len(members), attempt, CPU), node=nodes[rank])
+    size = len(members)
+    return replace(form_world(member.store, rank, size, attempt, CPU), node=nodes[rank], shard=size)
 
 
 def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:
