@@ -5,8 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.dist.checks import check_identical, check_run, check_weights
+from app.checkpoint.catalog import Catalog
+from app.checkpoint.state import State, flatten, newest_whole
+from app.checkpoint.weights import read_whole
+from app.components.worker_state import WorkerState
+from app.parallel import Parallel
+from app.parallel.dtensor import local
+from app.storage import LocalStore
+from tests.dist.checks import check_equal, check_identical, check_run, check_weights
 from tests.dist.deaths import Plot, plot_replicas, survive
 from tests.dist.drill import Members, drill
 from tests.dist.reference import reference
@@ -14,6 +22,40 @@ from tests.dist.small import small
 
 HSDP = "parallel={kind: fsdp, shard_size: 2}"
 NUM_COLLECTIVES = 150  # of some steps
+NAMES = "resized", "undisturbed"
+
+
+@pytest.mark.parametrize(
+    ("steps", "shard", "expected"),
+    [
+        ([5, 5], 1, 5),
+        ([5, 0], 1, 5),
+        ([5, 0], 2, 0),
+        ([5, 4], 2, 0),
+        ([5, 5, 5, 0], 2, 5),
+        ([5, 0, 0, 5], 2, 5),
+        ([5, 4, 4, 4], 2, 4),
+        ([6, 4, 5, 4, 4, 5], 2, 5),
+        ([0, 0], 2, 0),
+    ],
+)
+def test_a_step_is_whole_where_each_part_of_it_is_held(steps: list[int], shard: int, expected: int) -> None:
+    assert newest_whole(steps, shard) == expected
+
+
+def hold_still() -> None:
+    """Have a worker that goes on with its shards fail if they are moved: there may be no room for two copies."""
+    honest = WorkerState._prepare_shards
+
+    def prepare(self: WorkerState, parallel: Parallel) -> tuple[nn.Module, State]:
+        held = self._shards._state["optimizer"] if self._shards and self._goes_on_with_shards else {}
+        places = {name: local(tensor).data_ptr() for name, tensor in flatten(held).items() if "exp_avg" in name}
+        model, state = honest(self, parallel)
+        now = flatten(state["optimizer"])
+        assert all(local(now[name]).data_ptr() == place for name, place in places.items())
+        return model, state
+
+    WorkerState._prepare_shards = prepare
 
 
 @pytest.mark.parametrize(
@@ -37,9 +79,11 @@ def test_living_replicas_give_newcomers_their_state(worlds: list[Members], sourc
 
 def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(tmp_path: Path) -> None:
     words = [HSDP, "precision.kind=fp16", "hooks=[{kind: ema, decay: 0.5}]"]
-    resized = drill(small(tmp_path / "resized", *words), worlds=[4, 4, 4], leave_after=[4, 4])
-    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[4])
+    resized = drill(small(tmp_path / NAMES[0], *words), worlds=[4, 4, 4], leave_after=[4, 4], patch=hold_still)
+    undisturbed = drill(small(tmp_path / NAMES[1], *words), worlds=[4])
     check_identical(resized, undisturbed)
+    averages = [read_whole(Catalog(LocalStore(tmp_path / name / "small")), 14, "hooks") for name in NAMES]
+    check_equal(*averages)
     assert resized.told("restore", "source") == ["rank 0", "rank 0"]
 
 

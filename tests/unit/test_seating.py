@@ -28,6 +28,7 @@ from app.orchestration.seating import seat
         # Of two half replicas one is made, each member at its own place.
         ("a1 b2", "a1 a2 b1 b2", 2, 1, "a1 b2"),
         ("a2 b1", "a1 a2 b1 b2", 2, 1, "b1 a2"),
+        ("a2 b2 c1", "a1 a2 b1 b2 c1 c2", 2, 1, "c1 a2"),  # not b2, which holds what a2 does
         # All of a node's go: what is left is seated anew.
         ("b1 b2 c1 c2", "a1 a2 b1 b2", 2, 2, "b1 b2 c1 c2"),
     ],
