@@ -54,7 +54,8 @@ def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Co
     running = on_head().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=[1,2]")
     running.wait_for_event("checkpoint", timeout_s=150)
     kill(running, "ray::SlotController")
-    restored = running.wait_for_event("restore", source="checkpoint")
+    restored = running.wait_for_event("restore")
+    assert restored["source"] in ("snapshot", "checkpoint")  # whichever is newer
     running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
     assert [event["process"] for event in running.events if event["event"] == "process_restarted"] == [
         "Ray's controller"
