@@ -1,8 +1,7 @@
 """What TensorBoard and Weights & Biases side by side cost: the app with both beside the app with none.
 
-python -m tests.benchmarks.trackers --pairs 20
-
-Both keep the figures of every step, which is more often than anybody logs.
+python -m tests.benchmarks.trackers --pairs 20              # figures of every step
+python -m tests.benchmarks.trackers --pairs 20 --every 10   # as often as by default
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tests.benchmarks.statistics import table
 BOTH = [{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]
 
 
-def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
+def compare(case: Case, num_pairs: int, steps_per_block: int, every: int, folder: Path) -> list[str]:
     """One row of the table."""
-    common = {"logging": {"every_steps": 1}, "checkpoint": {"every": "1000000 steps"}}
+    common = {"logging": {"every_steps": every}, "checkpoint": {"every": "1000000 steps"}}
     seconds = take_sides(
         case, num_pairs, steps_per_block, folder, {**common, "trackers": BOTH}, {**common, "trackers": []}
     )
@@ -33,12 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    parser.add_argument("--every", type=int, default=1, help="steps between figures")
     options = parser.parse_args()
     rows = [["model", *COLUMNS]]
     with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
-        rows.append(compare(CASES["10m"], options.pairs, options.steps, Path(folder)))
+        rows.append(compare(CASES["10m"], options.pairs, options.steps, options.every, Path(folder)))
     print(table(rows))
-    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+    print(f"{options.pairs} pairs of {options.steps} steps, figures every {options.every}; verdict: the interval reaches down to {LIMIT}")
 
 
 if __name__ == "__main__":
