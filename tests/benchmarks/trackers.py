@@ -38,7 +38,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
         rows.append(compare(CASES["10m"], options.pairs, options.steps, options.every, Path(folder)))
     print(table(rows))
-    print(f"{options.pairs} pairs of {options.steps} steps, figures every {options.every}; verdict: the interval reaches down to {LIMIT}")
+    turns = f"{options.pairs} pairs of {options.steps} steps, figures every {options.every}"
+    print(f"{turns}; verdict: the interval reaches down to {LIMIT}")
 
 
 if __name__ == "__main__":
