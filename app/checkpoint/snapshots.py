@@ -127,6 +127,7 @@ class Snapshots:
         self._replicated = parallel.survivors_hold_all
         self._on = False
         self._writes = False
+        self._takes_part = False  # in what all ranks do together for a copy
         self._group: dist.ProcessGroup | None = None  # None where nothing is sent to other nodes
         self._copy: _Copy | None = None  # that is not whole yet
         self._made: SnapshotId | None = None  # whose part of this rank is whole
@@ -163,11 +164,12 @@ class Snapshots:
         self.refused = _refusal(places, writers, backups)
         self._on = self.refused is None
         self._writes = self._on and world.rank in writers
+        self._takes_part = self._writes or (self._on and not self._replicated)
         if self._on and sends:
             self._backups = torch.tensor(backups)
             self._group = world.groups.side_group()
         if self._writes:
-            memory.reserve(num_bytes, 1 if memory.held_bytes() else 2)
+            memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
 
     def due(self, step: int) -> bool:
         # How often a copy is worth its time is measured, so only the leader can say.
@@ -188,7 +190,7 @@ class Snapshots:
 
         Nothing happens while the last copy is under way. A collective where state is sharded.
         """
-        if self._memory is None or not (self._writes or (self._on and not self._replicated)):
+        if self._memory is None or not self._takes_part:
             return None
         self._world.progress.enter("snapshot")
         began_s = time.monotonic()

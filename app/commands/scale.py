@@ -57,16 +57,16 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
     if config is None:
         return
     batch = directory.batch(config)
-    if not config.world_sizes((smallest, largest), batch.num_microbatches):
-        raise UsageError(
-            f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
-            "workers (parallel.shard_size), and no number between makes any"
-        )
     if largest > batch.num_microbatches:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
             f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), and more workers "
             f"would have nothing to do. Ask for at most {batch.num_microbatches}"
+        )
+    if not config.world_sizes((smallest, largest), batch.num_microbatches):
+        raise UsageError(
+            f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
+            "workers (parallel.shard_size), and no number between makes any"
         )
 
 

@@ -113,7 +113,6 @@ class Recorder:
             self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
         if self._config.run.deterministic and (kept := variables_kept()):
             self._publish(events.VariablesKept(variables=kept))
-
         if uncompiled := self._worker.uncompiled:
             reason = next(iter(uncompiled.values()))
             self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
