@@ -58,6 +58,18 @@ def _train(scene: Scene, company: Company, size: int) -> None:
     scene.check(not any(codes.values()), f"a world of {size} ended with {codes}: {company.ranks.last_words(0)}")
 
 
+def _trained(scene: Scene, overrides: list[str], name: str) -> Company:
+    """Have one process train to the end of its run."""
+    company = Company(scene, overrides, name)
+    with company.ranks as ranks:
+        ranks.start(0, **SURVIVABLE)
+        company.form([0])
+        company.end()
+        codes = ranks.wait(_START_S + _END_S)
+    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    return company
+
+
 def _memory(company: Company) -> list[dict[str, Any]]:
     return [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
 
@@ -95,13 +107,7 @@ def auto(scene: Scene) -> None:
         f"data={{target: 'tests.gpu.speed:Noise', args: {{context: {context}, vocabulary: 256}}}}",
         "task={kind: language_modeling}",
     ]
-    company = Company(scene, overrides, "auto")
-    with company.ranks as ranks:
-        ranks.start(0, **SURVIVABLE)
-        company.form([0])
-        company.end()
-        codes = ranks.wait(_START_S + _END_S)
-    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    company = _trained(scene, overrides, "auto")
     for event in company.events("microbatch_chosen"):
         size, sample, free = event["microbatch_size"], event["sample_bytes"], event["free_bytes"]
         scene.figure(microbatch_size=size, sample_gb=sample / 1e9, free_gb=free / 1e9)
@@ -129,13 +135,7 @@ def staging(scene: Scene) -> None:
         "optimizer={target: 'tests.gpu.subjects:CountingUp', max_grad_norm: null}",
         "checkpoint={every: 1 steps, keep_last: 6}",
     ]
-    company = Company(scene, overrides, "run")
-    with company.ranks as ranks:
-        ranks.start(0, **SURVIVABLE)
-        company.form([0])
-        company.end()
-        codes = ranks.wait(_START_S + _END_S)
-    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    company = _trained(scene, overrides, "run")
     saved = company.events("checkpoint")
     scene.check(bool(saved), "nothing was saved")
     whole = [path for path in (scene.folder / "run").rglob("manifest.json")]
