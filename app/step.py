@@ -16,6 +16,7 @@ from app.components.totals import Totals
 from app.data import Fetched
 from app.data.batches import Batch
 from app.data.parts import Part, split
+from app.errors import TrainingError
 from app.faults.out_of_memory import smaller
 from app.parallel import Parallel
 from app.parallel.compiled import CompiledBlocks
@@ -24,6 +25,7 @@ from app.plan import Microbatch, Plan
 from app.tasks import Sums, Task
 from app.world.control import StepResult, agree_on_names
 from app.world.runtime import World
+from app.world.sums import summation
 
 
 @dataclass
@@ -42,23 +44,26 @@ class Stepper:
     counts_vary: bool  # samples are masked, so the true count has to be asked of all ranks
     max_grad_norm: float | None
     seed: int
+    exact: bool  # the result is the same to the bit, whoever runs which microbatches
     compiled: CompiledBlocks
     _metric_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
         self._statistics = RunningStatistics(self.model)
+        self._summation = summation(self.exact)
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step`, sum the gradients of all ranks, and update the weights."""
         if step in self.plan.skip:
-            return StepResult(step, torch.zeros(3, dtype=torch.float64), num_samples=0, samples_digest=0)
+            nothing = torch.zeros(self._summation.width + 2, dtype=torch.float64)
+            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=self._summation)
         began_s = perf_counter()
         waited_s = self.world.progress.spent_s("loader")
         # Each microbatch's loss sum is divided by the count that the step would have if nothing were masked, which
         # keeps gradients in range. nominal = samples of the global batch * units of a sample
         nominal = self.plan.global_size * self.units_per_sample
-        totals = Totals(self.precision.device)
+        totals = Totals(self.precision.device, self._summation)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
@@ -82,12 +87,11 @@ class Stepper:
         # and ends the run once its message is read.
         overflowed = bool(global_count > 0) and self.precision.update(self.optimizer, grad_norm)
         self.parallel.clear_gradients(self.optimizer)
-        numbers = [totals.loss_sum, totals.count, grad_norm.double()]
         names = self._metric_names or ()
-        numbers += totals.metrics(names)
+        beside = torch.stack([totals.count, grad_norm.double()])
         return StepResult(
             step,
-            torch.stack(numbers),
+            torch.cat([totals.loss_sum, beside, *totals.metrics(names)]),
             num_samples,
             digest,
             names,
@@ -97,6 +101,7 @@ class Stepper:
             seconds=perf_counter() - began_s,
             data_s=self.world.progress.spent_s("loader") - waited_s,
             losses=tuple(losses),
+            summation=self._summation,
         )
 
     def _run_microbatch(
@@ -159,8 +164,14 @@ class Stepper:
         if self._metric_names is None:
             self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
         self._buffers.send(self.world.groups)
+        if self.exact and self._buffers.changing:
+            raise TrainingError(
+                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, which is then that of "
+                "the leader's microbatches, and so follows from the number of workers. Take run.exact=false"
+            )
         self._statistics.send(self.world.groups.communicator)
         self.world.groups.communicator.wait()
+        self.parallel.store_gradients()
         # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing there is
         # none, and what is divided then goes nowhere.
         correction = nominal / (global_count + (global_count == 0))

@@ -116,6 +116,7 @@ def _build_stepper(
         counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        exact=config.run.exact,
         compiled=worker.compiled,
     )
 

@@ -35,7 +35,8 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
 def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
     """Return a worker with its data and model; None if these cannot be built, after the runtime was told of it."""
     try:
-        set_numerics(config.precision.tf32, config.run.deterministic)
+        num_threads = config.scaling.cpus_per_worker if config.run.exact else None
+        set_numerics(config.precision.tf32, config.run.is_deterministic, num_threads)
         record_memory_history(config.profile, runtime.device)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)

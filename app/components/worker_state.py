@@ -29,7 +29,7 @@ from app.checkpoint.state import (
     newest_whole,
 )
 from app.checkpoint.writer import Writer
-from app.components.buffers import Buffers, refuse_synchronized
+from app.components.buffers import Buffers, refuse_running_statistics, refuse_synchronized
 from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
@@ -42,13 +42,14 @@ from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
 from app.parallel.compiled import CompiledBlocks, probe
-from app.parallel.precision import build_precision
+from app.parallel.fixed_point import FixedPoint
+from app.parallel.precision import Precision, build_precision
 from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.control import gather_numbers
-from app.world.device import Gpu, gather_gpus
+from app.world.device import Gpu, gather_gpus, refuse_mixed_processors
 from app.world.runtime import World
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class WorkerState:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
-        self.precision = build_precision(config.precision, device)  # until `join` knows the world
+        # How gradients are added up if nothing of it may depend on the world; its unit is a part of the state.
+        self._fixed_point = FixedPoint(config.batch.global_size, device) if config.run.exact else None
+        self.precision = self._build_precision(device)  # until `join` knows the world
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
         self.task = build_task(config.task)
@@ -93,6 +96,9 @@ class WorkerState:
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
         self._warm_up()
+
+    def _build_precision(self, device: torch.device) -> Precision:
+        return build_precision(self._config.precision, device, self.gpus, self._fixed_point)
 
     @property
     def model(self) -> nn.Module:
@@ -140,6 +146,8 @@ class WorkerState:
             self.base = base_sha256(model)
         refuse_synchronized(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
+        if self._config.run.exact:
+            refuse_running_statistics(model)
         if self._values is None:
             self._model = self.precision.convert(model)
         else:
@@ -179,7 +187,8 @@ class WorkerState:
     def join(self, world: World) -> None:
         """Compute as all ranks of a world can, and learn what they have that differs. A collective.
 
-        Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
+        Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal; or, in an exact
+        run, the processors that they compute on.
         """
         if self._config.checkpoint.trainable_only:
             self._check_bases(world)
@@ -189,8 +198,10 @@ class WorkerState:
             self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
+        if self._config.run.exact:
+            refuse_mixed_processors(device, world.size, world.groups.control)
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
-            self.precision = build_precision(self._config.precision, device, self.gpus)
+            self.precision = self._build_precision(device)
         self._part = world.part, world.shard
         self._goes_on_with_shards = world.shard > 1 and self._has_shards_of(world)
 

@@ -52,6 +52,10 @@ class RunConfig(Section):
     """data order, initial weights and dropout follow from it"""
     deterministic: bool = False
     """compute the same bits each time on the same GPUs, more slowly; an operation that cannot raises an error"""
+    exact: bool = False
+    """the same bits whatever the number of workers, their shares, and what becomes of them: gradients are added as
+    integers, which no order changes; takes 8 bytes a parameter more. For parallel.kind=ddp on one model of processor,
+    with scaling.cpus_per_worker threads each; implies deterministic"""
     report: bool = True
     """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
 
@@ -64,6 +68,11 @@ class RunConfig(Section):
         if epochs:
             return None
         return steps or 2000
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Return whether the same operations must give the same bits."""
+        return self.deterministic or self.exact
 
     def num_steps(self, num_train: int, global_size: int, ends: Sequence[End] = ()) -> int:
         """Return the length of the run in steps, given how many samples are trained on and how many are in a step.
@@ -744,6 +753,19 @@ class Config(Section):
         if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
+
+    @field_validator("parallel", "precision", "compile")
+    @classmethod
+    def exact_sums_are_those_of_ddp(cls, section: Any, info: ValidationInfo) -> Any:
+        if not info.data.get("run", RunConfig()).exact:
+            return section
+        if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
+            raise ValueError("must be {kind: ddp} with run.exact, whose sums are those of its own gradient buckets")
+        if info.field_name == "precision" and section.kind == "fp16":
+            raise ValueError("must not be of kind fp16 with run.exact: take bf16, fp32 or fp64")
+        if info.field_name == "compile" and section != "none":
+            raise ValueError("must be none with run.exact: what is compiled may round otherwise on another machine")
+        return section
 
     @field_validator("compile")
     @classmethod

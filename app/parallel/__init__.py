@@ -37,6 +37,10 @@ class Parallel(Protocol):
         """Return the context of a microbatch's forward and backward; gradients travel on the last one only."""
         ...
 
+    def store_gradients(self) -> None:
+        """Make what ranks have summed the gradients of the parameters, once it has arrived."""
+        ...
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         """Forget the gradients of all parameters that the optimizer updates."""
         ...
@@ -100,4 +104,4 @@ def build_parallel(config: ParallelConfig, world: World, precision: Precision) -
         return DataParallelism(world, precision)
     if config.reducer == "torch":
         return TorchDistributedDataParallelism(config, world, precision)
-    return ReplicatedParallelism(config, world)
+    return ReplicatedParallelism(config, world, precision)

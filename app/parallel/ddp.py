@@ -70,6 +70,9 @@ class TorchDistributedDataParallelism:
                 "parallel.reducer=steadfast, the default, can"
             ) from error
 
+    def store_gradients(self) -> None:
+        return
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 

@@ -91,6 +91,9 @@ class FullyShardedDataParallelism:
         model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
         return nullcontext()
 
+    def store_gradients(self) -> None:
+        return
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 

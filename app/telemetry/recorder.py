@@ -111,7 +111,7 @@ class Recorder:
         lacking = [rank for rank, gpu in enumerate(gpus) if not gpu.has_bf16]
         if self._config.precision.kind == "auto" and 0 < len(lacking) < len(gpus):
             self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
-        if self._config.run.deterministic and (kept := variables_kept()):
+        if self._config.run.is_deterministic and (kept := variables_kept()):
             self._publish(events.VariablesKept(variables=kept))
         if uncompiled := self._worker.uncompiled:
             reason = next(iter(uncompiled.values()))
@@ -251,7 +251,7 @@ class Recorder:
             norms = unsharded(result.grad_norms)
             self._world.groups.gate()
             # They were taken before the sums were divided by the true count; the norm of the whole was so after.
-            norms = norms * (result.numbers[2] / torch.linalg.vector_norm(norms))
+            norms = norms * (result.grad_norm / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
     def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
