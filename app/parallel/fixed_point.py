@@ -8,7 +8,7 @@ from torch import Tensor
 _BITS = 62  # of an int64, with room for the sign and for the rounding of each term
 _HEADROOM_BITS = 16  # a gradient may grow so many times two from one step to the next
 _LEAST_MAGNITUDE = -80  # so that units, and what they are multiplied by, stay normal numbers in fp32
-_FLAGS = 2  # integers behind those of a sum: terms that were too large, terms that were not finite
+_FLAGS = 3  # integers behind those of a sum: how many terms were not zero, too large, not finite
 # Elements that are converted at a time: they and their copies stay in the cache of a core.
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
 
@@ -44,17 +44,19 @@ class FixedPoint:
         self._chunk = _CHUNK.get(device.type, _CHUNK["cpu"])
         self._shift: int | None = None  # units are 2^-shift in this step; None before it is asked for
         self._largest = torch.zeros((), dtype=torch.float64, device=device)  # element of the step's gradient
+        self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks, in all buckets, but zeros
         self._num_too_large = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks
 
     def begin(self) -> None:
         """Forget what is known of the step under way."""
         self._shift = None
         self._largest.zero_()
+        self._num_terms.zero_()
         self._num_too_large.zero_()
 
     def zeros(self, gradient: Tensor) -> Tensor:
         """Return what terms like `gradient`, (elements,), are added up in, (elements + flags,) int64."""
-        return torch.zeros(len(gradient) + _FLAGS, dtype=torch.int64, device=gradient.device)
+        return gradient.new_zeros(len(gradient) + _FLAGS, dtype=torch.int64)
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         """Add a term, (elements,), to `total`, and set it to zero."""
@@ -62,6 +64,7 @@ class FixedPoint:
             self._shift = self._bits - _HEADROOM_BITS - int(self._magnitude)
         largest = torch.linalg.vector_norm(gradient, math.inf).double()
         is_finite = largest.isfinite()
+        total[-3] += largest > 0
         total[-2] += is_finite & (largest * 2.0**self._shift >= 2.0**self._bits)
         total[-1] += ~is_finite
         scale = 2.0**self._shift  # multiplying by it rounds nothing
@@ -72,11 +75,12 @@ class FixedPoint:
     def store(self, total: Tensor, gradient: Tensor) -> None:
         """Write a sum over all ranks as a gradient: not a number where a term was not finite, or too large."""
         assert self._shift is not None
-        num_too_large, num_not_finite = total[-2], total[-1]
+        num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
         gradient.copy_(total[:-_FLAGS]).mul_(2.0**-self._shift)
-        self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(gradient, math.inf).double())
-        self._num_too_large = self._num_too_large + num_too_large
         gradient.mul_(torch.where(num_too_large + num_not_finite > 0, math.nan, 1.0))
+        self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(gradient, math.inf).double())
+        self._num_terms = self._num_terms + num_terms
+        self._num_too_large = self._num_too_large + num_too_large
 
     def begin_anew(self) -> None:
         """Go back to the initial unit."""
@@ -94,8 +98,9 @@ class FixedPoint:
 
     def after_update(self) -> None:
         """Have the unit follow the gradient that has just been added up."""
-        if bool(self._largest > 0):  # neither nothing nor what is not finite tells of the next one
-            exponent = torch.frexp(self._largest).exponent
+        # Neither zeros nor what is not finite tells of the next one. A sum of zero whose terms were not is small.
+        if bool(self._num_terms > 0) and bool(self._largest.isfinite()):
+            exponent = torch.frexp(self._largest).exponent.where(self._largest > 0, _LEAST_MAGNITUDE)
             self._magnitude.copy_(torch.maximum(exponent, self._magnitude - 1).clamp_(min=_LEAST_MAGNITUDE))
         self.begin()
 

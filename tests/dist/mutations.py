@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import app.checkpoint.durable
 import app.checkpoint.restore
 import app.checkpoint.snapshots
+import app.components.validate
+import app.parallel.buckets
 import app.step
+import app.worker
 import app.world.clock
 from app.balance.shares import SpeedBalance
 from app.checkpoint.shards import Shard
 from app.data.order import Int64s, SampleOrder
+from app.parallel.buckets import PlainSum
+from app.parallel.fixed_point import FixedPoint
 from app.plan import Microbatch, Plan
 from app.step import Stepper
 from app.tasks import LanguageModeling, Sums
+from app.world.sums import Plain
 from tests.dist.small import Tokens
 
 # Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
@@ -144,3 +152,39 @@ def reshare_one_step_later_on_rank_1() -> None:
         return lambda self, first_step, shares: honest(self, first_step + dist.get_rank(), shares)
 
     _replace(Plan, "change", broken)
+
+
+def add_gradients_as_floats() -> None:
+    _replace(app.parallel.buckets, "FixedPointSum", lambda honest: lambda fixed_point: PlainSum())
+
+
+def add_losses_as_floats() -> None:
+    for module in (app.step, app.components.validate):
+        _replace(module, "summation", lambda honest: lambda exact: Plain)
+
+
+def take_the_unit_from_the_world() -> None:
+    def broken(honest: Any) -> Any:
+        def add(self: FixedPoint, total: Tensor, gradient: Tensor) -> None:
+            if self._shift is None:
+                honest(self, self.zeros(gradient), gradient.clone())
+                assert self._shift is not None
+                self._shift -= 3 * dist.get_world_size()
+            honest(self, total, gradient)
+
+        return add
+
+    _replace(FixedPoint, "add", broken)
+
+
+def leave_the_number_of_threads() -> None:
+    """To the environment, in which every process has another one."""
+
+    def broken(honest: Any) -> Any:
+        def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None) -> None:
+            honest(tf32, deterministic)
+            torch.set_num_threads(1 + os.getpid() % 4)
+
+        return set_numerics
+
+    _replace(app.worker, "set_numerics", broken)
