@@ -20,8 +20,8 @@ class Reduction(Protocol):
 
     takes_each: bool  # the gradient of each forward by itself, rather than what autograd has made of them all
 
-    def begin(self, flats: list[Tensor]) -> None:
-        """Begin a step, or an attempt, with nothing in these buckets."""
+    def begin(self) -> None:
+        """Begin a step, or an attempt, with nothing in the buckets."""
         ...
 
     def take(self, index: int, flat: Tensor) -> None:
@@ -42,7 +42,7 @@ class PlainSum:
 
     takes_each = False
 
-    def begin(self, flats: list[Tensor]) -> None:
+    def begin(self) -> None:
         return
 
     def take(self, index: int, flat: Tensor) -> None:
@@ -62,24 +62,25 @@ class FixedPointSum:
 
     def __init__(self, fixed_point: FixedPoint) -> None:
         self._fixed_point = fixed_point
-        self._totals: list[Tensor] = []
+        self._totals: dict[int, Tensor] = {}  # by bucket
+        self._begun: set[int] = set()  # those with a term of this step
 
-    def begin(self, flats: list[Tensor]) -> None:
+    def begin(self) -> None:
         self._fixed_point.begin()
-        if len(self._totals) < len(flats):
-            self._totals = [self._fixed_point.zeros(flat) for flat in flats]
-        elif self._totals:
-            torch._foreach_zero_(self._totals)
+        self._begun.clear()
 
     def take(self, index: int, flat: Tensor) -> None:
-        self._fixed_point.add(self._totals[index], flat)
+        if index not in self._totals:
+            self._totals[index] = self._fixed_point.empty(flat)
+        self._fixed_point.add(self._totals[index], flat, first=index not in self._begun)
+        self._begun.add(index)
 
     def launch(self, index: int, flat: Tensor, communicator: Communicator) -> None:
         communicator.sum(self._totals[index])
 
     def store(self, flats: list[Tensor]) -> None:
-        for total, flat in zip(self._totals, flats, strict=True):
-            self._fixed_point.store(total, flat)
+        for index, flat in enumerate(flats):
+            self._fixed_point.store(self._totals[index], flat)
 
 
 class GradientBuckets:
@@ -145,7 +146,7 @@ class GradientBuckets:
         """Set all gradients to zero, in place."""
         if self._flats:
             torch._foreach_zero_(self._flats)
-        self._reduction.begin(self._flats)
+        self._reduction.begin()
 
     def _add_bucket(self, members: list[nn.Parameter]) -> None:
         flat = members[0].new_zeros(sum(param.numel() for param in members))

@@ -1,6 +1,7 @@
 """Sums of gradients that come out the same to the last bit, in whichever order they are added."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ _HEADROOM_BITS = 16  # a gradient may grow so many times two from one step to th
 _LEAST_MAGNITUDE = -80  # so that units, and what they are multiplied by, stay normal numbers in fp32
 _FLAGS = 3  # integers behind those of a sum: how many terms were not zero, too large, not finite
 # Elements that are converted at a time: they and their copies stay in the cache of a core.
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 class FixedPoint:
@@ -42,6 +43,7 @@ class FixedPoint:
         # A gradient of a mean loss has no element above 2^16 at its start, mostly. If it has, a few steps adapt to it.
         self._magnitude = torch.zeros((), dtype=torch.int64, device=device)
         self._chunk = _CHUNK.get(device.type, _CHUNK["cpu"])
+        self._scratch: Tensor | None = None  # for integers of a chunk
         self._shift: int | None = None  # units are 2^-shift in this step; None before it is asked for
         self._largest = torch.zeros((), dtype=torch.float64, device=device)  # element of the step's gradient
         self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks, in all buckets, but zeros
@@ -54,33 +56,49 @@ class FixedPoint:
         self._num_terms.zero_()
         self._num_too_large.zero_()
 
-    def zeros(self, gradient: Tensor) -> Tensor:
+    def empty(self, gradient: Tensor) -> Tensor:
         """Return what terms like `gradient`, (elements,), are added up in, (elements + flags,) int64."""
-        return gradient.new_zeros(len(gradient) + _FLAGS, dtype=torch.int64)
+        return gradient.new_empty(len(gradient) + _FLAGS, dtype=torch.int64)
 
-    def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a term, (elements,), to `total`, and set it to zero."""
+    def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
+        """Add a term, (elements,), to `total`, and set the term to zero. What `first` finds in `total` is forgotten."""
         if self._shift is None:
             self._shift = self._bits - _HEADROOM_BITS - int(self._magnitude)
-        largest = torch.linalg.vector_norm(gradient, math.inf).double()
-        is_finite = largest.isfinite()
-        total[-3] += largest > 0
-        total[-2] += is_finite & (largest * 2.0**self._shift >= 2.0**self._bits)
-        total[-1] += ~is_finite
         scale = 2.0**self._shift  # multiplying by it rounds nothing
-        for into, part in zip(total[:-_FLAGS].split(self._chunk), gradient.split(self._chunk), strict=True):
-            into.add_(part.mul_(scale).round_().to(torch.int64))
-        gradient.zero_()
+        if self._scratch is None:
+            self._scratch = torch.empty(self._chunk, dtype=torch.int64, device=gradient.device)
+        peaks: list[Tensor] = []
+        for into, part in self._pieces(total, gradient):
+            peaks.append(_largest(part))
+            part.mul_(scale).round_()
+            if first:
+                into.copy_(part)
+            else:
+                into.add_(self._scratch[: len(part)].copy_(part))
+            part.zero_()
+        largest = torch.stack(peaks).max()
+        is_finite = largest.isfinite()
+        flags = torch.stack([largest > 0, is_finite & (largest * scale >= 2.0**self._bits), ~is_finite])
+        if first:
+            total[-_FLAGS:].copy_(flags)
+        else:
+            total[-_FLAGS:].add_(flags)
 
     def store(self, total: Tensor, gradient: Tensor) -> None:
         """Write a sum over all ranks as a gradient: not a number where a term was not finite, or too large."""
         assert self._shift is not None
         num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
-        gradient.copy_(total[:-_FLAGS]).mul_(2.0**-self._shift)
-        gradient.mul_(torch.where(num_too_large + num_not_finite > 0, math.nan, 1.0))
-        self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(gradient, math.inf).double())
+        factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 2.0**-self._shift)
+        peaks = [self._largest]
+        for into, part in self._pieces(total, gradient):
+            part.copy_(into).mul_(factor)
+            peaks.append(_largest(part))
+        self._largest = torch.stack(peaks).max()
         self._num_terms = self._num_terms + num_terms
         self._num_too_large = self._num_too_large + num_too_large
+
+    def _pieces(self, total: Tensor, gradient: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(total[:-_FLAGS].split(self._chunk), gradient.split(self._chunk), strict=True)
 
     def begin_anew(self) -> None:
         """Go back to the initial unit."""
@@ -107,3 +125,9 @@ class FixedPoint:
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to what a checkpoint must hold."""
         return {"magnitude": self._magnitude}
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """Return the largest magnitude, () float64; nan where one is. Ten times as fast as a norm."""
+    least, most = torch.aminmax(numbers)
+    return torch.maximum(-least, most).double()

@@ -20,9 +20,9 @@ UNUSED = torch.zeros(())  # the gradient's norm, which tells a sum of integers n
 
 
 def total_of(fixed: FixedPoint, terms: list[Tensor]) -> Tensor:
-    total = fixed.zeros(terms[0])
-    for term in terms:
-        fixed.add(total, term.clone())
+    total = fixed.empty(terms[0])
+    for index, term in enumerate(terms):
+        fixed.add(total, term.clone(), first=index == 0)
     return total
 
 
@@ -37,7 +37,10 @@ def adapted(num_terms: int, terms: list[Tensor]) -> FixedPoint:
     fixed = FixedPoint(num_terms, CPU)
     for _ in range(100):  # it falls by one in a step
         sum_of(fixed, terms)
-        fixed.after_update()
+        if fixed.overflowed(UNUSED):
+            fixed.after_overflow()
+        else:
+            fixed.after_update()
     return fixed
 
 
@@ -79,7 +82,7 @@ def test_neither_the_order_nor_how_terms_are_shared_out_changes_a_bit(seed: int,
     shuffled = [terms[index] for index in np.random.default_rng(seed).permutation(9)]
     fixed = adapted(9, terms)
     alone = sum_of(fixed, terms)
-    by_two = fixed.zeros(terms[0])
+    by_two = torch.zeros_like(fixed.empty(terms[0]))
     for of_rank in (shuffled[:cut], shuffled[cut:]):
         by_two += total_of(fixed, of_rank) if of_rank else 0
     found = torch.empty_like(alone)
