@@ -15,6 +15,7 @@ from app.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 Tensors = dict[str, Any]
 # The parts of a run by name.
 State = dict[str, Tensors]
+_DIGEST_LENGTH = 32  # of 64 hexadecimal digits: no two of a ledger's are alike by accident
 
 
 class Stateful(Protocol):
@@ -193,6 +194,12 @@ def base_sha256(model: nn.Module) -> str:
     frozen = frozen_parameters(model)
     layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
     return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest() if frozen else ""
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return what tells the trained parameters of a whole model from others: the same on every rank of every world."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return sha256(trained)[:_DIGEST_LENGTH]
 
 
 def sha256(state: Tensors) -> str:

@@ -17,6 +17,7 @@ class Verb(NamedTuple):
 
 _EXPORT = "the weights of a checkpoint, by default the newest, as .safetensors or .pt; or for from_pretrained"
 _DOCTOR = "check the machines before a run; with RUN, read its checkpoints and compare them with what was written"
+_VERIFY = "that two runs have the same samples, losses and weights, or at which step they part, and who ran it"
 _CHAOS = "do every fault to this application, stock Ray Train and torchrun on this machine, and compare"
 
 VERBS = {
@@ -29,5 +30,6 @@ VERBS = {
     "doctor": Verb("look", "doctor [RUN]", _DOCTOR),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "audit": Verb("prove", "audit RUN [--json]", "that a run has used every sample as planned, from its ledger"),
+    "verify": Verb("prove", "verify RUN_A RUN_B [--json]", _VERIFY),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
 }

@@ -19,6 +19,20 @@ IDENTITY = (
     "optimizer.target",
     "checkpoint.trainable_only",
 )
+# What the numbers of a step follow from as well, though a resume may change it.
+NUMERICS = (
+    "run.steps",
+    "run.epochs",
+    "run.deterministic",
+    "batch.microbatch_size",
+    "optimizer.",
+    "schedule.",
+    "parallel.",
+    "precision.",
+    "compile",
+    "hooks",
+    "faults.",
+)
 
 
 class Change(NamedTuple):
@@ -29,6 +43,11 @@ class Change(NamedTuple):
     new: Any
     identity: bool  # a resume must refuse it
     free: bool  # a resume need not mention it
+
+    @property
+    def numeric(self) -> bool:
+        """Return whether the numbers of a step may be others for it."""
+        return self.identity or self.key.startswith(NUMERICS)
 
 
 def diff(old: Config, new: Config) -> list[Change]:

@@ -559,6 +559,16 @@ class LoggingConfig(Section):
     """steps between log lines; the device is read only then"""
     gradient_norms_every: Interval | None = None
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
+    weights_digest_every: Interval | None = None
+    """after which steps the ledger has a digest of the trained weights, for `verify`: "100 steps", "1 epoch"; null for
+    none. The leader computes it, at a second or two for each GB; not with fsdp, where no worker has all weights"""
+
+    @field_validator("weights_digest_every")
+    @classmethod
+    def digests_are_of_the_same_steps(cls, every: Every | None) -> Every | None:
+        if every is not None and every.unit not in ("steps", "epochs"):
+            raise ValueError("must be in steps or epochs: by the clock two runs would have digests of different steps")
+        return every
 
 
 class ProfileConfig(Section):
@@ -692,6 +702,11 @@ class Config(Section):
     hooks: tuple[HookConfig, ...] = ()
 
     @property
+    def weights_digest_every(self) -> Every | None:
+        """Return after which steps the ledger has a digest of the weights, None for none."""
+        return self.logging.weights_digest_every
+
+    @property
     def replica_size(self) -> int:
         """Return of how many workers the number of them is a multiple."""
         return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
@@ -773,6 +788,15 @@ class Config(Section):
         if compile != "none" and isinstance(info.data.get("parallel"), DataParallelConfig):
             raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
         return compile
+
+    @field_validator("logging")
+    @classmethod
+    def a_digest_is_of_weights_in_one_place(cls, logging: LoggingConfig, info: ValidationInfo) -> LoggingConfig:
+        if logging.weights_digest_every is not None and isinstance(info.data.get("parallel"), FsdpConfig):
+            context = {"key": "logging.weights_digest_every"}
+            message = "must be null with parallel.kind=fsdp, where no worker has all weights"
+            raise PydanticCustomError("rule", message, context)
+        return logging
 
     @field_validator("batch")
     @classmethod

@@ -39,6 +39,7 @@ class StepStats:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, mean over the global batch
     # Known to this rank alone: its microbatches whose loss is not finite, in a step that is not.
     suspects: tuple[NotFinite, ...] = ()
+    weights: str = ""  # digest of the weights after the step, where one is due; known to the leader alone
 
 
 ACTS = ("validation", "snapshot", "checkpoint")  # phases that training waits for between two steps
@@ -68,8 +69,8 @@ class Ledger:
         """Write steps down, each with the times of the leader."""
         self._write([self._line(*each) for each in steps])
 
-    def as_planned(self, step: int, samples_digest: int) -> None:
-        """Write down what the plan says of a step of which no message told."""
+    def as_planned(self, step: int, samples_digest: int, weights: str = "") -> None:
+        """Write down what the plan says of a step of which no message told, with the digest of the weights, if any."""
         start, stop = self._plan.positions(step)
         if step in self._plan.skip:
             num_samples = 0
@@ -78,7 +79,7 @@ class Ledger:
             # Survivors hold it complete, but its message, with the loss, died with a worker.
             num_samples = stop - start
             mark = {"confirmed": False}
-        planned = StepStats(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True)
+        planned = StepStats(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True, weights=weights)
         self._write([{**self._line(planned, StepTimes(0.0, time.time())), "loss": None, **mark}])
 
     def _line(self, stats: StepStats, times: StepTimes) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class Ledger:
             "step_s": round(times.step_s, 6),
             "time_s": round(times.ended_s, 4),
             **({"overflow": True} if stats.overflowed else {}),
+            **({"weights": stats.weights} if stats.weights else {}),
             # Of most steps there are none, and a run has millions.
             **{name: round(seconds, 4) for name, seconds in waits_s.items() if seconds >= _SHORTEST_S},
         }
@@ -235,7 +237,7 @@ class Totals:
         """Read a run's ledger. `mark` is called again and again meanwhile."""
         totals = cls(starts_s)
         for block in read_blocks(store, STEPS):
-            totals.add(_numbers(block, _COLUMNS, _OPTIONAL))
+            totals.add(numbers(block, _COLUMNS, _OPTIONAL))
             mark()
         return totals
 
@@ -305,7 +307,7 @@ class Totals:
             self.ends_s[command] = max(self.ends_s[command], time_s)
 
 
-def _numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDArray[np.float64]:
+def numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDArray[np.float64]:
     """Return the numbers of these names in each line that has all of `names`, (lines, names + optional).
 
     Ints are exact to 2^53, and 0 stands for an optional one that a line lacks.

@@ -5,6 +5,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.restore import Restored
 from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import Tensors, sha256
+from app.checkpoint.state import Tensors, sha256, weights_digest
 from app.components.schedule import warmup_in_force
 from app.components.worker_state import WorkerState
 from app.config import Config, DataParallelConfig
@@ -56,6 +57,7 @@ class Recorder:
         self._worker = worker
         self._metrics: dict[str, float] = {}  # of the last validation in this attempt
         self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # done here, and not yet by all ranks
+        self._digests: dict[int, str] = {}  # of the weights after these steps, for their lines
         self._acts_s = dict.fromkeys(ACTS, 0.0)  # in this attempt, up to the last step
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
@@ -68,6 +70,7 @@ class Recorder:
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
         worker.close_later(self._profiler.close)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
+        self._digest_trigger = worker.trigger("weights_digest", config.weights_digest_every)
         self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
         worker.close_later(self._ledger.close)
         if world.leader:
@@ -148,6 +151,10 @@ class Recorder:
 
     def ran(self, result: StepResult) -> None:
         """Take note that this rank has done a step. What it was worth is known when all ranks have."""
+        if self._world.leader and self._digest_trigger.due(result.step):
+            # Now: by the time that the step's line is written, later steps have changed the weights.
+            self._world.progress.mark("digest")
+            self._digests[result.step] = weights_digest(self._worker.model)
         self._world.progress.enter("collective", result.step)
         self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
         for profile in self._profiler.step(result.step):
@@ -188,6 +195,8 @@ class Recorder:
                     lines.clear()
                     self._write_as_planned(stats.step)
                     continue
+                if stats.step in self._digests:
+                    stats = replace(stats, weights=self._digests.pop(stats.step))
                 lines.append((stats, times))
                 self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
                 if self._world.leader and stats.step % self._config.logging.every_steps == 0:
@@ -196,7 +205,8 @@ class Recorder:
             self._ledger.commit(lines)
 
     def _write_as_planned(self, step: int) -> None:
-        self._ledger.as_planned(step, self._worker.loader.digest(*self._plan.positions(step)))
+        samples_digest = self._worker.loader.digest(*self._plan.positions(step))
+        self._ledger.as_planned(step, samples_digest, self._digests.pop(step, ""))
 
     def _log(self, stats: StepStats, lr: float) -> None:
         """Keep the figures of a step, and show them unless the last ones have only just been shown."""

@@ -25,6 +25,7 @@ TAKES = {
     "config": ["SECTION"],
     "report": ["RUN"],
     "audit": ["RUN", "--samples N", "--json"],
+    "verify": ["RUN", "--json"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json"],
     "export": ["RUN", "--out FILE", "--step N"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
