@@ -18,7 +18,7 @@ from app.config import (
 )
 from app.config.target import build_target
 from app.errors import ConfigError, Problem
-from app.parallel.dtensor import unsharded
+from app.parallel.dtensor import is_sharded, unsharded, within_reach
 from app.parallel.precision import Precision
 
 PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a schedule scales it
@@ -158,6 +158,7 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
     if not gradients:
         return torch.zeros(1)
-    if hasattr(gradients[0], "full_tensor"):  # the foreach kernels do not know sharded tensors
-        return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    if is_sharded(gradients[0]):  # the foreach kernels do not know sharded tensors
+        # What comes next of them is a collective.
+        return within_reach(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
     return torch.stack(list(torch._foreach_norm(gradients)))
