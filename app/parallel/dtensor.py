@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -25,6 +26,19 @@ def unsharded(tensor: Tensor) -> Tensor:
         return tensor
     whole: Tensor = within_reach(tensor).full_tensor()  # type: ignore[attr-defined]
     return whole
+
+
+def norms_of_parts(norms: Tensor, like: Tensor) -> Tensor:
+    """Return the norms of DTensors, of whose parts this rank has `norms`, as a DTensor that nothing is summed for yet.
+
+    Args:
+        like: one of the DTensors, all of which are spread alike.
+    """
+    from torch.distributed.tensor import DTensor
+
+    of_one = torch.linalg.vector_norm(like)  # only says how norms of parts become those of the whole
+    assert isinstance(of_one, DTensor)
+    return within_reach(_spread(norms, of_one.device_mesh, of_one.placements, norms))
 
 
 def within_reach(tensor: Tensor) -> Tensor:

@@ -15,19 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import app.parallel.deferred
+import app.parallel.fsdp
 from app.checkpoint.restore import broadcast
 from app.checkpoint.state import NamedOptimizer, flatten
 from app.components.optimizer import rescale_gradients
+from app.components.worker_state import WorkerState
+from app.config import FsdpConfig
+from app.parallel import arrange, build_parallel
 from app.parallel.deferred import allocate
 from app.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded
 from app.parallel.precision import Precision
 from app.world.groups import Groups
+from app.world.runtime import World
+from tests.dist.small import small
 
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 
@@ -75,6 +83,10 @@ class Carrier:
     def wait(self) -> None: ...
     def synchronize(self) -> None: ...
     def abort(self) -> None: ...
+
+
+def groups_of(ranks: dist.ProcessGroup, device: torch.device) -> Groups:
+    return Groups(ranks, Carrier(ranks), FakeStore(), {}, threading.Event(), device=device)
 
 
 @pytest.fixture
@@ -156,10 +168,44 @@ def test_weights_from_a_file_and_shards_of_the_last_world_stay_on_the_host(ranks
     assert torch.equal(local(moved), whole[:2])
 
 
+@pytest.mark.parametrize(("device", "pins"), [(HOST, False), (GPU, True)])
+def test_fsdp_is_told_to_offload(
+    monkeypatch: pytest.MonkeyPatch, ranks: dist.ProcessGroup, device: torch.device, pins: bool
+) -> None:
+    policies: list[OffloadPolicy] = []
+
+    def noted(module: nn.Module, *, offload_policy: OffloadPolicy, **named: object) -> None:
+        policies.append(offload_policy)
+
+    monkeypatch.setattr(app.parallel.fsdp, "fully_shard", noted)
+    for config in (FsdpConfig(cpu_offload=True), FsdpConfig()):
+        world = arrange(World(0, 2, 0, groups_of(ranks, device)), config)
+        build_parallel(config, world, Precision(device)).wrap(nn.Linear(2, 2))
+    assert policies == [CPUOffloadPolicy(pin_memory=pins), OffloadPolicy()]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_worker_gives_shards_memory_where_fsdp_looks_for_them(
+    monkeypatch: pytest.MonkeyPatch, ranks: dist.ProcessGroup, wanted: bool
+) -> None:
+    told: list[bool] = []
+
+    def noted(model: nn.Module, device: torch.device, kept: object, offloads: bool) -> None:
+        told.append(offloads)
+        allocate(model, device, offloads=offloads)
+
+    monkeypatch.setattr(app.parallel.deferred, "allocate", noted)
+    config = small("nowhere", f"parallel={{kind: fsdp, cpu_offload: {wanted}}}")
+    worker = WorkerState(config, HOST)
+    world = arrange(World(0, 2, 0, groups_of(ranks, HOST)), config.parallel)
+    worker.prepare(world.amendments, build_parallel(config.parallel, world, worker.precision))
+    assert told == [wanted]
+
+
 def test_newcomers_are_sent_what_is_kept_on_the_host_by_way_of_the_device(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
-    carrier = Carrier(mesh.get_group())
-    groups = Groups(mesh.get_group(), carrier, FakeStore(), {}, threading.Event(), device=GPU)
+    groups = groups_of(mesh.get_group(), GPU)
     broadcast({"model": model.state_dict()}, 1, groups)
-    assert carrier.seen == [GPU] * len(model.state_dict())
+    assert isinstance(groups.communicator, Carrier)
+    assert groups.communicator.seen == [GPU] * len(model.state_dict())
     assert {local(param).device for param in model.parameters()} == {HOST}
