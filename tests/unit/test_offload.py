@@ -41,7 +41,7 @@ GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 
 
 class Collectives(TorchDispatchMode):
-    """Notes where the tensors of collectives are."""
+    """Notes where the tensors of collectives are. No kernel takes tensors of the host and of the device together."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,8 +50,10 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
+        devices = [leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        assert len(set(devices)) <= 1, func
         if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.seen += [leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.seen += devices
         return func(*args, **(kwargs or {}))
 
 
