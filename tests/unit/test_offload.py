@@ -207,7 +207,9 @@ def test_a_worker_gives_shards_memory_where_fsdp_looks_for_them(
 def test_newcomers_are_sent_what_is_kept_on_the_host_by_way_of_the_device(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
     groups = groups_of(mesh.get_group(), GPU)
-    broadcast({"model": model.state_dict()}, 1, groups)
+    counter = torch.tensor(3.0)  # as torch's AdamW has it, unless it is fused
+    broadcast({"model": model.state_dict(), "optimizer": {"step": counter}}, 1, groups)
     assert isinstance(groups.communicator, Carrier)
-    assert groups.communicator.seen == [GPU] * len(model.state_dict())
+    assert groups.communicator.seen == [GPU] * (len(model.state_dict()) + 1)
+    assert counter.device == HOST
     assert {local(param).device for param in model.parameters()} == {HOST}
