@@ -256,7 +256,7 @@ class WorkerState:
         model = parallel.wrap(self._model)
         if self._values is not None:
             weights = {name: kept["model"][name] for name, _ in model.named_parameters()} if kept else {}
-            allocate(model, self.precision.device, weights)
+            allocate(model, self.precision.device, weights, parallel.offloads)
             self._values.fill(buffers_outside_state(self._model))
         if kept:
             NamedOptimizer(model, self.optimizer).adopt(kept["optimizer"])

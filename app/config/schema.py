@@ -485,6 +485,9 @@ class FsdpConfig(Section):
     """format in which gradients are summed; auto is fp32 where `precision` computes in 16 bits"""
     prefetch: NonNegativeInt = 0
     """how many of what is gathered at a time to gather ahead; 0 leaves it to torch, which has one under way"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and the optimizer's state in the machine's memory, and update them there: a GPU holds
+    what is gathered, activations and buffers. Slower. Without GPUs nothing changes. Not run on a GPU yet"""
 
 
 class DataParallelConfig(Section):

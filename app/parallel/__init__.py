@@ -28,6 +28,8 @@ class Parallel(Protocol):
     rebuilds_buckets: ClassVar[bool]
     # Cancels whatever mean the strategy takes over ranks: gradients are sums here.
     loss_scale: float
+    # Parameters, gradients and the optimizer's state are in the host's memory, and on the device while they are used.
+    offloads: bool
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to train, over the default process group."""

@@ -31,6 +31,7 @@ class TorchDistributedDataParallelism:
 
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = True
+    offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config

@@ -142,8 +142,9 @@ class Precision:
     def rescale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` in place."""
         if isinstance(factor, Tensor):
-            # Not a number: reading it from the device would make the host wait in every step.
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            # Not a number: reading it from the device would make the host wait in every step, as it has to where it
+            # keeps the gradients itself.
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
         elif factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 

@@ -20,6 +20,7 @@ class ReplicatedParallelism:
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
+    offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
