@@ -15,6 +15,7 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.faults.guard import Guard
 from app.faults.inject import Faults
+from app.faults.recompute import Recompute, build_recompute
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
 from app.run.directory import RunDirectory
@@ -45,7 +46,8 @@ def train(
     fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
     plan = worker.plan(world)
     probes = _build_probes(config, runtime, world, directory, plan, worker)
-    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
+    recompute = build_recompute(config, runtime, world, directory, plan, worker.loader, parallel, probes.recomputing)
+    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes, recompute)
     validator = Validator(config, worker, parallel, world)
     stepper.warm_up(worker.example())
     timer.mark("restored")
@@ -101,7 +103,14 @@ def _build_probes(
 
 
 def _build_stepper(
-    config: Config, world: World, plan: Plan, worker: WorkerState, parallel: Parallel, model: nn.Module, probes: Probes
+    config: Config,
+    world: World,
+    plan: Plan,
+    worker: WorkerState,
+    parallel: Parallel,
+    model: nn.Module,
+    probes: Probes,
+    recompute: Recompute,
 ) -> Stepper:
     return Stepper(
         model,
@@ -117,6 +126,7 @@ def _build_stepper(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
         compiled=worker.compiled,
+        recompute=recompute,
     )
 
 

@@ -278,6 +278,10 @@ class WorkerState:
         """Return the step whose state the model and optimizer hold, 0 if none."""
         return self.held.step or 0
 
+    def forget(self) -> None:
+        """Take note that the state which the model and optimizer hold may be wrong: no other rank must be given it."""
+        self.held.begin_overwriting()
+
     def advance_to(self, step: int) -> None:
         """Take note that the model and optimizer hold the state of `step`."""
         self.held.complete(step)

@@ -55,6 +55,11 @@ class RunConfig(Section):
     report: bool = True
     """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
 
+    @property
+    def reproducible(self) -> bool:
+        """Return whether a microbatch has the same gradient, to the bit, on each rank with the same hardware."""
+        return self.deterministic
+
     @field_validator("steps")
     @classmethod
     def one_length_of_run(cls, steps: int | None, info: ValidationInfo) -> int | None:
@@ -552,6 +557,22 @@ class LoggingConfig(Section):
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
 
 
+class AuditConfig(Section):
+    """What a run checks about itself while it trains."""
+
+    recompute: Interval | None = None
+    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, and the bits compared: a
+    worker that computes wrongly is named and replaced, and its node gets no other for a while; null for never. Needs
+    run.deterministic, and ddp with its own reducer; workers with GPUs, or processors, of one model are compared"""
+
+    @field_validator("recompute")
+    @classmethod
+    def counted_in_steps(cls, recompute: Every | None) -> Every | None:
+        if recompute is not None and recompute.unit != "steps":
+            raise ValueError('must be in steps, such as "100 steps": all workers have to know which ones')
+        return recompute
+
+
 class ProfileConfig(Section):
     """What torch records of time, memory and collectives; in `profile/` of the run directory, and in `stacks/`."""
 
@@ -676,6 +697,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    audit: AuditConfig = AuditConfig()
     profile: ProfileConfig = ProfileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -744,6 +766,21 @@ class Config(Section):
         if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
+
+    @field_validator("audit")
+    @classmethod
+    def what_is_compared_is_reproducible(cls, audit: AuditConfig, info: ValidationInfo) -> AuditConfig:
+        parallel = info.data.get("parallel", DdpConfig())
+        if audit.recompute is None:
+            return audit
+        context = {"key": "audit.recompute"}
+        if not (isinstance(parallel, DdpConfig) and parallel.reducer == "steadfast"):
+            message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
+            raise PydanticCustomError("rule", message, context)
+        if not info.data.get("run", RunConfig()).reproducible:
+            message = "needs run.deterministic=true: two workers would round in different ways"
+            raise PydanticCustomError("rule", message, context)
+        return audit
 
     @field_validator("compile")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from app.parallel.digest import digest
 from app.world.communicator import Communicator
 
 _MIB = 1 << 20
@@ -77,6 +78,10 @@ class GradientBuckets:
         """Set all gradients to zero, in place."""
         if self._flats:
             torch._foreach_zero_(self._flats)
+
+    def digest(self) -> Tensor:
+        """Return a digest of the bits of all gradients as they are now, () int64."""
+        return digest(self._flats)
 
     def _add_bucket(self, members: list[nn.Parameter]) -> None:
         flat = members[0].new_zeros(sum(param.numel() for param in members))
