@@ -561,7 +561,7 @@ class AuditConfig(Section):
     """What a run checks about itself while it trains."""
 
     recompute: Interval | None = None
-    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, and the bits compared: a
+    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, to compare the bits: a
     worker that computes wrongly is named and replaced, and its node gets no other for a while; null for never. Needs
     run.deterministic, and ddp with its own reducer; workers with GPUs, or processors, of one model are compared"""
 
