@@ -190,7 +190,10 @@ class DrillRuntime:
         goes on."""
         if isinstance(error, OutOfMemory):
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
-        elif not (isinstance(error, BadStep | Corrupted) or (is_peer_loss(error) and self._directory.amendments().forward_size)):
+        elif not (
+            isinstance(error, BadStep | Corrupted)
+            or (is_peer_loss(error) and self._directory.amendments().forward_size)
+        ):
             raise error
         self._events.close()  # which step is to be left out is read there
         self._events = self._directory.open_events()

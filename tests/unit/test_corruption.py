@@ -20,7 +20,9 @@ def plan(shares: tuple[int, ...], num_samples: int | None = None, skip: frozense
 
 
 def checks(shares: tuple[int, ...], last_step: int, every: int = 1, kinds: list[str] | None = None) -> list[Check]:
-    found = [choose(plan(shares), every, SEED, kinds or ["gpu"] * len(shares), step) for step in range(1, last_step + 1)]
+    found = [
+        choose(plan(shares), every, SEED, kinds or ["gpu"] * len(shares), step) for step in range(1, last_step + 1)
+    ]
     return [check for check in found if check is not None]
 
 
