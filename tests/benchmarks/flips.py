@@ -114,7 +114,7 @@ def draw(config: Config, num_flips: int, num_steps: int, seed: int) -> list[list
             step=step,
             rank=rank,
             times=None,
-            where=PLACES[number % len(PLACES)],  # type: ignore[arg-type]
+            where=PLACES[number % len(PLACES)],
             bit=chance.randrange(64),
             element=chance.randrange(2**31),
             microbatch=microbatch,

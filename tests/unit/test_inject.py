@@ -198,7 +198,9 @@ def flipped(
         layer.weight.grad = None
         sums = task.loss(layer, ())
         sums.loss_sum.backward()
-        return (sums.loss_sum.item(), layer.weight.grad.item(), layer.weight.item()) != (1.0, 1.0, 1.0)
+        gradient: Tensor | None = layer.weight.grad
+        assert gradient is not None
+        return (sums.loss_sum.item(), gradient.item(), layer.weight.item()) != (1.0, 1.0, 1.0)
 
     task = subject.task(Weighted())
     stream = (Microbatch(step, index, 0, 1) for step in range(1, last + 1) for index in range(NUM_MICROBATCHES))

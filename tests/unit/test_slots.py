@@ -60,7 +60,7 @@ def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_a
     group._coordinator = Answers(nodes)
     monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
     for index, node in enumerate(others):
-        slot = _Slot(index, worker=SimpleNamespace(metadata=SimpleNamespace(node_id=node)))  # type: ignore[arg-type]
+        slot = _Slot(index, worker=SimpleNamespace(metadata=SimpleNamespace(node_id=node)))
         group._slots.append(slot)
     group._record_death("bad", lived_s=1000.0)
     assert group._quarantine.avoided(time.monotonic()) == avoided
@@ -76,6 +76,6 @@ def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkey
         raise GetTimeoutError
 
     monkeypatch.setattr("ray.get", away)
-    group._slots.append(_Slot(0, worker=SimpleNamespace(metadata=SimpleNamespace(node_id="good"))))  # type: ignore[arg-type]
+    group._slots.append(_Slot(0, worker=SimpleNamespace(metadata=SimpleNamespace(node_id="good"))))
     group._record_death("bad", lived_s=1.0)
     assert group._quarantine.avoided(time.monotonic()) == ["bad"]
