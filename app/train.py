@@ -15,7 +15,7 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.faults.guard import Guard
 from app.faults.inject import Faults
-from app.faults.recompute import Recompute, build_recompute
+from app.faults.recompute import build_recompute
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
 from app.run.directory import RunDirectory
@@ -46,8 +46,7 @@ def train(
     fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
     plan = worker.plan(world)
     probes = _build_probes(config, runtime, world, directory, plan, worker)
-    recompute = build_recompute(config, runtime, world, directory, plan, worker.loader, parallel, probes.recomputing)
-    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes, recompute)
+    stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
     stepper.warm_up(worker.example())
     timer.mark("restored")
@@ -104,14 +103,15 @@ def _build_probes(
 
 def _build_stepper(
     config: Config,
+    runtime: Runtime,
     world: World,
     plan: Plan,
     worker: WorkerState,
     parallel: Parallel,
     model: nn.Module,
     probes: Probes,
-    recompute: Recompute,
 ) -> Stepper:
+    twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
     return Stepper(
         model,
         worker.optimizer,
@@ -126,7 +126,7 @@ def _build_stepper(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
         compiled=worker.compiled,
-        recompute=recompute,
+        recompute=twice,
     )
 
 

@@ -7,7 +7,7 @@ import gc
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.control import gather_numbers
 from app.world.device import Gpu, gather_gpus
+from app.world.hardware import kind_of
 from app.world.runtime import World
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class WorkerState:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
+        self.kinds: tuple[str, ...] = ()  # of all ranks, what must be equal for equal bits; where that is audited
         self.precision = build_precision(config.precision, device)  # until `join` knows the world
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
@@ -189,10 +191,19 @@ class WorkerState:
             self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
+        if self._config.audit.recompute is not None:
+            self.kinds = self._gather_kinds(world)
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = build_precision(self._config.precision, device, self.gpus)
         self._part = world.part, world.shard
         self._goes_on_with_shards = world.shard > 1 and self._has_shards_of(world)
+
+    def _gather_kinds(self, world: World) -> tuple[str, ...]:
+        # Layers that are compiled add up in another order.
+        own = kind_of(self.precision.device) + (", uncompiled" if self.compiled.refused else "")
+        kinds: list[Any] = [None] * world.size
+        dist.all_gather_object(kinds, own, group=world.groups.control)
+        return tuple(kinds)
 
     def _check_bases(self, world: World) -> None:
         bases = [""] * world.size

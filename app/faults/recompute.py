@@ -1,8 +1,8 @@
 """Has one microbatch of a step computed by two ranks, and finds out who was wrong where their gradients differ."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from app.parallel import Parallel
 from app.parallel.digest import digest
 from app.parallel.replicated import ReplicatedParallelism
 from app.plan import Microbatch, Plan
-from app.run.directory import RunDirectory
-from app.run.events import Corruption, NothingToCompare
+from app.run.events import Corruption
 from app.world.control import gather_numbers
-from app.world.hardware import Hardware, kind_of, read_hardware
-from app.world.runtime import Runtime, World, publish_once
+from app.world.hardware import Hardware, read_hardware
+from app.world.runtime import Runtime, World
 
 # Runs a microbatch that counts for nothing: it leaves a gradient in the buckets, and returns loss sum, (), and count.
 Run = Callable[[Fetched], tuple[Tensor, Tensor | int]]
@@ -148,33 +147,23 @@ def build_recompute(
     config: Config,
     runtime: Runtime,
     world: World,
-    directory: RunDirectory,
     plan: Plan,
+    kinds: Sequence[str],
     loader: Loader,
     parallel: Parallel,
     recomputing: Recomputing,
 ) -> Recompute:
-    """Return what computes microbatches twice, if the configuration asks for it. Then it is a collective."""
+    """Return what computes microbatches twice, if the configuration asks for it.
+
+    Args:
+        kinds: of each rank, what must be equal for equal bits.
+    """
     every = config.audit.recompute
     if every is None:
         return Recompute()
     assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"
-    kinds: list[Any] = [None] * world.size
-    dist.all_gather_object(kinds, kind_of(runtime.device), world.groups.control)
-    if max(Counter(kinds).values()) == 1:
-        reason = "the run has one worker" if world.size == 1 else f"no two workers are alike: {'; '.join(kinds)}"
-        _tell_once(NothingToCompare(reason=reason), runtime, world, directory)
-
-    def choice(step: int) -> Check | None:
-        return choose(plan, int(every.count), config.run.seed, kinds, step)
-
+    choice = partial(choose, plan, int(every.count), config.run.seed, kinds)
     return RecomputeByAnother(choice, world, loader, parallel, recomputing, runtime)
-
-
-def _tell_once(event: NothingToCompare, runtime: Runtime, world: World, directory: RunDirectory) -> None:
-    """Publish an event that earlier attempts may have told."""
-    if world.leader and all(told.reason != event.reason for told in directory.events(NothingToCompare)):
-        publish_once(event, runtime, world)
 
 
 def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[int, tuple[str, ...]]:

@@ -117,8 +117,12 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
         return train_here(config, place, started_s, given_s(started_s), console, Interrupts()).exit_code
-    except (BadStep, Corrupted) as error:
+    except BadStep as error:
         raise TrainingError(str(error)) from error
+    except Corrupted as error:
+        raise TrainingError(
+            f"{error}. The step was not taken: take that machine out, and give the same command again"
+        ) from error
     except Exception as error:
         if not is_peer_loss(error):
             raise

@@ -89,6 +89,7 @@ class Recorder:
         if snapshots.refused is not None:
             self._publish(snapshots.refused)
         self._tell_of_numerics()
+        self._tell_of_nothing_to_compare()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         self._worker.close_later(lambda: self._trackers.leave())
@@ -116,6 +117,15 @@ class Recorder:
         if uncompiled := self._worker.uncompiled:
             reason = next(iter(uncompiled.values()))
             self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
+
+    def _tell_of_nothing_to_compare(self) -> None:
+        kinds = self._worker.kinds
+        if not kinds or len(set(kinds)) < len(kinds):
+            return
+        reason = "the run has one worker" if len(kinds) == 1 else f"no two workers are alike: {'; '.join(kinds)}"
+        # Once in a run, however many of its attempts are like that.
+        if all(told.reason != reason for told in self._directory.events(events.NothingToCompare)):
+            self._publish(events.NothingToCompare(reason=reason))
 
     def _tell_of_the_model(self) -> None:
         if isinstance(self._config.parallel, DataParallelConfig):
