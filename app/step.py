@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -18,6 +18,7 @@ from app.data.batches import Batch
 from app.data.parts import Part, split
 from app.errors import TrainingError
 from app.faults.out_of_memory import smaller
+from app.faults.recompute import Recompute
 from app.parallel import Parallel
 from app.parallel.compiled import CompiledBlocks
 from app.parallel.precision import Precision
@@ -46,6 +47,7 @@ class Stepper:
     seed: int
     exact: bool  # the result is the same to the bit, whoever runs which microbatches
     compiled: CompiledBlocks
+    recompute: Recompute = field(default_factory=Recompute)
     _metric_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -69,11 +71,15 @@ class Stepper:
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
+            self.recompute.begin(step, lambda fetched: self._run_apart(fetched, nominal))
             self._buffers.begin()
             self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
-                loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0)
+                with self.recompute.holding(fetched.microbatch) as held:
+                    loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0 and not held)
+                if held:
+                    self._look_at(loss_sum, count, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
                 num_samples += fetched.num_samples
@@ -128,6 +134,22 @@ class Stepper:
             count = count + sums.count * part.weight
         return loss_sum, count
 
+    def _run_apart(self, fetched: Fetched, nominal: int) -> tuple[Tensor, Tensor | int]:
+        """Run a microbatch that counts for nothing: all that it leaves is its gradient, added to those that are there.
+
+        Returns the sum of its losses, (), and their count.
+        """
+        # Another stepper has statistics of its own, so that those of this step do not hear of it.
+        apart = replace(self, recompute=Recompute())
+        with self._buffers.undone():
+            return apart._run_microbatch(fetched, nominal, Totals(self.precision.device, self._summation), last=False)
+
+    def _look_at(self, loss_sum: Tensor, count: Tensor | int, last: bool) -> None:
+        """Look at the gradient of a microbatch that was held back for it; then it goes the way of the others."""
+        self.recompute.take(loss_sum, count)
+        with self.parallel.synchronize(self.model, last):
+            pass  # which takes up what is in the buckets
+
     def _num_parts(self, fetched: Fetched) -> int:
         """Return in how many forwards a microbatch is run."""
         size = self.world.amendments.forward_size
@@ -171,6 +193,7 @@ class Stepper:
             )
         self._statistics.send(self.world.groups.communicator)
         self.world.groups.communicator.wait()
+        self.recompute.compare()
         self.parallel.store_gradients()
         # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing there is
         # none, and what is divided then goes nowhere.

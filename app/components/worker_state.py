@@ -7,7 +7,7 @@ import gc
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.control import gather_numbers
-from app.world.device import Gpu, gather_gpus, refuse_mixed_processors
+from app.world.device import Gpu, gather_gpus
+from app.world.hardware import kind_of, refuse_mixed
 from app.world.runtime import World
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class WorkerState:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
+        self.kinds: tuple[str, ...] = ()  # of all ranks, what must be equal for equal bits; where that matters
         # How gradients are added up if nothing of it may depend on the world; its unit is a part of the state.
         self._fixed_point = FixedPoint(config.batch.global_size, device) if config.run.exact else None
         self.precision = self._build_precision(device)  # until `join` knows the world
@@ -198,12 +200,21 @@ class WorkerState:
             self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
+        if self._config.audit.recompute is not None or self._config.run.exact:
+            self.kinds = self._gather_kinds(world)
         if self._config.run.exact:
-            refuse_mixed_processors(device, world.size, world.groups.control)
+            refuse_mixed(self.kinds)
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
             self.precision = self._build_precision(device)
         self._part = world.part, world.shard
         self._goes_on_with_shards = world.shard > 1 and self._has_shards_of(world)
+
+    def _gather_kinds(self, world: World) -> tuple[str, ...]:
+        # Layers that are compiled add up in another order.
+        own = kind_of(self.precision.device) + (", uncompiled" if self.compiled.refused else "")
+        kinds: list[Any] = [None] * world.size
+        dist.all_gather_object(kinds, own, group=world.groups.control)
+        return tuple(kinds)
 
     def _check_bases(self, world: World) -> None:
         bases = [""] * world.size
@@ -288,6 +299,10 @@ class WorkerState:
     def step(self) -> int:
         """Return the step whose state the model and optimizer hold, 0 if none."""
         return self.held.step or 0
+
+    def forget(self) -> None:
+        """Take note that the state which the model and optimizer hold may be wrong: no other rank must be given it."""
+        self.held.begin_overwriting()
 
     def advance_to(self, step: int) -> None:
         """Take note that the model and optimizer hold the state of `step`."""

@@ -59,6 +59,11 @@ class RunConfig(Section):
     report: bool = True
     """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
 
+    @property
+    def reproducible(self) -> bool:
+        """Return whether a microbatch has the same gradient, to the bit, on each rank with the same hardware."""
+        return self.deterministic or self.exact
+
     @field_validator("steps")
     @classmethod
     def one_length_of_run(cls, steps: int | None, info: ValidationInfo) -> int | None:
@@ -68,11 +73,6 @@ class RunConfig(Section):
         if epochs:
             return None
         return steps or 2000
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Return whether the same operations must give the same bits."""
-        return self.deterministic or self.exact
 
     def num_steps(self, num_train: int, global_size: int, ends: Sequence[End] = ()) -> int:
         """Return the length of the run in steps, given how many samples are trained on and how many are in a step.
@@ -574,6 +574,23 @@ class LoggingConfig(Section):
         return every
 
 
+class AuditConfig(Section):
+    """What a run checks about itself while it trains."""
+
+    recompute: Interval | None = None
+    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, to compare the bits: a
+    worker that computes wrongly is named and replaced, and its node gets no other for a while; null for never. Needs
+    run.deterministic or run.exact, and ddp with its own reducer; workers with GPUs, or processors, of one model are
+    compared"""
+
+    @field_validator("recompute")
+    @classmethod
+    def counted_in_steps(cls, recompute: Every | None) -> Every | None:
+        if recompute is not None and recompute.unit != "steps":
+            raise ValueError('must be in steps, such as "100 steps": all workers have to know which ones')
+        return recompute
+
+
 class ProfileConfig(Section):
     """What torch records of time, memory and collectives; in `profile/` of the run directory, and in `stacks/`."""
 
@@ -698,6 +715,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    audit: AuditConfig = AuditConfig()
     profile: ProfileConfig = ProfileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -784,6 +802,21 @@ class Config(Section):
         if info.field_name == "compile" and section != "none":
             raise ValueError("must be none with run.exact: what is compiled may round otherwise on another machine")
         return section
+
+    @field_validator("audit")
+    @classmethod
+    def what_is_compared_is_reproducible(cls, audit: AuditConfig, info: ValidationInfo) -> AuditConfig:
+        parallel = info.data.get("parallel", DdpConfig())
+        if audit.recompute is None:
+            return audit
+        context = {"key": "audit.recompute"}
+        if not (isinstance(parallel, DdpConfig) and parallel.reducer == "steadfast"):
+            message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
+            raise PydanticCustomError("rule", message, context)
+        if not info.data.get("run", RunConfig()).reproducible:
+            message = "needs run.deterministic=true or run.exact=true: else two workers round in different ways"
+            raise PydanticCustomError("rule", message, context)
+        return audit
 
     @field_validator("compile")
     @classmethod

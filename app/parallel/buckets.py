@@ -1,12 +1,14 @@
 """Gradients in flat buffers that live as long as the model, and travel while the backward still runs."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from app.parallel.digest import digest
 from app.parallel.fixed_point import FixedPoint
 from app.world.communicator import Communicator
 
@@ -104,6 +106,7 @@ class GradientBuckets:
         self._sizes: list[int] = []  # parameters of each bucket
         self._armed = False
         self._last = False  # the backward under way is the last one of the step
+        self._held = False  # what backwards leave stays in the buckets
         self._missing: list[int] = []  # by bucket, the parameters whose gradient is not whole yet
         self._num_filled = 0
         for members in _split(parameters, cap_bytes):
@@ -127,7 +130,7 @@ class GradientBuckets:
 
     def expect(self, last: bool) -> None:
         """Take up each bucket as soon as the backward that follows has filled it, and send it if it is the `last`."""
-        self._armed = last or self._reduction.takes_each
+        self._armed = (last or self._reduction.takes_each) and not self._held
         self._last = last
         self._missing = list(self._sizes)
         self._num_filled = 0
@@ -147,6 +150,19 @@ class GradientBuckets:
         if self._flats:
             torch._foreach_zero_(self._flats)
         self._reduction.begin()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Leave the gradients of the backwards within in the buckets, where `digest` sees them."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def digest(self) -> Tensor:
+        """Return a digest of the bits of all gradients as they are now, () int64."""
+        return digest(self._flats)
 
     def _add_bucket(self, members: list[nn.Parameter]) -> None:
         flat = members[0].new_zeros(sum(param.numel() for param in members))

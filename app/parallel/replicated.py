@@ -28,6 +28,11 @@ class ReplicatedParallelism:
         self._fixed_point = precision.scaling if isinstance(precision.scaling, FixedPoint) else None
         self._buckets: GradientBuckets
 
+    @property
+    def buckets(self) -> GradientBuckets:
+        """Return what holds the gradients of the model that was wrapped last."""
+        return self._buckets
+
     def wrap(self, model: nn.Module) -> nn.Module:
         self._buckets = GradientBuckets.of(model, self._config.bucket_cap_mb, self._fixed_point)
         self._buckets.begin(self._world.groups.communicator)

@@ -1,11 +1,8 @@
 """The device of this process: which one it is, how it computes, and what the GPUs of the other ranks are."""
 
-import contextlib
 import os
-import platform
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -107,30 +104,3 @@ def gather_gpus(device: torch.device, size: int, control: dist.ProcessGroup) -> 
     gpus: list[Any] = [None] * size
     dist.all_gather_object(gpus, own, group=control)
     return tuple(gpus)
-
-
-def processor(device: torch.device) -> str:
-    """Return the model of the processor that a device is, and what of its instructions torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        model = found[1] if found else model
-    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def refuse_mixed_processors(device: torch.device, size: int, control: dist.ProcessGroup) -> None:
-    """Check that all ranks compute on one model of processor. A collective.
-
-    Raises:
-        UsageError: they do not, so the same microbatch has other bits on another rank.
-    """
-    processors = [""] * size
-    dist.all_gather_object(processors, processor(device), group=control)
-    for rank, found in enumerate(processors):
-        if found != processors[0]:
-            raise UsageError(
-                f"run.exact: rank {rank} computes on {found}, rank 0 on {processors[0]}, which round differently. Take "
-                "machines of one model (scaling.label_selector), or run.exact=false"
-            )

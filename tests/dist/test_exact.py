@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import app.components.worker_state
 from app.checkpoint.state import sha256
 from app.tasks import LanguageModeling, Sums
 from tests.dist import mutations
@@ -197,15 +199,13 @@ def test_models_of_which_a_part_follows_from_the_world_are_refused(tmp_path: Pat
         drill(small(tmp_path, EXACT, f'model={{target: "tests.dist.test_exact:{model}"}}'), worlds=[2])
 
 
-def other_processor_on_one_rank() -> None:
-    import app.world.device
-
-    app.world.device.processor = lambda device: f"model {torch.distributed.get_rank() % 2}"
+def other_hardware_on_one_rank() -> None:
+    app.components.worker_state.kind_of = lambda device: f"model {dist.get_rank() % 2}"  # type: ignore[attr-defined]
 
 
-def test_processors_that_round_differently_are_refused(tmp_path: Path) -> None:
+def test_hardware_that_rounds_differently_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MemberFailed, match="rank 1 computes on model 1, rank 0 on model 0"):
-        drill(small(tmp_path, EXACT), worlds=[2], patch=other_processor_on_one_rank)
+        drill(small(tmp_path, EXACT), worlds=[2], patch=other_hardware_on_one_rank)
 
 
 def test_checkpoints_hold_the_unit_only_in_exact_runs(tmp_path: Path) -> None:

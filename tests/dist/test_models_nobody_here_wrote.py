@@ -57,7 +57,8 @@ def resnet50() -> nn.Module:
 
 def vit() -> nn.Module:
     size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-    return models.VisionTransformer(image_size=IMAGE_SIZE, **size, dropout=0.1, num_classes=10)
+    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, dropout=0.1, num_classes=10)
+    return model
 
 
 def some_inputs(kind: str) -> Tensor:
