@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -177,13 +176,18 @@ def take_the_unit_from_the_world() -> None:
     _replace(FixedPoint, "add", broken)
 
 
-def leave_the_number_of_threads() -> None:
-    """To the environment, in which every process has another one."""
+def begin_with_threads(num_threads: int) -> None:
+    """As the environment of a machine may have it."""
+    torch.set_num_threads(num_threads)
+
+
+def leave_the_number_of_threads(num_threads: int) -> None:
+    """To the environment."""
 
     def broken(honest: Any) -> Any:
-        def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None) -> None:
+        def set_numerics(tf32: bool, deterministic: bool, _: int | None) -> None:
             honest(tf32, deterministic)
-            torch.set_num_threads(1 + os.getpid() % 4)
+            torch.set_num_threads(num_threads)
 
         return set_numerics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,11 +151,9 @@ WIDE = (
     ("mutation", "words"),
     [
         (mutations.nothing, ()),
-        (mutations.nothing, WIDE),
         (mutations.add_gradients_as_floats, ()),
         (mutations.add_losses_as_floats, ("precision.kind=fp64",)),  # of fp32 float64 adds up a few without rounding
         (mutations.take_the_unit_from_the_world, ()),
-        (mutations.leave_the_number_of_threads, WIDE),
     ],
 )
 def test_what_is_broken_shows_in_the_bits(tmp_path: Path, mutation: Callable[[], None], words: tuple[str, ...]) -> None:
@@ -163,6 +162,16 @@ def test_what_is_broken_shows_in_the_bits(tmp_path: Path, mutation: Callable[[],
         config = small(tmp_path / str(len(results)), EXACT, "precision.kind=fp32", *words)
         results.append(result_of(drill(config, worlds=[worlds], patch=mutation)))
     assert all(result == results[0] for result in results) == (mutation is mutations.nothing)
+
+
+@pytest.mark.parametrize("patch", [mutations.begin_with_threads, mutations.leave_the_number_of_threads])
+def test_the_number_of_threads_is_not_the_environments(tmp_path: Path, patch: Callable[[int], None]) -> None:
+    results: list[Result] = []
+    for world_size, num_threads in ((1, 1), (2, 1), (1, 4)):
+        config = small(tmp_path / str(len(results)), EXACT, "precision.kind=fp32", *WIDE)
+        results.append(result_of(drill(config, worlds=[world_size], patch=partial(patch, num_threads))))
+    assert results[0] == results[1]
+    assert (results[0] == results[2]) == (patch is mutations.begin_with_threads)
 
 
 class Queue(nn.Module):
