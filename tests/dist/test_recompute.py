@@ -108,6 +108,26 @@ def test_the_others_go_on_without_it(tmp_path: Path, who: str) -> None:
     assert [(event["step"], event["rank"]) for event in corruptions(config)] == [(STEP, rank)]
 
 
+def test_in_an_exact_run_the_others_come_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """Whatever the flip, and though the world is another one from then on; checks change no bit either."""
+    words = ("precision.kind=bf16", "run.exact=true")
+    expected = drill(small(tmp_path / "undisturbed", *words), worlds=[1])
+    for number, (where, who) in enumerate((("gradient", "owner"), ("activation", "second"), ("weight", "owner"))):
+        folder = tmp_path / str(number)
+        rank, fault = flip(small(folder), who, where, size=3)
+        config = small(folder, *words, 'audit.recompute="1 step"', fault)
+        run = drill(config, worlds=[3, [each for each in range(3) if each != rank]])
+        assert [(event["step"], event["rank"]) for event in corruptions(config)] == [(STEP, rank)]
+        check_identical(run, expected)
+
+
+def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp_path: Path) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 3, rank: 0, times: 1}]"
+    config = small(tmp_path, "precision.kind=fp32", "run.exact=true", 'audit.recompute="1 step"', oom)
+    run = drill(config, worlds=[3, 3])
+    assert [reason.partition(",")[0] for reason in run.told("nothing_to_compare", "reason")] == ["memory has run out"]
+
+
 def test_the_first_rank_is_replaced_like_any_other_though_it_leads(tmp_path: Path, undisturbed: Undisturbed) -> None:
     step = next(step for step in range(2, 14) if check_of(small(tmp_path), step, 3).owner == 0)
     _, fault = flip(small(tmp_path), "owner", "weight", size=3, step=step)
