@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -16,7 +16,9 @@ from app.components.totals import Totals
 from app.data import Fetched
 from app.data.batches import Batch
 from app.data.parts import Part, split
+from app.errors import TrainingError
 from app.faults.out_of_memory import smaller
+from app.faults.recompute import Recompute
 from app.parallel import Parallel
 from app.parallel.compiled import CompiledBlocks
 from app.parallel.precision import Precision
@@ -24,6 +26,7 @@ from app.plan import Microbatch, Plan
 from app.tasks import Sums, Task
 from app.world.control import StepResult, agree_on_names
 from app.world.runtime import World
+from app.world.sums import summation
 
 
 @dataclass
@@ -42,33 +45,41 @@ class Stepper:
     counts_vary: bool  # samples are masked, so the true count has to be asked of all ranks
     max_grad_norm: float | None
     seed: int
+    exact: bool  # the result is the same to the bit, whoever runs which microbatches
     compiled: CompiledBlocks
+    recompute: Recompute = field(default_factory=Recompute)
     _metric_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
         self._statistics = RunningStatistics(self.model)
+        self._summation = summation(self.exact)
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step`, sum the gradients of all ranks, and update the weights."""
         if step in self.plan.skip:
-            return StepResult(step, torch.zeros(3, dtype=torch.float64), num_samples=0, samples_digest=0)
+            nothing = torch.zeros(self._summation.width + 2, dtype=torch.float64)
+            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=self._summation)
         began_s = perf_counter()
         waited_s = self.world.progress.spent_s("loader")
         # Each microbatch's loss sum is divided by the count that the step would have if nothing were masked, which
         # keeps gradients in range. nominal = samples of the global batch * units of a sample
         nominal = self.plan.global_size * self.units_per_sample
-        totals = Totals(self.precision.device)
+        totals = Totals(self.precision.device, self._summation)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
         with self._buffers.undone_on_failure():
+            self.recompute.begin(step, lambda fetched: self._run_apart(fetched, nominal))
             self._buffers.begin()
             self._statistics.begin(self.plan.num_microbatches_in(step))
             for left, fetched in zip(num_left, batches, strict=False):
                 self.world.progress.mark("forward", left)
-                loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0)
+                with self.recompute.holding(fetched.microbatch) as held:
+                    loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0 and not held)
+                if held:
+                    self._look_at(loss_sum, count, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
                 num_samples += fetched.num_samples
@@ -82,12 +93,11 @@ class Stepper:
         # and ends the run once its message is read.
         overflowed = bool(global_count > 0) and self.precision.update(self.optimizer, grad_norm)
         self.parallel.clear_gradients(self.optimizer)
-        numbers = [totals.loss_sum, totals.count, grad_norm.double()]
         names = self._metric_names or ()
-        numbers += totals.metrics(names)
+        beside = torch.stack([totals.count, grad_norm.double()])
         return StepResult(
             step,
-            torch.stack(numbers),
+            torch.cat([totals.loss_sum, beside, *totals.metrics(names)]),
             num_samples,
             digest,
             names,
@@ -97,6 +107,7 @@ class Stepper:
             seconds=perf_counter() - began_s,
             data_s=self.world.progress.spent_s("loader") - waited_s,
             losses=tuple(losses),
+            summation=self._summation,
         )
 
     def _run_microbatch(
@@ -122,6 +133,22 @@ class Stepper:
             loss_sum += sums.loss_sum.detach() * part.weight
             count = count + sums.count * part.weight
         return loss_sum, count
+
+    def _run_apart(self, fetched: Fetched, nominal: int) -> tuple[Tensor, Tensor | int]:
+        """Run a microbatch that counts for nothing: all that it leaves is its gradient, added to those that are there.
+
+        Returns the sum of its losses, (), and their count.
+        """
+        # Another stepper has statistics of its own, so that those of this step do not hear of it.
+        apart = replace(self, recompute=Recompute())
+        with self._buffers.undone():
+            return apart._run_microbatch(fetched, nominal, Totals(self.precision.device, self._summation), last=False)
+
+    def _look_at(self, loss_sum: Tensor, count: Tensor | int, last: bool) -> None:
+        """Look at the gradient of a microbatch that was held back for it; then it goes the way of the others."""
+        self.recompute.take(loss_sum, count)
+        with self.parallel.synchronize(self.model, last):
+            pass  # which takes up what is in the buckets
 
     def _num_parts(self, fetched: Fetched) -> int:
         """Return in how many forwards a microbatch is run."""
@@ -159,8 +186,15 @@ class Stepper:
         if self._metric_names is None:
             self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
         self._buffers.send(self.world.groups)
+        if self.exact and self._buffers.changing:
+            raise TrainingError(
+                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, which is then that of "
+                "the leader's microbatches, and so follows from the number of workers. Take run.exact=false"
+            )
         self._statistics.send(self.world.groups.communicator)
         self.world.groups.communicator.wait()
+        self.recompute.compare()
+        self.parallel.store_gradients()
         # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing there is
         # none, and what is divided then goes nowhere.
         correction = nominal / (global_count + (global_count == 0))

@@ -15,6 +15,7 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.faults.guard import Guard
 from app.faults.inject import Faults
+from app.faults.recompute import build_recompute
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
 from app.run.directory import RunDirectory
@@ -45,7 +46,7 @@ def train(
     fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
     plan = worker.plan(world)
     probes = _build_probes(config, runtime, world, directory, plan, worker)
-    stepper = _build_stepper(config, world, plan, worker, parallel, model, probes)
+    stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
     stepper.warm_up(worker.example())
     timer.mark("restored")
@@ -101,8 +102,16 @@ def _build_probes(
 
 
 def _build_stepper(
-    config: Config, world: World, plan: Plan, worker: WorkerState, parallel: Parallel, model: nn.Module, probes: Probes
+    config: Config,
+    runtime: Runtime,
+    world: World,
+    plan: Plan,
+    worker: WorkerState,
+    parallel: Parallel,
+    model: nn.Module,
+    probes: Probes,
 ) -> Stepper:
+    twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
     return Stepper(
         model,
         worker.optimizer,
@@ -116,7 +125,9 @@ def _build_stepper(
         counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        exact=config.run.exact,
         compiled=worker.compiled,
+        recompute=twice,
     )
 
 

@@ -10,6 +10,7 @@ from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import EXITS, SteadfastError, as_exception
+from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.parallel import Parallel, arrange, build_parallel
@@ -35,7 +36,8 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
 def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
     """Return a worker with its data and model; None if these cannot be built, after the runtime was told of it."""
     try:
-        set_numerics(config.precision.tf32, config.run.deterministic)
+        num_threads = config.scaling.cpus_per_worker if config.run.exact else None
+        set_numerics(config.precision.tf32, config.run.reproducible, num_threads)
         record_memory_history(config.profile, runtime.device)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)
@@ -64,6 +66,8 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
                 raise  # a second Ctrl-C, where the process is not ours
             error = as_exception(raised)
+            if isinstance(error, Corrupted) and error.rank == world.rank:
+                worker.forget()
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):
                     runtime.publish(history)
@@ -101,6 +105,8 @@ def rescue(
     # After an error that is not the user's own the state is on storage, with a survivor, or not to be trusted.
     if isinstance(error, BadStep | OutOfMemory | SteadfastError) or is_peer_loss(error):
         return
+    if isinstance(error, Corrupted) and error.witness != world.rank:
+        return  # all ranks raise it, and one writes
     parallel = build_parallel(config.parallel, world, worker.precision)
     state = worker.state(worker.model) if parallel.survivors_hold_all else {}
     if reason := _reason_not_to_save(state, worker.model, parallel, world):

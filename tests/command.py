@@ -129,8 +129,11 @@ class Running:
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
         """Looks at files that other processes write: there is nothing else to await from outside."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output_path.read_text()}"
+        while True:
+            ended = self.process.poll() is not None  # before the look, which so sees all that it has written
+            if condition():
+                return
+            assert not ended, f"ended before {what}:\n{self.output_path.read_text()}"
             assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.output_path.read_text()}"
             time.sleep(0.02)
 
@@ -143,7 +146,7 @@ class Running:
         return event_lines(RunDirectory(LocalStore(self.directory)))
 
     def worker_pids(self, title: str = "RayTrainWorker") -> list[int]:
-        """Return the pids of this command's training processes, oldest first.
+        """Return the pids of this command's training processes, in an order that says nothing of age or role.
 
         On a shared head they are below its raylet, and all of them this command's: one at a time uses it.
         """

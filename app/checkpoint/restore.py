@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch import Tensor
 
 from app.checkpoint.durable import Checkpoints, age_s
 from app.checkpoint.snapshots import Snapshots
@@ -108,6 +109,18 @@ def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Gr
 
 def broadcast(state: State, source: int, groups: Groups) -> None:
     """Overwrite each rank's part of the tensors with that of replica `source`, all of them under way at once."""
+    on_host: list[Tensor] = []
     for tensor in flatten(state).values():
-        groups.across.broadcast(local(tensor), source)
+        part = local(tensor)
+        if groups.reaches(part):
+            groups.across.broadcast(part, source)
+        else:
+            on_host.append(part)
     groups.gate()
+    # One at a time: the device may not have room for all.
+    for part in on_host:
+        staged = part.to(groups.device, copy=True)
+        groups.across.broadcast(staged, source)
+        groups.gate()
+        if groups.across.group.rank() != source:
+            part.copy_(staged)

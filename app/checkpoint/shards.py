@@ -22,6 +22,7 @@ from torch import Tensor
 
 from app.checkpoint.state import Tensors, flatten
 from app.errors import StorageError
+from app.parallel.dtensor import is_sharded, offset_of
 from app.storage import Bytes, Read
 
 # The format's names. safetensors has such a table too, but it is private.
@@ -66,13 +67,9 @@ def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
 
 def _shard(name: str, tensor: Any) -> Shard:
     shape = tuple(tensor.shape)
-    # Not `isinstance`: DTensor's module takes a second to import.
-    if not hasattr(tensor, "to_local"):
+    if not is_sharded(tensor):
         return Shard(name, tensor.detach(), shape, (0,) * len(shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(name, tensor.detach().to_local(), shape, tuple(offset), sharded=True)
+    return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True)
 
 
 class StagingBuffer:

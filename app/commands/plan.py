@@ -56,7 +56,8 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
     totals = bytes_of_worlds(config, example, whole, max_shares)
     for world in worlds:
-        world["memory_bytes"] = totals[world["workers"]]
+        world["memory_bytes"] = totals[world["workers"]].device
+        world["host_memory_bytes"] = totals[world["workers"]].host
     num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
     return {
         "steps": num_steps,
@@ -138,7 +139,10 @@ def _table(found: dict[str, Any]) -> str:
     for world in found["worlds"]:
         shares = world["shares"]
         spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
-        figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {size(world['memory_bytes'])}"
+        memory = size(world["memory_bytes"])
+        if world["host_memory_bytes"]:
+            memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} of its machine"
+        figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
     if found["microbatch_is_measured"]:
         lines += ["", f"with the most samples that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]

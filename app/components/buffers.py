@@ -46,6 +46,11 @@ class Buffers:
         self._versions: dict[str, int] = {}
         self._changing: tuple[str, ...] | None = None  # the same on all ranks
 
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Return those that a forward changes, running statistics apart; () before the first step has seen it."""
+        return self._changing or ()
+
     def begin(self) -> None:
         """Begin a step."""
         self._versions = {name: buffer._version for name, buffer in self._others.items()}
@@ -212,5 +217,16 @@ def refuse_synchronized(model: nn.Module) -> None:
                 "follow from their number. Leave it a BatchNorm: here that has the statistics of a microbatch, and its "
                 "running ones are those of all microbatches of a step, whatever the world. For larger groups raise "
                 "batch.microbatch_size"
+            )
+            raise ConfigError([Problem("", "model", what)])
+
+
+def refuse_running_statistics(model: nn.Module) -> None:
+    """Raise ConfigError for a layer that trains and whose running statistics are a sum with rounding over ranks."""
+    for name, module in model.named_modules():
+        if isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None:
+            what = (
+                f"its layer {name} keeps running statistics, a sum over microbatches whose last bits follow from the "
+                "number of workers, so run.exact cannot hold. Take GroupNorm, or run.exact=false"
             )
             raise ConfigError([Problem("", "model", what)])

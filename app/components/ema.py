@@ -52,6 +52,8 @@ class Ema:
         try:
             yield
         finally:
+            if any(weight.is_pinned() for weight in weights):
+                torch.cuda.synchronize()  # they are kept on the host, and the device may not have read all of them yet
             _copy(own, weights)
             reshard(run.model)  # or what was gathered of the averages would be trained
 

@@ -18,7 +18,7 @@ from app.config import (
 )
 from app.config.target import build_target
 from app.errors import ConfigError, Problem
-from app.parallel.dtensor import unsharded
+from app.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
 from app.parallel.precision import Precision
 
 PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a schedule scales it
@@ -131,6 +131,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, ste
     return rate
 
 
+@torch.no_grad()
 def rescale_gradients(
     model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def rescale_gradients(
     if max_norm is not None:
         # On the device, and never more than 1: an `if` on the norm would make the host wait for it.
         correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
-    precision.rescale(gradients, correction)
+    precision.rescale([local(gradient) for gradient in gradients], correction)
     return norm, norms
 
 
@@ -158,6 +159,6 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
     if not gradients:
         return torch.zeros(1)
-    if hasattr(gradients[0], "full_tensor"):  # the foreach kernels do not know sharded tensors
-        return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    return torch.stack(list(torch._foreach_norm(gradients)))
+    # The foreach kernels do not know sharded tensors.
+    norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
+    return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms

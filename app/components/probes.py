@@ -1,6 +1,7 @@
 """Faults on purpose and timing, put around what a step is given, in one chain and in one place."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -35,6 +36,10 @@ class Probes(Rider):
         # Timing comes last, around all else: what the loader costs is a part of what a microbatch costs.
         return self._balance.batches(self._progress.fetching(batches))
 
+    def recomputing(self, step: int) -> AbstractContextManager[object]:
+        """Return the context in which a microbatch of `step` is computed a second time: it takes no times of it."""
+        return self._faults.recomputing(step)
+
     def enter(self, phase: str) -> None:
         """Enter a phase that all ranks enter alike."""
         self._progress.enter(phase)
@@ -58,7 +63,10 @@ class _ProbedTask:
         self._balance = balance
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        self._faults.before_forward()
+        if self._faults.recomputed_step is not None:
+            self._faults.before_recomputing(model)
+            return self._task.loss(model, batch)
+        self._faults.before_forward(model)
         sums = self._faults.corrupt(self._task.loss(model, batch))
         self._balance.forwarded()
         return sums

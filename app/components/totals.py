@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from app.tasks import Mean, Sums
+from app.world.sums import Summation
 
 
 class Totals:
-    """Loss, count and metrics of the microbatches that one rank has run."""
+    """Loss, count and metrics of the microbatches that one rank has run, each in the parts of a summation."""
 
     # On the device: to read a loss after each microbatch would make the host wait where it should run ahead.
-    def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, summation: type[Summation]) -> None:
+        self._summation = summation
+        self._none = torch.zeros(summation.width, dtype=torch.float64, device=device)
+        self.loss_sum = self._none.clone()  # (width,)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # sum and count of each, () float64
+        self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # sum and count of each, (width,)
 
     @property
     def metric_names(self) -> list[str]:
@@ -23,21 +26,21 @@ class Totals:
 
     def add(self, sums: Sums, weight: int) -> None:
         """Add a microbatch, or nothing for a pad, whose weight is 0."""
-        self.loss_sum += sums.loss_sum.detach() * weight
+        split = self._summation.split
+        self.loss_sum += split(sums.loss_sum.detach()) * weight
         self.count += sums.count * weight
         for name, metric in sums.metrics.items():
             mean = metric if isinstance(metric, Mean) else Mean(metric, sums.count)
-            total, count = self._metrics.get(name, (torch.zeros_like(self.count), torch.zeros_like(self.count)))
-            self._metrics[name] = total + _number(mean.total) * weight, count + _number(mean.count) * weight
+            total, count = self._metrics.get(name, (self._none, self._none))
+            self._metrics[name] = total + self._split(mean.total) * weight, count + self._split(mean.count) * weight
+
+    def _split(self, value: Tensor | float) -> Tensor:
+        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._none.device)
+        return self._summation.split(number.double())
 
     def metrics(self, names: Iterable[str]) -> list[Tensor]:
         """Return sum and count of each of these metrics, one after the other; zeros for one that is not there."""
-        none = torch.zeros_like(self.count)
         numbers: list[Tensor] = []
         for name in names:
-            numbers += self._metrics.get(name, (none, none))
+            numbers += self._metrics.get(name, (self._none, self._none))
         return numbers
-
-
-def _number(value: Tensor | float) -> Tensor | float:
-    return value.detach().double() if isinstance(value, Tensor) else value

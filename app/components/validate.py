@@ -12,6 +12,7 @@ from app.config import Config
 from app.parallel import Parallel
 from app.world.control import agree_on_names, means
 from app.world.runtime import Outcome, World
+from app.world.sums import summation
 
 
 class Validator:
@@ -23,6 +24,7 @@ class Validator:
         self._world = world
         self._plan = worker.validation_plan(world)
         self._config = config.checkpoint
+        self._summation = summation(config.run.exact)
         self._step = -1  # of the last validation
         self._metrics: dict[str, float] = {}
         self.trigger = worker.trigger("validation", config.validation.every)
@@ -65,7 +67,7 @@ class Validator:
         self._world.progress.enter("validation")
         model = self._parallel.unwrap(model)
         precision = self._worker.precision
-        totals = Totals(precision.device)
+        totals = Totals(precision.device, self._summation)
         metrics = SummedMetrics(self._worker.task, precision.device)
         with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
             # The plan is one step whose global batch is the whole validation set.
@@ -76,10 +78,11 @@ class Validator:
                     sums = self._worker.task.loss(model, fetched.batch)
                 totals.add(sums, weight)
         names = agree_on_names(totals.metric_names, self._world.groups.control)
-        numbers = torch.stack([totals.loss_sum, totals.count, *totals.metrics(names)])
+        count = self._summation.split(totals.count)
+        numbers = torch.cat([totals.loss_sum, count, *totals.metrics(names)])
         self._world.groups.communicator.sum(numbers)
         self._world.groups.gate()
-        return means(("loss", *names), numbers.tolist()) | metrics.results(self._world.groups)
+        return means(("loss", *names), numbers.tolist(), self._summation) | metrics.results(self._world.groups)
 
 
 class _AfterValidation:

@@ -7,7 +7,7 @@ import gc
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from app.checkpoint.state import (
     newest_whole,
 )
 from app.checkpoint.writer import Writer
-from app.components.buffers import Buffers, refuse_synchronized
+from app.components.buffers import Buffers, refuse_running_statistics, refuse_synchronized
 from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
 from app.components.optimizer import build_optimizer
@@ -42,13 +42,15 @@ from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations
 from app.parallel.compiled import CompiledBlocks, probe
-from app.parallel.precision import build_precision
+from app.parallel.fixed_point import FixedPoint
+from app.parallel.precision import Precision, build_precision
 from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
 from app.world.control import gather_numbers
 from app.world.device import Gpu, gather_gpus
+from app.world.hardware import kind_of, refuse_mixed
 from app.world.runtime import World
 
 if TYPE_CHECKING:
@@ -64,7 +66,10 @@ class WorkerState:
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
-        self.precision = build_precision(config.precision, device)  # until `join` knows the world
+        self.kinds: tuple[str, ...] = ()  # of all ranks, what must be equal for equal bits; where that matters
+        # How gradients are added up if nothing of it may depend on the world; its unit is a part of the state.
+        self._fixed_point = FixedPoint(config.batch.global_size, device) if config.run.exact else None
+        self.precision = self._build_precision(device)  # until `join` knows the world
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
         self.task = build_task(config.task)
@@ -93,6 +98,9 @@ class WorkerState:
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
         self._warm_up()
+
+    def _build_precision(self, device: torch.device) -> Precision:
+        return build_precision(self._config.precision, device, self.gpus, self._fixed_point)
 
     @property
     def model(self) -> nn.Module:
@@ -140,6 +148,8 @@ class WorkerState:
             self.base = base_sha256(model)
         refuse_synchronized(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
+        if self._config.run.exact:
+            refuse_running_statistics(model)
         if self._values is None:
             self._model = self.precision.convert(model)
         else:
@@ -179,7 +189,8 @@ class WorkerState:
     def join(self, world: World) -> None:
         """Compute as all ranks of a world can, and learn what they have that differs. A collective.
 
-        Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal.
+        Raises UsageError if the ranks' bases differ: no state that they pass on would make them equal; or, in an exact
+        run, the processors that they compute on.
         """
         if self._config.checkpoint.trainable_only:
             self._check_bases(world)
@@ -189,10 +200,21 @@ class WorkerState:
             self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
+        if self._config.audit.recompute is not None or self._config.run.exact:
+            self.kinds = self._gather_kinds(world)
+        if self._config.run.exact:
+            refuse_mixed(self.kinds)
         if self._config.precision.kind == "auto":  # no other follows from who is in the world
-            self.precision = build_precision(self._config.precision, device, self.gpus)
+            self.precision = self._build_precision(device)
         self._part = world.part, world.shard
         self._goes_on_with_shards = world.shard > 1 and self._has_shards_of(world)
+
+    def _gather_kinds(self, world: World) -> tuple[str, ...]:
+        # Layers that are compiled add up in another order.
+        own = kind_of(self.precision.device) + (", uncompiled" if self.compiled.refused else "")
+        kinds: list[Any] = [None] * world.size
+        dist.all_gather_object(kinds, own, group=world.groups.control)
+        return tuple(kinds)
 
     def _check_bases(self, world: World) -> None:
         bases = [""] * world.size
@@ -245,7 +267,7 @@ class WorkerState:
         model = parallel.wrap(self._model)
         if self._values is not None:
             weights = {name: kept["model"][name] for name, _ in model.named_parameters()} if kept else {}
-            allocate(model, self.precision.device, weights)
+            allocate(model, self.precision.device, weights, parallel.offloads)
             self._values.fill(buffers_outside_state(self._model))
         if kept:
             NamedOptimizer(model, self.optimizer).adopt(kept["optimizer"])
@@ -277,6 +299,10 @@ class WorkerState:
     def step(self) -> int:
         """Return the step whose state the model and optimizer hold, 0 if none."""
         return self.held.step or 0
+
+    def forget(self) -> None:
+        """Take note that the state which the model and optimizer hold may be wrong: no other rank must be given it."""
+        self.held.begin_overwriting()
 
     def advance_to(self, step: int) -> None:
         """Take note that the model and optimizer hold the state of `step`."""

@@ -69,6 +69,23 @@ class HangAt(Fault):
     """how long the worker hangs; null for ever"""
 
 
+class FlipAt(Fault):
+    """Flip one bit of what the worker computes with, as a broken machine would, and go on."""
+
+    kind: Literal["flip_at"] = "flip_at"
+    where: Literal["gradient", "activation", "weight"] = "gradient"
+    """in the gradient of a microbatch, in what a layer puts out in its forward, or before that in a weight, which stays
+    wrong"""
+    bit: Annotated[int, Field(ge=0, lt=64)] = 30
+    """0 is the lowest; of fp32 30 is the highest of the exponent, and 31 the sign. Modulo the bits that a number has"""
+    element: NonNegativeInt = 0
+    """chooses the parameter or layer, and the number in it; any integer will do"""
+    microbatch: NonNegativeInt = 0
+    """which of those that the worker runs in the step, from 0"""
+    during: Literal["step", "recompute"] = "step"
+    """recompute strikes where the worker computes a microbatch a second time for audit.recompute, not in its own"""
+
+
 class SlowAt(Section):
     """Lengthen every microbatch of some workers, as slower machines would."""
 
@@ -83,7 +100,9 @@ class SlowAt(Section):
     """milliseconds added to each microbatch"""
 
 
-AnyFault = Annotated[FailAt | OomAt | DrainAt | NanAt | SpikeAt | KillAt | HangAt | SlowAt, Field(discriminator="kind")]
+AnyFault = Annotated[
+    FailAt | OomAt | DrainAt | NanAt | SpikeAt | KillAt | HangAt | FlipAt | SlowAt, Field(discriminator="kind")
+]
 
 
 class FaultsConfig(Section):

@@ -52,8 +52,17 @@ class RunConfig(Section):
     """data order, initial weights and dropout follow from it"""
     deterministic: bool = False
     """compute the same bits each time on the same GPUs, more slowly; an operation that cannot raises an error"""
+    exact: bool = False
+    """the same bits whatever the number of workers, their shares, and what becomes of them: gradients are added as
+    integers, which no order changes; takes 8 bytes a parameter more. For parallel.kind=ddp on one model of processor,
+    with scaling.cpus_per_worker threads each; implies deterministic"""
     report: bool = True
     """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
+
+    @property
+    def reproducible(self) -> bool:
+        """Return whether a microbatch has the same gradient, to the bit, on each rank with the same hardware."""
+        return self.deterministic or self.exact
 
     @field_validator("steps")
     @classmethod
@@ -476,6 +485,9 @@ class FsdpConfig(Section):
     """format in which gradients are summed; auto is fp32 where `precision` computes in 16 bits"""
     prefetch: NonNegativeInt = 0
     """how many of what is gathered at a time to gather ahead; 0 leaves it to torch, which has one under way"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and the optimizer's state in the machine's memory, and update them there: a GPU holds
+    what is gathered, activations and buffers. Slower. Without GPUs nothing changes. Not run on a GPU yet"""
 
 
 class DataParallelConfig(Section):
@@ -560,6 +572,23 @@ class LoggingConfig(Section):
         if every is not None and every.unit not in ("steps", "epochs"):
             raise ValueError("must be in steps or epochs: by the clock two runs would have digests of different steps")
         return every
+
+
+class AuditConfig(Section):
+    """What a run checks about itself while it trains."""
+
+    recompute: Interval | None = None
+    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, to compare the bits: a
+    worker that computes wrongly is named and replaced, and its node gets no other for a while; null for never. Needs
+    run.deterministic or run.exact, and ddp with its own reducer; workers with GPUs, or processors, of one model are
+    compared"""
+
+    @field_validator("recompute")
+    @classmethod
+    def counted_in_steps(cls, recompute: Every | None) -> Every | None:
+        if recompute is not None and recompute.unit != "steps":
+            raise ValueError('must be in steps, such as "100 steps": all workers have to know which ones')
+        return recompute
 
 
 class ProfileConfig(Section):
@@ -686,6 +715,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    audit: AuditConfig = AuditConfig()
     profile: ProfileConfig = ProfileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -759,6 +789,34 @@ class Config(Section):
         if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
+
+    @field_validator("parallel", "precision", "compile")
+    @classmethod
+    def exact_sums_are_those_of_ddp(cls, section: Any, info: ValidationInfo) -> Any:
+        if not info.data.get("run", RunConfig()).exact:
+            return section
+        if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
+            raise ValueError("must be {kind: ddp} with run.exact, whose sums are those of its own gradient buckets")
+        if info.field_name == "precision" and section.kind == "fp16":
+            raise ValueError("must not be of kind fp16 with run.exact: take bf16, fp32 or fp64")
+        if info.field_name == "compile" and section != "none":
+            raise ValueError("must be none with run.exact: what is compiled may round otherwise on another machine")
+        return section
+
+    @field_validator("audit")
+    @classmethod
+    def what_is_compared_is_reproducible(cls, audit: AuditConfig, info: ValidationInfo) -> AuditConfig:
+        parallel = info.data.get("parallel", DdpConfig())
+        if audit.recompute is None:
+            return audit
+        context = {"key": "audit.recompute"}
+        if not (isinstance(parallel, DdpConfig) and parallel.reducer == "steadfast"):
+            message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
+            raise PydanticCustomError("rule", message, context)
+        if not info.data.get("run", RunConfig()).reproducible:
+            message = "needs run.deterministic=true or run.exact=true: else two workers round in different ways"
+            raise PydanticCustomError("rule", message, context)
+        return audit
 
     @field_validator("compile")
     @classmethod

@@ -85,8 +85,12 @@ class Loader:
 
     def example(self, size: int) -> Batch:
         """Return the first `size` training samples as a batch. Raises DataError."""
-        (fetched,) = self._fetch_in_place(self._train, iter([Microbatch(1, 0, 0, size, 1)]))
-        return fetched.batch
+        return self.fetch(Microbatch(1, 0, 0, size, 1)).batch
+
+    def fetch(self, microbatch: Microbatch) -> Fetched:
+        """Fetch one training microbatch in place, beside those that `steps` fetches ahead. Raises DataError."""
+        (fetched,) = self._fetch_in_place(self._train, iter([microbatch]))
+        return fetched
 
     def digest(self, start: int, stop: int) -> int:
         """Return the samples digest of training positions [start, stop) from their order alone, without fetching."""

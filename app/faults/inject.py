@@ -8,12 +8,27 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from app.config.faults import AnyFault, DrainAt, FailAt, Fault, HangAt, KillAt, NanAt, OomAt, Phase, SlowAt, SpikeAt
+from app.config.faults import (
+    AnyFault,
+    DrainAt,
+    FailAt,
+    Fault,
+    FlipAt,
+    HangAt,
+    KillAt,
+    NanAt,
+    OomAt,
+    SlowAt,
+    SpikeAt,
+)
 from app.data import Fetched
+from app.faults.flips import Flips
 from app.run.directory import RunDirectory
 from app.run.events import FaultInjected
 from app.tasks import Sums
@@ -35,20 +50,28 @@ class Faults:
         self._runtime = runtime
         self._slow: list[SlowAt] = []
         self._mine: list[Fault] = []
+        self._to_flip: list[FlipAt] = []  # that have not struck in this attempt
         for fault in wanted:
             if isinstance(fault, SlowAt):
                 if world.rank in fault.ranks:
                     self._slow.append(fault)
-            elif fault.rank == world.rank:
+            elif fault.rank != world.rank:
+                continue
+            elif isinstance(fault, FlipAt):
+                self._to_flip.append(fault)
+            else:
                 self._mine.append(fault)
         self._due: list[Fault] = []  # their step has begun, the phase they strike in has not
         self._step = 0  # no fault is of step 0, which is the warm-up
         self._factor = 1.0
+        self._flips = Flips()
+        self._number = 0  # of the microbatch in the step
+        self.recomputed_step: int | None = None  # of a microbatch that is being computed a second time
 
     @property
     def active(self) -> bool:
         """Return whether any fault is for this rank."""
-        return bool(self._mine or self._slow)
+        return bool(self._mine or self._slow or self._to_flip)
 
     def entering(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         """Yield the batches. The first one of a step arms the step's faults."""
@@ -56,17 +79,42 @@ class Faults:
             if fetched.microbatch.step != self._step:
                 self._step = fetched.microbatch.step
                 self._factor = 1.0
+                self._number = -1
                 # Added to what is due: a fault in a checkpoint waits for the first one from its step on.
                 self._due += [fault for fault in self._mine if fault.step == self._step]
+            self._number += 1
             self.reach("loader")
             yield fetched
 
-    def before_forward(self) -> None:
+    @contextmanager
+    def recomputing(self, step: int) -> Iterator[None]:
+        """Have what is computed within count as a microbatch of `step` that is computed a second time."""
+        self.recomputed_step = step
+        try:
+            yield
+        finally:
+            self.recomputed_step = None
+
+    def before_recomputing(self, model: nn.Module) -> None:
+        """Strike with what is meant for a microbatch that is computed a second time."""
+        self._flip(model, [each for each in self._to_flip if each.during == "recompute"], self.recomputed_step)
+
+    def before_forward(self, model: nn.Module) -> None:
         """Strike with what is due in a microbatch's forward."""
+        own = [each for each in self._to_flip if each.during == "step" and each.microbatch == self._number]
+        self._flip(model, own, self._step)
         for slow in self._slow:
             if slow.step <= self._step < (slow.until or math.inf):
                 time.sleep(slow.ms / 1000)
         self.reach("forward")
+
+    def _flip(self, model: nn.Module, flips: Sequence[FlipAt], step: int | None) -> None:
+        self._flips.forget()
+        for fault in flips:
+            if fault.step == step:
+                self._to_flip.remove(fault)
+                if self._claim(fault):
+                    self._flips.strike(fault, model)
 
     def corrupt(self, sums: Sums) -> Sums:
         """Return what a task has computed, multiplied by what the step's faults say."""
@@ -76,19 +124,22 @@ class Faults:
     def signals(self, signals: Signals) -> Signals:
         """Return what is requested of this rank, with the requests to leave that are due."""
         for fault in list(self._due):
-            if isinstance(fault, DrainAt) and self._claim(fault):
-                signals = replace(signals, leave=True)
+            if isinstance(fault, DrainAt):
+                self._due.remove(fault)
+                if self._claim(fault):
+                    signals = replace(signals, leave=True)
         return signals
 
     def reach(self, phase: str) -> None:
         """Strike with everything that is due in `phase`."""
         for fault in list(self._due):
-            if _phase(fault) == phase and not isinstance(fault, DrainAt) and self._claim(fault):
-                self._strike(fault)
+            if _phase(fault) == phase and not isinstance(fault, DrainAt):
+                self._due.remove(fault)
+                if self._claim(fault):
+                    self._strike(fault)
 
     def _claim(self, fault: Fault) -> bool:
         """Return whether the fault strikes now: once in a step, and `times` in the run."""
-        self._due.remove(fault)
         kind = type(fault).model_fields["kind"].default
         phase = _phase(fault)
         if fault.times is not None:
@@ -100,7 +151,7 @@ class Faults:
                 return False
             self._store.commit(f"faults/{name}{num_struck + 1}", b"")
         self._runtime.publish(
-            FaultInjected(attempt=self._attempt, kind=kind, phase=phase, step=self._step, rank=fault.rank)
+            FaultInjected(attempt=self._attempt, kind=kind, phase=phase, step=fault.step, rank=fault.rank)
         )
         return True
 
@@ -120,5 +171,7 @@ class Faults:
                 self._factor *= factor
 
 
-def _phase(fault: Fault) -> Phase:
+def _phase(fault: Fault) -> str:
+    if isinstance(fault, FlipAt):
+        return f"{fault.where}-{fault.during}"
     return fault.phase if isinstance(fault, HangAt | KillAt) else "forward"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import RunConflict, SteadfastError, TrainingError
+from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.launch.detect import given_s
@@ -118,6 +119,10 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
         return train_here(config, place, started_s, given_s(started_s), console, Interrupts()).exit_code
     except BadStep as error:
         raise TrainingError(str(error)) from error
+    except Corrupted as error:
+        raise TrainingError(
+            f"{error}. The step was not taken: take that machine out, and give the same command again"
+        ) from error
     except Exception as error:
         if not is_peer_loss(error):
             raise

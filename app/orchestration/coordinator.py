@@ -74,7 +74,7 @@ class Coordinator:
         self._ownership = ownership
         self._journal = Journal(directory)
         self._gauges = Gauges(directory.name)
-        counted = ("worker", "hang", "exception", "oom", "communication")
+        counted = ("worker", "hang", "exception", "oom", "communication", "corruption")
         self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
         self._broken_worlds = BrokenWorlds()
         self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> who had it first
@@ -88,6 +88,7 @@ class Coordinator:
         self._doomed = asyncio.Event()
         # All who were dead when a member noticed it are known by then: their heartbeats have been missing for so long.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
+        self._corrupted_nodes: set[str] = set()  # on which a worker has computed wrongly
         self._amendments = directory.amendments()
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that has claimed the run does so no more
@@ -197,6 +198,9 @@ class Coordinator:
         elif report.kind == "communication":
             cause = "communication failed"
             self._charge_communication(member, report)
+        elif report.kind == "corruption":
+            cause = "corruption"
+            self._expel(report.corrupted, report.step)
         elif report.forward_size is not None:
             cause = "out of memory"
             self._shrink(report, report.forward_size)
@@ -228,6 +232,11 @@ class Coordinator:
         if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
             self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
 
+    def _expel(self, name: str, step: int) -> None:
+        # All members report it, and the first one counts.
+        if name in self.members and name not in self._dead:
+            self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
+
     def _charge_communication(self, member: str, report: FailureReport) -> None:
         failure = events.Failure(
             kind=report.kind,
@@ -255,6 +264,10 @@ class Coordinator:
         """Return how many slots are to be open; 0 if the run needs no worker any more."""
         await self._taken_over()
         return 0 if self.over or self._nothing_to_save() else self.membership.wanted
+
+    async def corrupted_nodes(self) -> list[str]:
+        """Return the nodes on which a worker has computed wrongly."""
+        return sorted(self._corrupted_nodes)
 
     async def events(self, first: int, stop: bool) -> list[Event]:
         """Return the kept events of this command from number `first` on, and those since the last call that are not.
@@ -306,6 +319,7 @@ class Coordinator:
                 self._broken_worlds.count(attempt)
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
+                self._note_corrupted(event)
                 self._budgets.spend(kind, self._furthest_step)
                 if event.step is not None:
                     self._seen_failures.setdefault((event.step, event.error), member)
@@ -466,6 +480,11 @@ class Coordinator:
         self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
         self.dismiss(list(self._waiting), Leave.RUN_ENDED)
 
+    def _note_corrupted(self, event: Event) -> None:
+        match event:
+            case events.Failure(kind="corruption", node=str(node)):
+                self._corrupted_nodes.add(node)
+
     def record(self, event: Event) -> asyncio.Future[None]:
         """Draw the consequences of an event, and write it down; the result is there once it is on storage."""
         match event:
@@ -478,6 +497,8 @@ class Coordinator:
             case events.AttemptEnded():
                 self._running = 0
                 self._doomed.set()
+            case events.Failure():
+                self._note_corrupted(event)
             case events.Finished():
                 self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)

@@ -25,8 +25,8 @@ class FailureReport:
 
     # "peer" when another worker seems to be gone, "numeric" for a step to be left out, "smaller" where a forward has
     # run out of memory that may have fewer samples, "ours" for an error with a message of its own, "oom" for memory of
-    # the device or the host elsewhere, "exception" for any other. The coordinator makes "communication" of a "peer" if
-    # it misses nobody.
+    # the device or the host elsewhere, "corruption" where a member has computed wrongly, "exception" for any other. The
+    # coordinator makes "communication" of a "peer" if it misses nobody.
     kind: str
     attempt: int  # 0 for a worker that has been in no world yet
     step: int
@@ -34,6 +34,7 @@ class FailureReport:
     traceback: str
     skip: tuple[int, ...] = ()  # steps to leave out from now on
     forward_size: int | None = None  # samples of the largest forward from now on
+    corrupted: str = ""  # name of the member that has computed wrongly
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class BrokenWorlds:
 
 @dataclass
 class Quarantine:
-    """Name the nodes on which workers keep dying soon after their start, so that they get no more for a while."""
+    """Name the nodes on which workers keep dying young, or compute wrongly, so that they get no more for a while."""
 
     failures: int = 3  # so many early deaths put a node into quarantine
     min_lifetime_s: float = 20.0  # a worker that has lived longer does not speak against its node
@@ -69,10 +69,17 @@ class Quarantine:
         recent = [when_s for when_s in self._deaths_s.get(node, []) if now_s - when_s < self.cooldown_s]
         recent.append(now_s)
         self._deaths_s[node] = recent
-        # While no worker lives elsewhere, the run has nowhere else to go.
-        if len(recent) < self.failures or not elsewhere:
+        return len(recent) >= self.failures and self.avoid(node, now_s, elsewhere)
+
+    def avoid(self, node: str, now_s: float, elsewhere: bool) -> bool:
+        """Put a node into quarantine, unless the run has nowhere else to go. Return whether it is from now on.
+
+        Args:
+            elsewhere: whether a worker lives on another node.
+        """
+        if not elsewhere:
             return False
-        del self._deaths_s[node]
+        self._deaths_s.pop(node, None)
         self._until_s[node] = now_s + self.cooldown_s
         return True
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from app.balance.shares import LABEL
 from app.config import Config
 from app.errors import SteadfastError
+from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
@@ -113,7 +114,8 @@ class RayRuntime:
         kind, over = self._report(step, error)
         if over and kind != "peer":
             raise error
-        if kind not in ("peer", "numeric", "smaller"):
+        is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
+        if is_odd or kind not in ("peer", "numeric", "smaller", "corruption"):
             self.leave_reason = Leave.RELEASED  # a process that an exception has gone through is not trusted any more
 
     def close(self) -> None:
@@ -184,7 +186,10 @@ class RayRuntime:
         size = None
         if isinstance(error, OutOfMemory):
             message, size = error.error, error.forward_size
-        failure = FailureReport(kind, self._attempt, step, message, lines, skip, size)
+        corrupted = ""
+        if isinstance(error, Corrupted) and self._place is not None:
+            message, corrupted = error.cause, self._place.members[error.rank]
+        failure = FailureReport(kind, self._attempt, step, message, lines, skip, size, corrupted)
         return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
 
     def _beat(self) -> Message:
@@ -219,6 +224,8 @@ def _kind(error: BaseException, attempt: int) -> str:
         return "ours"
     if isinstance(error, BadStep):
         return "numeric"
+    if isinstance(error, Corrupted):
+        return "corruption"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "oom"
     return "exception"

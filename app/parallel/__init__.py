@@ -28,6 +28,8 @@ class Parallel(Protocol):
     rebuilds_buckets: ClassVar[bool]
     # Cancels whatever mean the strategy takes over ranks: gradients are sums here.
     loss_scale: float
+    # Parameters, gradients and the optimizer's state are in the host's memory, and on the device while they are used.
+    offloads: bool
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to train, over the default process group."""
@@ -35,6 +37,10 @@ class Parallel(Protocol):
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Return the context of a microbatch's forward and backward; gradients travel on the last one only."""
+        ...
+
+    def store_gradients(self) -> None:
+        """Make what ranks have summed the gradients of the parameters, once it has arrived."""
         ...
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
@@ -100,4 +106,4 @@ def build_parallel(config: ParallelConfig, world: World, precision: Precision) -
         return DataParallelism(world, precision)
     if config.reducer == "torch":
         return TorchDistributedDataParallelism(config, world, precision)
-    return ReplicatedParallelism(config, world)
+    return ReplicatedParallelism(config, world, precision)

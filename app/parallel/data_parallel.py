@@ -20,7 +20,7 @@ class DataParallelism(ReplicatedParallelism):
         """Train in the only worker of a world. Raises UsageError if there are others."""
         if world.size > 1:
             raise UsageError(f"parallel.kind=data_parallel is one process, and there are {world.size}: use ddp")
-        super().__init__(DdpConfig(), world)
+        super().__init__(DdpConfig(), world, precision)
         self._device = precision.device
 
     def wrap(self, model: nn.Module) -> nn.Module:

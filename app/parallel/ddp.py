@@ -31,6 +31,7 @@ class TorchDistributedDataParallelism:
 
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = True
+    offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
@@ -69,6 +70,9 @@ class TorchDistributedDataParallelism:
                 "a step did not use all parameters of the model, which parallel.reducer=torch cannot do with; "
                 "parallel.reducer=steadfast, the default, can"
             ) from error
+
+    def store_gradients(self) -> None:
+        return
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from app.errors import NotDeferrable
-from app.parallel.dtensor import on_mesh_of, sharded_like
+from app.parallel.dtensor import is_sharded, on_mesh_of, sharded_like
 
 _aten = torch.ops.aten
 # Allocate alone: what they return is allocated when it is first written.
@@ -317,12 +317,17 @@ def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
     return model, InitialValues(tape, places)
 
 
-def allocate(model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] | None = None) -> None:
+def allocate(
+    model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] | None = None, offloads: bool = False
+) -> None:
     """Give a model on the meta device memory, of which this rank may hold its shards alone. What is in it is random.
 
     Args:
+        device: that memory's.
         kept: what parameters had before, by name: they go on with it.
+        offloads: whether shards are kept in the host's memory instead.
     """
+    home = torch.device("cpu") if offloads else device
     named = dict(model.named_parameters())
     given: dict[Tensor, Tensor] = {named[name]: tensor for name, tensor in (kept or {}).items()}
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
@@ -333,7 +338,9 @@ def allocate(model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] 
                     holders.setdefault(tensor, []).append((held, name))
 
     def memory_of(tensor: Tensor) -> Tensor:
-        return on_mesh_of(given[tensor], tensor) if tensor in given else torch.empty_like(tensor, device=device)
+        if tensor in given:
+            return on_mesh_of(given[tensor], tensor)
+        return torch.empty_like(tensor, device=home if is_sharded(tensor) else device)
 
     model._apply(memory_of)  # as `to_empty` does
     # Which makes two of one that has two names.

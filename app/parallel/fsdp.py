@@ -11,7 +11,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.optim import Optimizer
 
 from app.config import FsdpConfig
@@ -33,15 +39,17 @@ class FullyShardedDataParallelism:
         self._config = config
         self._world = world
         self._precision = precision
+        self.offloads = config.cpu_offload
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
         policy = self._formats()
+        offload = self._offload()
         # None keeps what only the root has until its backward, which comes at once.
         reshard = None if self._config.reshard_after_forward else False
         # The inner ones first: what is left over, the embeddings and the head, becomes the root's own group.
         for unit in [*self._units(model), model]:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # in the forward's order
         for module in sharded:
             # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
@@ -76,6 +84,12 @@ class FullyShardedDataParallelism:
         reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
+    def _offload(self) -> OffloadPolicy:
+        if not self.offloads:
+            return OffloadPolicy()
+        # From pinned memory the device reads by itself. There is none where there is no such device.
+        return CPUOffloadPolicy(pin_memory=self._precision.device.type == "cuda")
+
     def _prefetch(self, units: Sequence[FSDPModule]) -> None:
         num = self._config.prefetch
         if num == 0:
@@ -90,6 +104,9 @@ class FullyShardedDataParallelism:
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
         model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
         return nullcontext()
+
+    def store_gradients(self) -> None:
+        return
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -4,12 +4,43 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from app.config import LossScaleConfig, PrecisionConfig
+from app.parallel.fixed_point import FixedPoint
 from app.world.device import Gpu
+
+
+class Scaling(Protocol):
+    """Something that adapts to gradients so that they fit into their format: the same on all ranks, and saved."""
+
+    @property
+    def scale(self) -> Tensor | float:
+        """Return what losses are multiplied by."""
+        ...
+
+    def overflowed(self, grad_norm: Tensor) -> bool:
+        """Return whether gradients of the step did not fit, and may fit into what comes of it. Behind the gate."""
+        ...
+
+    def after_overflow(self) -> None:
+        """Adapt to an overflow."""
+        ...
+
+    def after_update(self) -> None:
+        """Adapt to an update without one."""
+        ...
+
+    def begin_anew(self) -> None:
+        """Forget what the run has taught."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return live references to what a checkpoint must hold."""
+        ...
 
 
 class LossScale:
@@ -33,12 +64,12 @@ class LossScale:
         """Return whether a smaller scale may help: gradients are not finite, and it is not down to 1 yet."""
         return not bool(grad_norm.isfinite()) and float(self.scale) > 1.0
 
-    def shrink(self) -> None:
+    def after_overflow(self) -> None:
         """Adapt the scale to an overflow."""
         self.scale.div_(self._config.factor).clamp_(min=1.0)
         self._num_updates.zero_()
 
-    def grow(self) -> None:
+    def after_update(self) -> None:
         """Adapt the scale to an update without one."""
         self._num_updates.add_(1)
         if int(self._num_updates) < self._config.window:
@@ -59,7 +90,7 @@ class Precision:
     device: torch.device  # where parameters live
     param_dtype: torch.dtype = torch.float32  # of parameters, gradients and optimizer state
     autocast_dtype: torch.dtype | None = None  # of matrix products, None for `param_dtype` itself
-    scaling: LossScale | None = None
+    scaling: Scaling | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -111,8 +142,9 @@ class Precision:
     def rescale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` in place."""
         if isinstance(factor, Tensor):
-            # Not a number: reading it from the device would make the host wait in every step.
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            # Not a number: reading it from the device would make the host wait in every step, as it has to where it
+            # keeps the gradients itself.
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
         elif factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
@@ -127,10 +159,10 @@ class Precision:
             return False
         overflowed = self.scaling.overflowed(grad_norm)
         if overflowed:
-            self.scaling.shrink()
+            self.scaling.after_overflow()
         else:
             optimizer.step()
-            self.scaling.grow()
+            self.scaling.after_update()
         return overflowed
 
     def begin_anew(self) -> None:
@@ -139,7 +171,7 @@ class Precision:
             self.scaling.begin_anew()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return live references to what a checkpoint must hold of this: nothing, for formats without a loss scale."""
+        """Return live references to what a checkpoint must hold of this: nothing, where nothing adapts to gradients."""
         return {} if self.scaling is None else self.scaling.state_dict()
 
 
@@ -149,17 +181,22 @@ def _is_frozen(module: nn.Module) -> bool:
     return bool(trains) and not any(trains)
 
 
-def build_precision(config: PrecisionConfig, device: torch.device, gpus: Sequence[Gpu] = ()) -> Precision:
+def build_precision(
+    config: PrecisionConfig, device: torch.device, gpus: Sequence[Gpu] = (), fixed_point: FixedPoint | None = None
+) -> Precision:
     """Return the format that the configuration names; "auto" is bf16 where all `gpus` of the world have it, else fp32.
 
     What it is for a model's parameters does not depend on the world.
+
+    Args:
+        fixed_point: how gradients are added up in an exact run.
     """
     kind = config.kind
     if kind == "fp64":
-        return Precision(device, torch.float64)
+        return Precision(device, torch.float64, scaling=fixed_point)
     # Not on a CPU unless it is asked for: most of them emulate bf16.
     if kind == "bf16" or (kind == "auto" and gpus and all(gpu.has_bf16 for gpu in gpus)):
-        return Precision(device, autocast_dtype=torch.bfloat16)
+        return Precision(device, autocast_dtype=torch.bfloat16, scaling=fixed_point)
     if kind == "fp16":
         return Precision(device, autocast_dtype=torch.float16, scaling=LossScale(config.loss_scale, device))
-    return Precision(device)
+    return Precision(device, scaling=fixed_point)

@@ -1,7 +1,7 @@
 """Data parallel with gradient buckets of our own: every worker holds the whole model."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import nn
@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from app.config import DdpConfig
 from app.parallel.buckets import GradientBuckets
+from app.parallel.fixed_point import FixedPoint
+from app.parallel.precision import Precision
 from app.world.runtime import World
 
 
@@ -18,25 +20,32 @@ class ReplicatedParallelism:
     survivors_hold_all: ClassVar[bool] = True
     rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
+    offloads = False
 
-    def __init__(self, config: DdpConfig, world: World) -> None:
+    def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
         self._world = world
+        self._fixed_point = precision.scaling if isinstance(precision.scaling, FixedPoint) else None
         self._buckets: GradientBuckets
 
+    @property
+    def buckets(self) -> GradientBuckets:
+        """Return what holds the gradients of the model that was wrapped last."""
+        return self._buckets
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        self._buckets = GradientBuckets.of(model, self._config.bucket_cap_mb)
+        self._buckets = GradientBuckets.of(model, self._config.bucket_cap_mb, self._fixed_point)
         self._buckets.begin(self._world.groups.communicator)
         return model
 
-    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        return self._sending() if last else nullcontext()
-
     @contextmanager
-    def _sending(self) -> Iterator[None]:
-        self._buckets.arm()
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
+        self._buckets.expect(last)
         yield
         self._buckets.finish()
+
+    def store_gradients(self) -> None:
+        self._buckets.store()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         # Not by the optimizer: it would take the parameters' views of the buckets away.

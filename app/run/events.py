@@ -248,8 +248,8 @@ class VariablesKept(Event):
 class AttemptEnded(Event):
     """The set of workers changes, or the run ends."""
 
-    # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "exception" or what
-    # was wrong with a step
+    # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "corruption",
+    # "exception" or what was wrong with a step
     cause: str
     step: int | None = None  # the last one that was done
     # Since the last step, where the attempt ended by itself:
@@ -440,7 +440,7 @@ class Failure(Event):
 
     error: str
     # "worker", "hang", "preemption", "exception", "oom", "communication" where workers that live cannot reach each
-    # other, or "ours" for an error that has a remedy of its own
+    # other, "corruption" of one that computes wrongly, or "ours" for an error that has a remedy of its own
     kind: str | None = None
     member: str | None = None  # name of the worker
     node: str | None = None  # Ray's id of the machine
@@ -481,7 +481,7 @@ class ProcessRestarted(Event):
 
 
 class NodeQuarantined(Event):
-    """Workers keep dying young on a node, so it gets no more of them for a while."""
+    """Workers keep dying young on a node, or one has computed wrongly, so it gets no more of them for a while."""
 
     node: str
 
@@ -627,6 +627,31 @@ class Rollback(Event):
     microbatches: tuple[int, ...] | None = None  # of the bad step, by index, whose own loss is not finite
     samples: tuple[int, ...] | None = None  # ids of their samples
     not_finite: tuple[int, ...] | None = None  # those of them that hold a NaN or an infinity when they are read again
+
+
+class Corruption(Event):
+    """Ranks have come to different gradients of one microbatch. The step is not committed, and is done again."""
+
+    wording = "wrong result found in {cause}"
+
+    step: int
+    microbatch: int  # by index
+    rank: int | None = None  # the one that computes wrongly; None where that cannot be told
+    node: str | None = None  # its host, as the host calls itself
+    device: str | None = None  # its GPU's name, else its processor's
+    gpu_uuid: str | None = None  # as nvidia-smi names the GPU
+    gpu_serial: str | None = None  # of the GPU's board
+    # By rank, as hexadecimal numbers; two of each where only two ranks can be compared, and both computed it again.
+    digests: Mapping[str, tuple[str, ...]]
+    cause: str
+
+
+class NothingToCompare(Event):
+    """`audit.recompute` has nobody to compare with. Told once a run for each reason."""
+
+    wording = "audit.recompute compares nothing: {reason}"
+
+    reason: str
 
 
 class Spike(Event):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,14 @@ class Memory:
         optimizer: its state.
         activations: the rest of the peak: what forward and backward need for a moment, and under sharding what is
             gathered, and gradients before they are summed.
+        on_host: how much of all this is in the machine's memory rather than on a GPU.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -56,7 +59,18 @@ def memory_of_whole(config: Config, example: Batch) -> Memory:
     return _simulate(config, DdpConfig(), example, 1, accumulates=False)
 
 
-def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, int]:
+class Needed(NamedTuple):
+    """Bytes of one worker, by where they are."""
+
+    device: int
+    host: int  # beside a GPU
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        return cls(memory.total - memory.on_host, memory.on_host)
+
+
+def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, Needed]:
     """Estimate the bytes of a worker, by the size of its world.
 
     Args:
@@ -64,30 +78,31 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
         max_shares: for each size, the most microbatches that one of the workers runs in a step.
     """
     if not isinstance(config.parallel, FsdpConfig):
-        return dict.fromkeys(max_shares, whole.total)
+        return dict.fromkeys(max_shares, Needed.of(whole))
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for size, max_share in sorted(max_shares.items()):
         # Several microbatches add up whole gradients, and one alone needs none. A world of one gathers nothing.
         kinds.setdefault((size > 1, max_share > 1), []).append(size)
-    found: dict[int, int] = {}
+    found: dict[int, Needed] = {}
     for (_, accumulates), sizes in kinds.items():
         sharing = {size: ranks_of_replica(config.parallel, size) for size in sizes}
-        ends: dict[int, int] = {}
+        ends: dict[int, Needed] = {}
         for ranks in {sharing[sizes[0]], sharing[sizes[-1]]}:
-            ends[ranks] = _simulate(config, config.parallel, example, ranks, accumulates).total
+            ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
         for size, ranks in sharing.items():
             found[size] = _between(ends, ranks)
     return found
 
 
-def _between(ends: Mapping[int, int], size: int) -> int:
+def _between(ends: Mapping[int, Needed], size: int) -> Needed:
     """Return the bytes of a replica between two others: on a line over 1 / size, of which they are the ends."""
     # At most a little too much: the peak is the largest of many sums of a constant and a share of the model.
     if size in ends:
         return ends[size]
     first, last = sorted(ends)
     weight = (1 / size - 1 / last) / (1 / first - 1 / last)
-    return round(ends[last] + weight * (ends[first] - ends[last]))
+    on_line = [round(end + weight * (begin - end)) for begin, end in zip(ends[first], ends[last], strict=True)]
+    return Needed(*on_line)
 
 
 def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_size: int, accumulates: bool) -> Memory:
@@ -123,7 +138,11 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
         parameters = _num_bytes([*model.parameters(), *model.buffers()])
         gradients = _num_bytes(trained)
         held = _num_bytes(each for each in state if isinstance(each, Tensor))
-    return Memory(parameters, gradients, held, allocations.peak_bytes - parameters - gradients - held)
+        on_host = gradients + held + _num_bytes(model.parameters()) if parallel.offloads else 0
+    rest = allocations.peak_bytes - parameters - gradients - held
+    # Which an exact run adds gradients up in. The simulation knows no numbers, and so does without.
+    integers = 8 * sum(param.numel() for param in trained) if config.run.exact else 0
+    return Memory(parameters, gradients + integers, held, rest, on_host)
 
 
 def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

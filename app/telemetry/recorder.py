@@ -18,6 +18,7 @@ from app.checkpoint.state import Tensors, sha256, weights_digest
 from app.components.schedule import warmup_in_force
 from app.components.worker_state import WorkerState
 from app.config import Config, DataParallelConfig
+from app.faults.recompute import adds_parts_by_themselves
 from app.parallel import strategy_of
 from app.parallel.dtensor import unsharded
 from app.plan import Plan
@@ -92,6 +93,7 @@ class Recorder:
         if snapshots.refused is not None:
             self._publish(snapshots.refused)
         self._tell_of_numerics()
+        self._tell_of_nothing_to_compare()
         # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         self._worker.close_later(lambda: self._trackers.leave())
@@ -114,11 +116,27 @@ class Recorder:
         lacking = [rank for rank, gpu in enumerate(gpus) if not gpu.has_bf16]
         if self._config.precision.kind == "auto" and 0 < len(lacking) < len(gpus):
             self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
-        if self._config.run.deterministic and (kept := variables_kept()):
+        if self._config.run.reproducible and (kept := variables_kept()):
             self._publish(events.VariablesKept(variables=kept))
         if uncompiled := self._worker.uncompiled:
             reason = next(iter(uncompiled.values()))
             self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
+
+    def _tell_of_nothing_to_compare(self) -> None:
+        kinds = self._worker.kinds
+        if self._config.audit.recompute is None:
+            return
+        if adds_parts_by_themselves(self._config, self._world):
+            reason = "memory has run out, and run.exact adds up the gradients of parts of microbatches"
+        elif len(kinds) == 1:
+            reason = "the run has one worker"
+        elif len(set(kinds)) == len(kinds):
+            reason = f"no two workers are alike: {'; '.join(kinds)}"
+        else:
+            return
+        # Once in a run, however many of its attempts are like that.
+        if all(told.reason != reason for told in self._directory.events(events.NothingToCompare)):
+            self._publish(events.NothingToCompare(reason=reason))
 
     def _tell_of_the_model(self) -> None:
         if isinstance(self._config.parallel, DataParallelConfig):
@@ -261,7 +279,7 @@ class Recorder:
             norms = unsharded(result.grad_norms)
             self._world.groups.gate()
             # They were taken before the sums were divided by the true count; the norm of the whole was so after.
-            norms = norms * (result.numbers[2] / torch.linalg.vector_norm(norms))
+            norms = norms * (result.grad_norm / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
     def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:

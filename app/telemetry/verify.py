@@ -257,7 +257,7 @@ def _shared(line: Line) -> Both:
 
 
 def _ran(line: Line | None) -> Ran | None:
-    return None if line is None else Ran(line["attempt"], line.get("world_size"), line.get("shares"), None)
+    return Ran(line["attempt"], line.get("world_size"), line.get("shares"), None) if line else None
 
 
 def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:

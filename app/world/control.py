@@ -20,19 +20,21 @@ from torch import Tensor
 from app.plan import Microbatch
 from app.run.ledger import NotFinite, StepStats
 from app.world.runtime import FINISH, LEAVE, STOP
+from app.world.sums import Plain, Summation
 
 _HALF = 1 << 32
 _POST_EVERY_S = 0.05  # how old a step may become before it is posted; one message costs about 0.5 ms of CPU
 _WARM_UP = 32  # steps of an attempt, each with a message of its own, before their time is trusted
-_ROW = 6  # numbers of a step in a message, before those of its metrics
+_BESIDE = 5  # numbers of a step in a message, beside the parts of its loss and of its metrics
 
 
 class StepResult(NamedTuple):
     """What one rank did in a step.
 
     Attributes:
-        numbers: (3 + 2 * metrics,) float64: loss sum and count of this rank, norm of the whole mean gradient, then sum
-            and count of each metric on this rank. They stay on the device until somebody needs them.
+        numbers: (width + 2 + 2 * width * metrics,) float64: the `width` parts of this rank's loss sum, its count, the
+            norm of the whole mean gradient, then the parts of sum and count of each metric on this rank. They stay on
+            the device until somebody needs them.
         grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
         losses: each microbatch of this rank, pads excluded, with its () loss sum and its count, which stay on the
             device as well.
@@ -49,6 +51,12 @@ class StepResult(NamedTuple):
     seconds: float = 0.0  # of the host, which waits for the device at every gate
     data_s: float = 0.0  # of these, the wait for batches
     losses: tuple[tuple[Microbatch, Tensor, Tensor | int], ...] = ()
+    summation: type[Summation] = Plain  # whose parts `numbers` has
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Return the norm of the whole mean gradient, ()."""
+        return self.numbers[self.summation.width + 1]
 
 
 class _HostCopy:
@@ -56,6 +64,7 @@ class _HostCopy:
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
+        self._width = result.summation.width
         self._host = result.numbers
         self._arrived: torch.cuda.Event | None = None
         if result.numbers.is_cuda:
@@ -66,22 +75,26 @@ class _HostCopy:
             self._arrived.record()
 
     def __len__(self) -> int:
-        return _ROW + 2 * len(self.result.metric_names)
+        return _BESIDE + self._width * (1 + 2 * len(self.result.metric_names))
 
     def row(self) -> list[float]:
         """Return the numbers that are added up over ranks, `len(self)` of them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss_sum, count, self.grad_norm, *metrics = self._host.tolist()
-        not_finite = not (math.isfinite(loss_sum) and (math.isfinite(self.grad_norm) or self.result.overflowed))
+        host: list[float] = self._host.tolist()
+        loss = host[: self._width]
+        count, self.grad_norm = host[self._width : self._width + 2]
+        metrics = host[self._width + 2 :]
+        not_finite = not (math.isfinite(sum(loss)) and (math.isfinite(self.grad_norm) or self.result.overflowed))
         # Float64 is exact to 2^53, so the halves of a digest may be added up over 2^21 ranks.
         high, low = divmod(self.result.samples_digest, _HALF)
-        return [loss_sum, count, high, low, self.result.num_samples, not_finite, *metrics]
+        return [*loss, count, high, low, self.result.num_samples, not_finite, *metrics]
 
     def stats(self, row: Sequence[float]) -> StepStats:
         """Return what all ranks know of the step, from the sum of their rows."""
-        loss_sum, count = row[:2]
-        high, low, num_samples, not_finite = (int(number) for number in row[2:_ROW])
+        loss_sum = self.result.summation.join(row[: self._width])
+        count, *others = row[self._width : self._width + _BESIDE]
+        high, low, num_samples, not_finite = map(int, others)
         # Where everything in a step is masked there is no mean, and what the task made of nothing is no fault.
         divisor = count or math.nan
         finite = not not_finite or count == 0
@@ -94,7 +107,7 @@ class _HostCopy:
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
             overflowed=self.result.overflowed,
-            metrics=means(self.result.metric_names, row[_ROW:]),
+            metrics=means(self.result.metric_names, row[self._width + _BESIDE :], self.result.summation),
             suspects=() if finite else self._suspects(),
         )
 
@@ -229,8 +242,10 @@ class ControlChannel:
         return finished
 
 
-def means(names: Sequence[str], numbers: Sequence[float]) -> dict[str, float]:
-    """Return each metric's mean, given sum and count of one after the other; nan for the mean of nothing."""
+def means(names: Sequence[str], parts: Sequence[float], summation: type[Summation]) -> dict[str, float]:
+    """Return each metric's mean, given the parts of sum and count of one after the other; nan for that of nothing."""
+    width = summation.width
+    numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
     found = {}
     for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
         found[name] = total / count if count else math.nan

@@ -70,13 +70,16 @@ def cores_of_a_worker() -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 
-def set_numerics(tf32: bool, deterministic: bool) -> None:
+def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None = None) -> None:
     """Set how this process computes, before its first product and its first collective.
 
     Args:
         tf32: round the factors of fp32 products to 10 bits, on tensor cores.
         deterministic: give the same bits each time. A variable of `DETERMINISTIC` that the user has set stays his.
+        num_threads: of a CPU, among which sums are divided; None leaves it to the environment.
     """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     # By the older names, which torch keeps in step with the newer `fp32_precision`. After setting those, both
     # `torch.get_float32_matmul_precision` and `torch.backends.cudnn.flags` raise, and a user's code may call them.
     torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
 
 from app.world.communicator import Communicator, GlooCommunicator, NcclCommunicator, arrived
@@ -68,6 +69,7 @@ class Groups:
     sockets: dict[int, int]  # descriptor -> inode of what gloo has opened
     aborted: threading.Event  # set before a communicator is aborted
     timeouts: Timeouts = field(default_factory=Timeouts)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # whose memory the communicator reaches
     axes: list[Communicator] = field(default_factory=list)  # of parts of the world, see `split`
     sides: list[dist.ProcessGroup] = field(default_factory=list)
     under_way: list[dist.Work] = field(default_factory=list)  # that nobody waits for when the attempt ends
@@ -100,7 +102,7 @@ class Groups:
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
-        return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts)
+        return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
 
     def gate(self) -> None:
         """Wait until everything that a peer had a hand in has arrived: what collectives left is true from here on.
@@ -140,6 +142,10 @@ class Groups:
         mine = [communicator for communicator in formed if communicator is not None]
         self.axes.extend(mine)
         return mine[0], mine[1]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Return whether the communicator can carry a tensor from where it is."""
+        return tensor.device.type == self.device.type
 
     @property
     def across(self) -> Communicator:

@@ -29,6 +29,7 @@ from app.checkpoint.writer import Writer
 from app.components.optimizer import build_optimizer
 from app.config import Config, DdpConfig, GptConfig
 from app.models.gpt import Gpt
+from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.run import events
 from app.run.directory import RunDirectory
@@ -83,7 +84,7 @@ class Ours:
         self._training, self._step = training, 0
         self._writer = Writer()
         world = World(0, 1, 1, cast(Groups, None))
-        parallel = ReplicatedParallelism(DdpConfig(), world)
+        parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
         self._checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(folder)), world, "", parallel, self._writer)
 
     def save(self) -> float:

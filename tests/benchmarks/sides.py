@@ -21,7 +21,7 @@ def take_sides(
     """Return the seconds of each turn by side: "with", "without" and "control".
 
     Args:
-        on: sections of the configuration of the first side, those of both others are `off`.
+        on: what is added to the configuration of the first side; to both others `off` is.
     """
     num_blocks = num_pairs + 1
     commands = {}
@@ -48,17 +48,18 @@ def take_sides(
                 },
             },
         }
-        sections |= on if side == "with" else off
+        for key, section in (on if side == "with" else off).items():
+            sections[key] = {**sections.get(key, {}), **section} if isinstance(section, Mapping) else section
         commands[side] = app_under_torchrun(write_config(folder / f"{side}.yaml", **sections))
     return take_turns(commands, num_blocks, folder)
 
 
-def cells(seconds: Mapping[str, list[float]], steps_per_block: int) -> list[str]:
-    """Return what stands below `COLUMNS`."""
+def cells(seconds: Mapping[str, list[float]], steps_per_block: int, limit: float = LIMIT) -> list[str]:
+    """Return what stands below `COLUMNS`; `limit` is of the time without it."""
     ratio = paired_ratio(seconds["with"], seconds["without"])
     return [
         *[f"{1e3 * median(seconds[side]) / steps_per_block:.1f}" for side in ("with", "without")],
         str(ratio),
         str(paired_ratio(seconds["without"], seconds["control"])),
-        verdict(ratio, LIMIT),
+        verdict(ratio, limit),
     ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.command import Running
@@ -15,8 +14,11 @@ from tests.command import Running
 MOMENT_S = 0.3  # before the kill: what a tracker that was killed had not written yet
 
 
-def kill_leader(running: Running) -> None:
-    os.kill(running.worker_pids("main.py")[0], signal.SIGKILL)
+def kill_rank(running: Running, rank: int) -> None:
+    """Kill one of the processes that torchrun has started."""
+    started = psutil.Process(running.process.pid).children()
+    (process,) = [each for each in started if each.environ().get("RANK") == str(rank)]
+    process.kill()
 
 
 def check_curve(directory: Path, drawn: Mapping[int, float], num_steps: int, figure: str = "loss") -> None:

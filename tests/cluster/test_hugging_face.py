@@ -29,7 +29,8 @@ def python(*words: object) -> str:
 def train_and_kill(run: Command, *words: str) -> list[dict[str, Any]]:
     """The events of a run that loses a worker in a third of its steps."""
     running = run.start(*WORDS, *words, small=False)
-    running.wait_for_step(STEPS // 3, timeout_s=150)
+    running.wait_for_event("attempt_started", world_size=2, timeout_s=150)  # one that still starts is not missed
+    running.wait_for_step(STEPS // 3)
     os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
     running.wait_for_event("failure", kind="worker")
     finished = running.wait(180)

@@ -10,7 +10,8 @@ from tests.command import Command, Commands
 
 # A microbatch is of eight samples.
 WORDS = ["run.steps=150", "model.dropout=0", "precision.kind=fp64", "checkpoint.every=20 steps"]
-OOM = "faults.inject=[{kind: oom_at, step: 50, rank: 1, times: 2}]"
+OOM = "{kind: oom_at, step: 50, rank: 1, times: 2}"
+SLOW = "{kind: slow_at, ranks: [0, 1], ms: 10}"  # or the steps that are left may be over before a look at who does them
 
 
 def check_equal(run: Command, undisturbed: Command) -> None:
@@ -25,7 +26,7 @@ def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command
     undisturbed = command("undisturbed", launcher=STANDALONE)
     assert undisturbed.run(*WORDS).code == 0
     run = on_head("run")
-    running = run.start(*WORDS, OOM, "scaling.num_workers=2")
+    running = run.start(*WORDS, f"faults.inject=[{OOM}, {SLOW}]", "scaling.num_workers=2")
     running.wait_for_event("attempt_started", attempt=1, world_size=2, timeout_s=150)
     pids = running.worker_pids("SlotWorker")
     running.wait_for_event("attempt_started", attempt=3, world_size=2)
@@ -46,7 +47,7 @@ def test_torchrun_starts_the_ranks_again(command: Commands) -> None:
     undisturbed = command("undisturbed", launcher=STANDALONE)
     assert undisturbed.run(*WORDS).code == 0
     run = command("run", launcher=[*STANDALONE, "--max-restarts", "2"])
-    finished = run.run(*WORDS, OOM)
+    finished = run.run(*WORDS, f"faults.inject=[{OOM}]")
     assert finished.code == 0, finished.output
     assert summary_of(run.directory)["attempts"] == 3
     check_ledger(run.directory, 150)

@@ -15,13 +15,14 @@ pytestmark = pytest.mark.ray
 
 STEPS = 500
 OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=50 steps"]
+SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 20}]"  # so that another command finds it running
 
 
 @pytest.mark.timeout(300)
 def test_the_same_command_again(on_head: Commands) -> None:
     run = on_head("run")
 
-    running = run.start(*OVERRIDES)
+    running = run.start(*OVERRIDES, SLOW)
     running.wait_for_step(60)
     second = run.run(*OVERRIDES)
     assert second.code == 2

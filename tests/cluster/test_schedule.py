@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.bed import Bed
+from tests.chaos.pace import set_pace
 from tests.checks import check_ledger, differences, distance, summary_of
 from tests.command import Command, Commands, Running, descendants
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.ray
 STEPS = 60
 # Five microbatches, which neither two, three nor four workers share evenly.
 WORDS = [f"run.steps={STEPS}", "batch.global_size=40", "checkpoint.every=5 steps"]
-SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 200}]"  # enough to act between two steps
+HELD_S = 0.8  # a forward while a world is awaited: or the run may end before workers have started
 
 
 @pytest.mark.timeout(600)
@@ -44,8 +45,11 @@ def test_fp32_result_is_equivalent_to_that_of_undisturbed_runs(command: Commands
 
 def disturb(command: Command, *words: str) -> Path:
     """The run directory of a run of which everything is changed that may change."""
+    pace = command.storage / "pace"
+    set_pace(pace, HELD_S)
+    paced = f"task={{target: 'tests.chaos.pace:Paced', args: {{file: {pace}}}}}"
     with Bed(num_nodes=4) as bed:
-        running = command.start(*words, SLOW, f"cluster.address={bed.address}", "scaling.num_workers=4")
+        running = command.start(*words, paced, f"cluster.address={bed.address}", "scaling.num_workers=4")
         running.wait_for_step(3, timeout_s=200)  # four workers start
         for bounds, size in (("1:3", 3), ("1", 1), ("2", 2), ("4", 4)):
             before = time.time()
@@ -53,6 +57,7 @@ def disturb(command: Command, *words: str) -> Path:
                 kill_newest()
             assert running.scale(bounds).returncode == 0
             running.wait_until(lambda: trains(running, size, after=before), f"a world of {size}")  # noqa: B023
+        set_pace(pace, None)
         finished = running.wait(300)
     assert finished.code == 0, finished.output
     history = check_ledger(running.directory, STEPS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.curves import check_curve, kill_leader
+from tests.cluster.curves import check_curve, kill_rank
 from tests.cluster.test_torchrun import STANDALONE
 from tests.command import Commands
 
@@ -28,7 +28,7 @@ def test_a_run_that_is_killed_and_restarted_has_one_curve_a_tag(command: Command
     slow = "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 30}]"
     running = run.start(f"run.steps={NUM_STEPS}", "logging.every_steps=1", "checkpoint.every=1000 steps", slow)
     running.wait_for_step(70)
-    kill_leader(running)
+    kill_rank(running, 0)
     finished = running.wait()
     assert finished.code == 0, finished.output
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from app.storage import LocalStore
 from app.telemetry.goodput import TimeLedger
 from app.telemetry.interruptions import read_interruptions
 from tests.checks import check_identical, check_ledger, summary_of
+from tests.cluster.curves import kill_rank
 from tests.command import ROOT, SMALL, Commands
 
 TORCHRUN = ["-m", "torch.distributed.run"]
@@ -43,7 +43,7 @@ def test_max_restarts_resumes_a_killed_worker(command: Commands) -> None:
     running.wait_for_step(60)
     given_s = psutil.Process(running.process.pid).create_time()
     killed_s = time.time()
-    os.kill(running.worker_pids("main.py")[-1], signal.SIGKILL)
+    kill_rank(running, 1)
     finished = running.wait()
     assert finished.code == 0, finished.output
     history = check_ledger(run.directory, 400)

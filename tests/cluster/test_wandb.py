@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cluster.curves import check_curve, kill_leader
+from tests.cluster.curves import check_curve, kill_rank
 from tests.cluster.test_torchrun import STANDALONE, TORCHRUN
 from tests.command import Commands
 from tests.wandb_files import offline_runs
@@ -27,7 +27,7 @@ def test_a_run_that_is_killed_resumed_and_resized_is_one_run_there(
     # W&B takes seconds to open a run, and keeps what comes meanwhile in memory.
     running.wait_until(lambda: any(run.history for run in offline_runs(killed.directory)), "figures there")
     running.wait_for_step(running.history.last_step + 30)
-    kill_leader(running)
+    kill_rank(running, 0)
     finished = running.wait(200)
     assert finished.code == 0, finished.output
     resized = command(launcher=[*TORCHRUN, "--standalone", "--nproc-per-node", "1"])

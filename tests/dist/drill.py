@@ -14,6 +14,7 @@ from torch import Tensor
 from app.checkpoint.catalog import Catalog, path_of
 from app.checkpoint.weights import read_whole
 from app.config import Config
+from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.run.directory import RunDirectory
@@ -185,10 +186,14 @@ class DrillRuntime:
         self._events.close()
 
     def failed(self, step: int, error: BaseException) -> None:
-        """A bad step, or want of memory, ends an attempt as a wish to leave does: the schedule goes on."""
+        """A bad step, or one computed wrongly, or want of memory ends an attempt as a wish to leave does: the schedule
+        goes on."""
         if isinstance(error, OutOfMemory):
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
-        elif not (isinstance(error, BadStep) or (is_peer_loss(error) and self._directory.amendments().forward_size)):
+        elif not (
+            isinstance(error, BadStep | Corrupted)
+            or (is_peer_loss(error) and self._directory.amendments().forward_size)
+        ):
             raise error
         self._events.close()  # which step is to be left out is read there
         self._events = self._directory.open_events()

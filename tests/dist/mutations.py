@@ -6,20 +6,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import app.checkpoint.durable
 import app.checkpoint.restore
 import app.checkpoint.snapshots
+import app.components.validate
+import app.parallel.buckets
 import app.step
+import app.worker
 import app.world.clock
 from app.balance.shares import SpeedBalance
 from app.checkpoint.shards import Shard
 from app.data.order import Int64s, SampleOrder
+from app.parallel.buckets import PlainSum
+from app.parallel.fixed_point import FixedPoint
 from app.plan import Microbatch, Plan
 from app.step import Stepper
 from app.tasks import LanguageModeling, Sums
+from app.world.sums import Plain
 from tests.dist.small import Tokens
 
 # Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
@@ -144,3 +151,44 @@ def reshare_one_step_later_on_rank_1() -> None:
         return lambda self, first_step, shares: honest(self, first_step + dist.get_rank(), shares)
 
     _replace(Plan, "change", broken)
+
+
+def add_gradients_as_floats() -> None:
+    _replace(app.parallel.buckets, "FixedPointSum", lambda honest: lambda fixed_point: PlainSum())
+
+
+def add_losses_as_floats() -> None:
+    for module in (app.step, app.components.validate):
+        _replace(module, "summation", lambda honest: lambda exact: Plain)
+
+
+def take_the_unit_from_the_world() -> None:
+    def broken(honest: Any) -> Any:
+        def add(self: FixedPoint, total: Tensor, gradient: Tensor, first: bool) -> None:
+            if self._shift is None:
+                honest(self, total, gradient.clone(), True)
+                assert self._shift is not None
+                self._shift -= 3 * dist.get_world_size()
+            honest(self, total, gradient, first)
+
+        return add
+
+    _replace(FixedPoint, "add", broken)
+
+
+def begin_with_threads(num_threads: int) -> None:
+    """As the environment of a machine may have it."""
+    torch.set_num_threads(num_threads)
+
+
+def leave_the_number_of_threads(num_threads: int) -> None:
+    """To the environment."""
+
+    def broken(honest: Any) -> Any:
+        def set_numerics(tf32: bool, deterministic: bool, _: int | None) -> None:
+            honest(tf32, deterministic)
+            torch.set_num_threads(num_threads)
+
+        return set_numerics
+
+    _replace(app.worker, "set_numerics", broken)

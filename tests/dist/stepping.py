@@ -82,6 +82,7 @@ def train_by_hand(
         counts_vary=worker.counts_vary,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
+        exact=config.run.exact,
         compiled=worker.compiled,
     )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

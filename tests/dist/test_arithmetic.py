@@ -31,6 +31,7 @@ PARALLEL = {
     "fsdp": "{kind: fsdp}",
     "fsdp by size": "{kind: fsdp, wrap: 30, reshard_after_forward: false}",
     "hsdp": "{kind: fsdp, shard_size: 2, reduce_every_microbatch: true}",
+    "fsdp offloaded": "{kind: fsdp, cpu_offload: true, reduce_every_microbatch: true}",
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
 }
 KINDS = pytest.mark.parametrize("kind", PARALLEL)

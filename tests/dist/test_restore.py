@@ -16,6 +16,7 @@ from app.checkpoint.snapshots import Snapshots
 from app.checkpoint.state import HeldState
 from app.checkpoint.writer import Writer
 from app.config import Config, DdpConfig
+from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
 from app.storage import LocalStore
@@ -57,7 +58,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
             world.groups.abort()
             return replica.step, float(replica.weights[0]), "left"
         state = {"model": {"w": replica.weights}}
-        parallel = ReplicatedParallelism(DdpConfig(), world)
+        parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
         checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
         snapshots = Snapshots(world, None, parallel, state)
         restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
@@ -90,7 +91,7 @@ def come_back(
     for number in range(2):
         world = form_world(member.store, member.number, 3, attempt + number, CPU)
         try:
-            parallel = ReplicatedParallelism(DdpConfig(), world)
+            parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
             checkpoints = Checkpoints(Config(), directory, world, "", parallel, writer if known else Writer())
             snapshots = Snapshots(world, memory, parallel, state)
             if number == 1:

@@ -143,7 +143,7 @@ class Alone(ReplicatedParallelism):
 
 def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_along(tmp_path: Path) -> None:
     worker = WorkerState(small(tmp_path), CPU)
-    parallel = Alone(DdpConfig(), World(0, 1, 1, cast(Any, None)))
+    parallel = Alone(DdpConfig(), World(0, 1, 1, cast(Any, None)), worker.precision)
     worker.prepare(Amendments(frozenset({3})), parallel)
     poisoned = worker.model
     worker.advance_to(9)

@@ -35,6 +35,7 @@ CATALOG = (
     Drill(
         "fsdp-memory", "peaks of a sharded model, and change of strategy", "tests.gpu.memory:fsdp", 240, needs=_RANKS
     ),
+    Drill("offload", "a sharded model with its state on the host", "tests.gpu.memory:offload", 180, needs=_RANKS),
     Drill("auto-size", "microbatches as large as fit", "tests.gpu.memory:auto", 150, alone=True),
     Drill("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
     Drill("determinism", "same run, same bits", "tests.gpu.exactness:same_bits", 400),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.run.ledger import read_ledger
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import Net
@@ -41,6 +42,37 @@ def fsdp(scene: Scene) -> None:
                 claim = f"world of {size}, {moment}: the peak is {note['peak_bytes'] / shard_bytes:.2f} shards"
                 scene.check(note["peak_bytes"] <= 1.2 * shard_bytes + layer_bytes, claim)
     _change_strategy(scene, net)
+
+
+def offload(scene: Scene) -> None:
+    """Train a sharded model with its state on the device, and again on the host; each in worlds of 2 that re-form once.
+
+    Asserts that each step's loss is that of the other run, to a thousandth; that both go on from where they were; and
+    that the second one's peak of device memory is at most half of what a rank's shard takes with gradient and moments.
+    Figures: both peaks as multiples of that, and the largest difference of losses.
+    """
+    width = 8192 if scene.on_gpu else 256
+    net = f"model.args={{width: {width}, num_layers: 8}}"
+    with torch.device("meta"):
+        num_weights = sum(parameter.numel() for parameter in Net(width=width, num_layers=8).parameters())
+    shard_bytes = _BYTES_PER_WEIGHT * num_weights / 2
+    losses: dict[str, list[float]] = {}
+    for home, offloads in (("device", "false"), ("host", "true")):
+        parallel = f"parallel={{kind: fsdp, reduce_every_microbatch: true, cpu_offload: {offloads}}}"
+        company = Company(scene, ["run.steps=12", parallel, net], f"on-{home}")
+        _train(scene, company, 2)
+        losses[home] = [line["loss"] for line in read_ledger(company.directory.store).lines]
+        scene.check(len(company.events("restore")) == 1, f"on the {home}: the second world began anew")
+        for note in _memory(company)[1:]:
+            if "peak_bytes" in note:
+                shards = note["peak_bytes"] / shard_bytes
+                scene.figure(**{f"on_{home}": shards})
+                if home == "host":
+                    scene.check(shards <= 0.5, f"with its state on the host a rank's peak is {shards:.2f} shards")
+    pairs = zip(losses["device"], losses["host"], strict=True)
+    difference = max(abs(ours / theirs - 1) for ours, theirs in pairs)
+    scene.figure(losses_differ=difference)
+    scene.check(difference <= 1e-3, f"losses differ by {difference:.1e}")
 
 
 def _train(scene: Scene, company: Company, size: int) -> None:

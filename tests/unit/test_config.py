@@ -112,6 +112,16 @@ BAD = [
      "x.yaml:1: batch.microbatch_size: auto measures one GPU, and parallel.kind=data_parallel trains on several: give "
      "a number"),
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
+    ("run: {deterministic: true}\naudit: {recompute: 5 minutes}", "x.yaml:2: audit.recompute: must be in steps, such "
+     'as "100 steps": all workers have to know which ones, found "5 minutes"'),
+    ("run: {seed: 1}\naudit: {recompute: 100 steps}", "x.yaml:2: audit.recompute: needs run.deterministic=true: two "
+     "workers would round in different ways"),
+    *[("run: {deterministic: true}\nscaling: {num_workers: 1}\naudit: {recompute: 1 step}\nparallel: " + parallel,
+       "x.yaml:3: audit.recompute: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
+       "buckets it compares") for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
+    ("faults: {inject: [{kind: flip_at, step: 7, where: wieght}]}", "x.yaml:1: faults.inject.0.where: must be "
+     "'gradient', 'activation' or 'weight', found \"wieght\"; nearest is weight"),
+    ("faults: {inject: [{kind: flip_at, step: 7, bit: 64}]}", "x.yaml:1: faults.inject.0.bit: must be less than 64"),
     ("batch: {global_size: 4, microbatch_size: auto}\nscaling:\n  num_workers: 5", "x.yaml:3: scaling.num_workers: at "
      "least 5 workers have only 4 microbatches in a global batch"),
 ]

@@ -19,7 +19,15 @@ from app.orchestration.restart import RestartCoordinator
 from app.orchestration.worker_runtime import _kind
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, Failure, Finished, ForwardsShrunk, ShortStep
+from app.run.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Failure,
+    Finished,
+    ForwardsShrunk,
+    RunStarted,
+    ShortStep,
+)
 from app.run.owner import Ownership
 from app.storage import LocalStore
 from tests.events import event_lines
@@ -101,6 +109,69 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
     (ended,) = worlds.directory.events(AttemptEnded)
     assert ended.cause == "out of memory"
     assert worlds.directory.amendments().forward_size == 4
+
+
+CAUSE = "step 8: rank 1 (host n, cpu) computes wrongly: ..."
+
+
+async def find_b_wrong(worlds: Worlds, first: str) -> list[bool]:
+    """All three find out in step 8 that b computes wrongly, `first` before the others."""
+    report = FailureReport("corruption", worlds.attempt, 7, CAUSE, "", corrupted="b")
+    return [await worlds.subject.failed(name, report) for name in (first, *sorted(set("abc") - {first}))]
+
+
+@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
+@pytest.mark.parametrize("first", ["a", "b", "c"])
+def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells_it_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, kind: type[Coordinator]
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        worlds.subject.members["b"] = Member("b", "the actor of b", "node of b")
+        assert await find_b_wrong(worlds, first) == [False] * 3
+        assert await worlds.subject.corrupted_nodes() == ["node of b"]
+        assert await worlds.subject.join(Member("b", None, "b")) is Leave.RELEASED
+        if kind is Coordinator:
+            await worlds.form()  # of those who are left
+            assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
+
+    worlds = play(tmp_path, story, kind=kind)
+    assert killed == ["the actor of b"]
+    assert worlds.told() == [("corruption", "b", False)]
+    (failure,) = worlds.directory.events(Failure)
+    assert (failure.node, failure.error) == ("node of b", "computed wrongly in step 8")
+    ended = worlds.directory.events(AttemptEnded)
+    assert ended[0].cause == "corruption"
+
+
+def test_a_machine_that_always_computes_wrongly_ends_the_run_within_its_budget(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        for _ in range(1000):
+            if worlds.subject.over:
+                break
+            await worlds.form(starts=True, step=7)
+            await find_b_wrong(worlds, "a")
+            await asyncio.sleep(0.05)  # for the ledger to be looked at
+            del worlds.subject._dead["b"]  # another one takes its name
+
+    worlds = play(tmp_path, story, max_failures=3)
+    assert worlds.told() == [("corruption", "b", False)] * 4 + [("ours", None, True)]
+    *_, fatal = worlds.directory.events(Failure)
+    assert fatal.error == "4 failures (corruption) and no step beyond 7; recovery allows 3 in a row"
+
+
+def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
+    RunDirectory(LocalStore(tmp_path)).record(RunStarted(launcher="ray"))
+    for kind, node in (("corruption", "bad"), ("worker", "good")):
+        RunDirectory(LocalStore(tmp_path)).record(Failure(kind=kind, member="b", node=node, error="..."))
+
+    async def story(worlds: Worlds) -> None:
+        assert await worlds.subject.corrupted_nodes() == ["bad"]
+
+    play(tmp_path, story)
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:

@@ -180,3 +180,64 @@ def test_what_strikes_is_told(tmp_path: Path) -> None:
         "step": 3,
         "rank": 1,
     }
+
+
+def flipped(
+    directory: Path, flip: dict[str, Any], recomputed: tuple[int, ...] = (), last: int = 6
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return (step, microbatch) of the rank's own that a flip has changed, and the steps of recomputed ones."""
+    subject = faults(directory, {"kind": "flip_at", "rank": 1, "bit": 31, **flip})
+    layer = nn.Linear(1, 1, bias=False)
+
+    class Weighted:
+        def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+            return Sums(model(torch.ones(1)).sum(), 1)
+
+    def changed() -> bool:
+        layer.weight.data.fill_(1.0)
+        layer.weight.grad = None
+        sums = task.loss(layer, ())
+        sums.loss_sum.backward()
+        gradient: Tensor | None = layer.weight.grad
+        assert gradient is not None
+        return (sums.loss_sum.item(), gradient.item(), layer.weight.item()) != (1.0, 1.0, 1.0)
+
+    task = subject.task(Weighted())
+    stream = (Microbatch(step, index, 0, 1) for step in range(1, last + 1) for index in range(NUM_MICROBATCHES))
+    own, again = [], []
+    for fetched in subject.batches(Fetched(microbatch, (), 1, 0) for microbatch in stream):
+        if changed():
+            own.append(fetched.microbatch[:2])
+        step = fetched.microbatch.step + 1  # computed again before the step's own are asked for
+        if fetched.microbatch.index == NUM_MICROBATCHES - 1 and step in recomputed:
+            with subject.recomputing(step):
+                if changed():
+                    again.append(step)
+    return own, again
+
+
+@pytest.mark.parametrize("where", ["gradient", "activation", "weight"])
+def test_a_bit_flips_in_the_microbatch_that_is_meant_once_in_the_run(tmp_path: Path, where: str) -> None:
+    flip = {"step": 3, "where": where, "microbatch": 1}
+    assert flipped(tmp_path, flip, recomputed=(3, 4)) == ([(3, 1)], [])
+    assert flipped(tmp_path, flip) == ([], [])  # the same step again, in another process
+    assert flipped(tmp_path / "always", {**flip, "times": None}) == ([(3, 1)], [])
+    assert flipped(tmp_path / "always", {**flip, "times": None}) == ([(3, 1)], [])
+    assert flipped(tmp_path / "another", {**flip, "rank": 0}) == ([], [])
+
+
+@pytest.mark.parametrize("where", ["gradient", "activation", "weight"])
+def test_a_bit_flips_while_the_rank_computes_for_another_one_and_not_in_its_own(tmp_path: Path, where: str) -> None:
+    flip = {"step": 3, "where": where, "during": "recompute"}
+    assert flipped(tmp_path, flip, recomputed=(2, 3, 4)) == ([], [3])
+    assert flipped(tmp_path / "never", flip) == ([], [])
+
+
+def test_what_is_computed_for_another_rank_takes_no_time_and_meets_no_other_fault(tmp_path: Path) -> None:
+    subject = faults(tmp_path, {"kind": "spike_at", "step": 1, "rank": 1, "factor": 5})
+    task = subject.task(OnesTask())
+    next(subject.batches(iter([Fetched(Microbatch(1, 0, 0, 1), (), 1, 0)])))
+    assert task.loss(MODEL, ()).loss_sum.item() == 5.0
+    with subject.recomputing(2):
+        assert task.loss(MODEL, ()).loss_sum.item() == 1.0
+    assert task.loss(MODEL, ()).loss_sum.item() == 5.0

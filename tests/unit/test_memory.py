@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.cli import main
 from app.commands.plan import plan
 from app.components.optimizer import build_optimizer
 from app.components.worker_state import WorkerState
@@ -100,6 +102,20 @@ def test_a_worker_that_adds_up_microbatches_holds_whole_gradients() -> None:
     sharded = plan(config_of("parallel.kind=fsdp", "model.embed_dim=256"), None)
     several, one = [world["memory_bytes"] for world in sharded["worlds"][-2:]]
     assert several - one > 0.8 * sharded["worker_bytes"]["gradients"]
+
+
+def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.embed_dim=256", "scaling.num_workers=2"]
+    (kept,) = plan(config_of("parallel={kind: fsdp, cpu_offload: true}", *words), None)["worlds"]
+    (plain,) = plan(config_of("parallel.kind=fsdp", *words), None)["worlds"]
+    assert plain["host_memory_bytes"] == 0
+    assert kept["memory_bytes"] + kept["host_memory_bytes"] == plain["memory_bytes"]
+    model = build_model(config_of(*words).model)
+    state = 4 * sum(param.numel() * param.element_size() for param in model.parameters()) // 2  # half of it, by AdamW
+    assert kept["host_memory_bytes"] == pytest.approx(state, rel=0.02)
+    offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", *offloaded]) == 0
+    assert re.search(r" MiB on its GPU, .* MiB of its machine\n", capsys.readouterr().out)
 
 
 def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:

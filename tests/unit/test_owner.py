@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 import app.run.owner
 from app.checkpoint.catalog import Catalog
@@ -21,6 +22,7 @@ from app.checkpoint.writer import Superseded, Writer
 from app.config import Config, DdpConfig
 from app.errors import RunConflict, StorageError
 from app.launch.resume import let_go
+from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
 from app.run.owner import Owner, Ownership, read_owner
@@ -221,7 +223,7 @@ def test_a_command_commits_nothing_into_the_run_of_another_of_the_same_name(tmp_
     directory = RunDirectory(LocalStore(tmp_path / "run"))
     assert Ownership.claim(directory.store).next_attempt() == 1
     world = World(0, 1, 1, cast(Any, None))
-    parallel = ReplicatedParallelism(DdpConfig(), world)
+    parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
     checkpoints = Checkpoints(Config(), directory, world, "", parallel, Writer())
     if what != "nothing":
         shutil.rmtree(tmp_path / "run")

@@ -82,6 +82,15 @@ def test_failures_that_lie_far_apart_are_not_added_up() -> None:
     assert verdicts == [False, False, False]
 
 
+def test_a_node_that_computes_wrongly_is_avoided_at_once_unless_it_is_the_only_one() -> None:
+    quarantine = Quarantine(cooldown_s=600.0)
+    assert not quarantine.avoid("only", 0.0, elsewhere=False)
+    assert quarantine.avoided(0.0) == []
+    assert quarantine.avoid("bad", 1.0, elsewhere=True)
+    assert quarantine.avoided(600.0) == ["bad"]
+    assert quarantine.avoided(602.0) == []
+
+
 def test_the_only_node_is_never_quarantined_and_its_deaths_count_once_there_is_another() -> None:
     quarantine = Quarantine(failures=3)
     assert [quarantine.record_death("only", 1.0, now_s, elsewhere=False) for now_s in range(10)] == [False] * 10

@@ -1,13 +1,17 @@
-"""Slots without Ray: how many are open at a time."""
+"""Slots without Ray: how many are open at a time, and which nodes they avoid."""
 
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
-from app.orchestration.internals.slots import _MOST_PENDING, SlotWorkerGroup
+from app.orchestration.internals.slots import _MOST_PENDING, SlotWorkerGroup, _Slot
+from app.orchestration.policies import Quarantine
 
 
 class Group(SlotWorkerGroup):
@@ -33,3 +37,45 @@ def test_only_some_slots_wait_for_room_at_a_time_whatever_is_asked_for(count: in
     assert threading.active_count() - threads == min(count, 4 * _MOST_PENDING)
     for slot in group._slots:
         slot.closed.set()
+
+
+class Answers:
+    """Stands for the coordinator: which nodes have had a worker that computed wrongly, and what it was told."""
+
+    def __init__(self, nodes: list[str]) -> None:
+        self.told: list[Any] = []
+        self.corrupted_nodes = SimpleNamespace(remote=lambda: nodes)
+        self.publish = SimpleNamespace(remote=self.told.append)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "others", "avoided"),
+    [(["bad"], ["good"], ["bad"]), ([], ["good"], []), (["bad"], ["bad"], []), (["other"], ["good"], [])],
+)
+def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_another_node(
+    nodes: list[str], others: list[str], avoided: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group()
+    group._quarantine = Quarantine()
+    group._coordinator = Answers(nodes)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
+    for index, node in enumerate(others):
+        slot = _Slot(index, worker=SimpleNamespace(metadata=SimpleNamespace(node_id=node)))
+        group._slots.append(slot)
+    group._record_death("bad", lived_s=1000.0)
+    assert group._quarantine.avoided(time.monotonic()) == avoided
+    assert [event.node for event in group._coordinator.told] == avoided
+
+
+def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    group._quarantine = Quarantine(failures=1)
+    group._coordinator = Answers([])
+
+    def away(answer: Any, timeout: float) -> Any:
+        raise GetTimeoutError
+
+    monkeypatch.setattr("ray.get", away)
+    group._slots.append(_Slot(0, worker=SimpleNamespace(metadata=SimpleNamespace(node_id="good"))))
+    group._record_death("bad", lived_s=1.0)
+    assert group._quarantine.avoided(time.monotonic()) == ["bad"]

@@ -11,8 +11,10 @@ import pytest
 import ray.train
 
 from app.errors import UsageError
+from app.faults.corruption import Corrupted
 from app.orchestration import trainer, worker_runtime
-from app.orchestration.messages import Leave
+from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from app.plan import Amendments
 
 
 class Runtime:
@@ -73,3 +75,34 @@ def test_the_error_of_a_worker_group_is_told_by_what_its_worker_has_raised() -> 
     line = trainer._in_short(ray.train.WorkerGroupError("Training failed due to worker errors:", {0: failure}))
     assert line.startswith("WorkerGroupError: FileNotFoundError: [Errno 2] No such file. Give the same command again")
     assert trainer._in_short(ValueError("one\ntwo")).startswith("ValueError: one. ")
+
+
+class Coordinator:
+    """Keeps what a worker reports, and says that the run goes on."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, FailureReport]] = []
+        self.failed = SimpleNamespace(remote=self._failed)
+
+    def _failed(self, member: str, report: FailureReport) -> bool:
+        self.told.append((member, report))
+        return False
+
+
+@pytest.mark.parametrize(("rank", "leaves"), [(0, False), (1, True), (2, False)])
+def test_all_ranks_report_the_member_that_computes_wrongly_and_it_alone_leaves(
+    rank: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
+    coordinator = Coordinator()
+    runtime._coordinator = coordinator
+    runtime._attempt = 4
+    runtime._member = Member("abc"[rank], None, "node")
+    runtime._place = WorldAssignment(rank, 3, 4, ("", 0), Amendments(), ("a", "b", "c"))
+    runtime.leave_reason = Leave.RUN_ENDED
+    runtime.failed(6, Corrupted(1, 0, "step 7: rank 1 (host n, cpu) computes wrongly: ..."))
+    ((member, report),) = coordinator.told
+    assert (member, report.kind, report.attempt, report.step) == ("abc"[rank], "corruption", 4, 6)
+    assert (report.corrupted, report.message) == ("b", "step 7: rank 1 (host n, cpu) computes wrongly: ...")
+    assert (runtime.leave_reason is Leave.RELEASED) == leaves

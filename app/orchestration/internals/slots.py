@@ -37,6 +37,7 @@ _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
 _FIRST_DELAY_S = 0.5  # between the deaths of one that does not
 _LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
+_ASK_S = 10.0
 _MOST_PENDING = 8  # slots that wait for room at a time, or as many as are filled
 
 # What is overridden or called below, and with which arguments.
@@ -172,8 +173,19 @@ class SlotWorkerGroup(WorkerGroup):
 
     def _record_death(self, node: str, lived_s: float) -> None:
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
-        if self._quarantine.record_death(node, lived_s, time.monotonic(), elsewhere):
+        now_s = time.monotonic()
+        if self._has_computed_wrongly(node):
+            avoided = self._quarantine.avoid(node, now_s, elsewhere)
+        else:
+            avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
+        if avoided:
             self._coordinator.publish.remote(NodeQuarantined(node=node))
+
+    def _has_computed_wrongly(self, node: str) -> bool:
+        # Asked now, as the next worker must not come to that node; on this slot's own thread, so nobody else waits.
+        with contextlib.suppress(RayError):
+            return node in ray.get(self._coordinator.corrupted_nodes.remote(), timeout=_ASK_S)
+        return False
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context

@@ -1,0 +1,103 @@
+"""What an exact run costs: the app with `run.exact` beside the app without, and what of it lies where.
+
+python -m tests.benchmarks.exact --pairs 20
+python -m tests.benchmarks.exact --parts
+
+Three of them take turns of some steps each (turns.py): exact, ordinary, and ordinary again, whose ratio to the second
+one is the A/A control. `--parts` times the pieces by themselves, in one process and between two: what a microbatch's
+gradient takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from app.parallel.fixed_point import FixedPoint
+from tests.benchmarks.commands import end_on_sigterm
+from tests.benchmarks.sides import COLUMNS, cells, take_sides
+from tests.benchmarks.speed import CASES, Case
+from tests.benchmarks.statistics import table
+
+LIMIT = 1.25  # of the time without it
+_CPU = torch.device("cpu")
+
+
+def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
+    """One row of the table."""
+    on, off = ({"run": {"exact": wanted}, "checkpoint": {"node_memory": False}} for wanted in (True, False))
+    seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
+    return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, steps_per_block, LIMIT)]
+
+
+def parts(num_elements: int) -> list[list[str]]:
+    """Return a row for each piece, of one thread, and of two processes for the sums."""
+    torch.set_num_threads(1)
+    fixed = FixedPoint(8, _CPU)
+    kept = torch.randn(num_elements)
+    gradient = kept.clone()
+    total = fixed.empty(gradient)
+
+    def add(first: bool) -> None:
+        fixed.add(total, gradient.copy_(kept), first)
+
+    copy_ms = _milliseconds(lambda: gradient.copy_(kept))
+    rows = [
+        ["the first gradient of a step becomes integers", f"{_milliseconds(lambda: add(True)) - copy_ms:.1f}"],
+        ["a further one is added", f"{_milliseconds(lambda: add(False)) - copy_ms:.1f}"],
+        ["the sum becomes a gradient", f"{_milliseconds(lambda: fixed.store(total, gradient)):.1f}"],
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_sum_over_two, (num_elements, folder), 2)
+        for name in ("float32", "int64"):
+            rows.append([f"{name} summed over two ranks", (Path(folder) / name).read_text()])
+    return rows
+
+
+def _sum_over_two(rank: int, num_elements: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for dtype in (torch.float32, torch.int64):
+        tensor = torch.zeros(num_elements, dtype=dtype)
+        milliseconds = _milliseconds(lambda tensor=tensor: dist.all_reduce(tensor))  # type: ignore[misc]
+        if not rank:
+            (Path(folder) / str(dtype).removeprefix("torch.")).write_text(f"{milliseconds:.1f}")
+    dist.destroy_process_group()
+
+
+def _milliseconds(act: Callable[[], object], times: int = 15) -> float:
+    seconds = []
+    for _ in range(times):
+        began_s = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began_s)
+    return 1e3 * median(seconds)
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn")
+    parser.add_argument("--parts", action="store_true", help="time the pieces instead")
+    options = parser.parse_args()
+    case = CASES["10m"]
+    if options.parts:
+        print(table([["piece", "ms"], *parts(case.num_params)]))
+        return
+    with tempfile.TemporaryDirectory(prefix="exact-") as folder:
+        rows = [["model", "parameters", *COLUMNS], compare(case, options.pairs, options.steps, Path(folder))]
+    print(table(rows))
+    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Models of transformers and torchvision: sharded, checkpointed, compiled, exported, and loaded by their own libraries.
+
+Each is trained by two workers to what one process comes to, and its own library makes of the export what the trained
+model makes of the same inputs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tests.examples.operators  # noqa: F401 - before torchvision
+from app.components.hook import HookContext
+from app.components.modes import evaluating
+from tests.command import ROOT
+from tests.dist.checks import EQUAL, check_ledger, check_weights
+from tests.dist.drill import drill
+from tests.dist.reference import reference
+from tests.dist.small import CONTEXT, VOCABULARY, small
+from tests.dist.test_compiled import check_nothing_is_told, write_no_code
+
+from torchvision import models  # isort: skip
+
+# The libraries warn of what is to come in them, and torch looks at the gradients of all that it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HERE = "tests.dist.test_models_nobody_here_wrote"
+IMAGE_SIZE = 32  # that of Digits
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
+    return LlamaForCausalLM(LlamaConfig(**size, **heads, tie_word_embeddings=True))
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 16, "n_layer": 3, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+def resnet50() -> nn.Module:
+    model: nn.Module = models.resnet50(num_classes=10)
+    return model
+
+
+def vit() -> nn.Module:
+    size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, dropout=0.1, num_classes=10)
+    return model
+
+
+def some_inputs(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "tokens":
+        return torch.randint(VOCABULARY, (3, CONTEXT), generator=generator)
+    return torch.rand(3, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator, dtype=torch.float64)
+
+
+def outputs_of(model: nn.Module, kind: str) -> Tensor:
+    with evaluating(model), torch.no_grad():
+        found = model(some_inputs(kind))
+    logits: Tensor = getattr(found, "logits", found)
+    return logits
+
+
+class Outputs:
+    """A hook that writes down what the trained model makes of some inputs. All ranks run it, as it is in shards."""
+
+    def __init__(self, kind: str, folder: str) -> None:
+        self._kind = kind
+        self._folder = Path(folder)
+
+    def on_end(self, run: HookContext) -> None:
+        torch.save(outputs_of(run.model, self._kind), self._folder / f"outputs-{run.rank}.pt")
+
+
+class Case(NamedTuple):
+    """A model of others, and how it is trained here."""
+
+    model: Callable[[], Any]
+    inputs: str  # tokens or images
+    blocks: dict[str, int]  # that fsdp gathers one at a time
+    words: tuple[str, ...] = ()
+
+
+IMAGES = (
+    "batch.global_size=24",
+    "batch.microbatch_size=8",
+    "data={target: 'tests.examples.vision:Digits', args: {split: train}, validation_fraction: 0}",
+    "task.target=tests.examples.vision:TopClassification",
+)
+# Statistics of few numbers make the last bits of a sum large within some steps, as would a higher rate.
+GENTLY = "optimizer={kind: sgd, lr: 1.0e-3}"
+CASES = {
+    "llama": Case(llama, "tokens", {"LlamaDecoderLayer": 3}, ("compile=blocks",)),
+    "gpt2": Case(gpt2, "tokens", {"GPT2Block": 3}, ("compile=blocks",)),
+    "resnet50": Case(resnet50, "images", {"Bottleneck": 6}, (*IMAGES, GENTLY)),
+    "vit": Case(vit, "images", {"EncoderBlock": 3}, (*IMAGES, "compile=blocks")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_own_library_loads_what_it_has_become(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, write_no_code)
+
+
+def check(case: Case, tmp_path: Path, patch: Callable[[], None] | None) -> None:
+    hook = f"{{target: '{HERE}:Outputs', args: {{kind: {case.inputs}, folder: {tmp_path}}}}}"
+    words = [f"model.target={HERE}:{case.model.__name__}", "run.steps=4", *case.words]
+    settings = ["parallel.kind=fsdp", "memory.activation_checkpointing=full", f"hooks=[{hook}]"]
+    config = small(tmp_path, *words, *settings)
+    run = drill(config, worlds=[2], patch=patch)
+    expected = reference(config)
+    check_ledger(run, expected)
+    check_weights(run, expected)
+    check_nothing_is_told(run)
+    assert run.told("model_sharded", "layers") == [case.blocks]
+
+    trained = torch.load(tmp_path / "outputs-0.pt")
+    assert torch.equal(torch.load(tmp_path / "outputs-1.pt"), trained)
+    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
+    torch.testing.assert_close(outputs_of(loaded, case.inputs), trained, rtol=0, atol=EQUAL)
+
+
+def from_its_library(case: Case, run: Path, folder: Path) -> nn.Module:
+    """Return the exported model, loaded by those who know nothing of this program."""
+    if case.inputs == "images":
+        export(run, folder / "weights.pt")
+        model: nn.Module = case.model().double()
+        model.load_state_dict(torch.load(folder / "weights.pt"), strict=True)
+        return model
+    from transformers import AutoModelForCausalLM
+
+    export(run, folder / "exported", "--format", "hf")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype="auto")
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    return loaded  # type: ignore[no-any-return]
+
+
+def export(run: Path, out: Path, *words: str) -> None:
+    command = [sys.executable, "main.py", "export", str(run), "--out", str(out), *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.DEVNULL)

@@ -1,0 +1,42 @@
+"""State that fsdp keeps in the host's memory, through worlds that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from app.world.groups import Groups
+from tests.dist.checks import check_run
+from tests.dist.drill import Members, drill
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+HOOKS = "hooks=[{kind: ema, decay: 0.5}]"
+
+
+def put_all_beyond_reach() -> None:
+    """Have the communicator reach nothing where it is, as one of GPUs does not reach the host's memory."""
+
+    def reaches(self: Groups, tensor: Tensor) -> bool:
+        return False
+
+    Groups.reaches = reaches
+
+
+@pytest.mark.parametrize(
+    ("parallel", "worlds", "sources"),
+    [
+        ("{kind: fsdp, cpu_offload: true}", [3, 2, 4], ["snapshot", "snapshot"]),
+        ("{kind: fsdp, cpu_offload: true, shard_size: 2}", [4, [2, 3], 4], ["rank 0", "rank 2"]),
+    ],
+)
+def test_worlds_of_other_sizes_go_on_with_it(
+    parallel: str, worlds: list[Members], sources: list[str], tmp_path: Path
+) -> None:
+    config = small(tmp_path, f"parallel={parallel}", HOOKS)
+    run = drill(config, worlds=worlds, leave_after=[4, 4], patch=put_all_beyond_reach)
+    check_run(run, reference(config))
+    assert run.told("restore", "step") == [5, 10]
+    assert run.told("restore", "source") == sources

@@ -1,0 +1,227 @@
+"""A rank that computes wrongly: it is found in the step, named, and the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from app.config import Config
+from app.faults.corruption import Check, choose
+from app.plan import Plan, even_shares
+from app.run.directory import RunDirectory
+from app.tasks import LanguageModeling, Sums
+from tests.dist.checks import check_identical, check_ledger, check_weights
+from tests.dist.drill import Drilled, drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import reference
+from tests.dist.small import small
+from tests.events import event_lines
+
+EVERY_STEP = ("run.deterministic=true", 'audit.recompute="1 step"')
+STEP = 5  # of the flip
+# In fp64: of a gradient's lowest bit, of what the embedding puts out, of a weight of the first layer norm.
+FLIPS = {
+    "gradient": "where: gradient, bit: 0, element: 2",
+    "activation": "where: activation, bit: 40, element: 0",
+    "weight": "where: weight, bit: 45, element: 2",
+}
+
+
+def check_of(config: Config, step: int, size: int) -> Check:
+    """The check of a step in a world of so many equal workers."""
+    batch = config.batch
+    shares = even_shares(batch.num_microbatches, size)
+    check = choose(Plan(batch.global_size, batch.samples_per_microbatch, shares), 1, config.run.seed, [""] * size, step)
+    assert check is not None
+    return check
+
+
+def flip(config: Config, who: str, where: str, size: int, step: int = STEP, more: str = "") -> tuple[int, str]:
+    """A fault that strikes where the owner or the second computes what is compared, and the rank that it is."""
+    rank: int = getattr(check_of(config, step, size), who)
+    during = "step" if who == "owner" else "recompute"
+    fault = f"kind: flip_at, step: {step}, rank: {rank}, during: {during}, {FLIPS.get(where, where)}{more}"
+    return rank, f"faults.inject=[{{{fault}}}]"
+
+
+class Undisturbed(NamedTuple):
+    run: Drilled
+    words: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Three ranks, in fp32, without any check."""
+    words = ("precision.kind=fp32", "run.deterministic=true")
+    return Undisturbed(drill(small(tmp_path_factory.mktemp("undisturbed"), *words), worlds=[3]), words)
+
+
+def corruptions(config: Config) -> list[dict[str, Any]]:
+    return [event for event in event_lines(RunDirectory.of(config)) if event["event"] == "corruption"]
+
+
+@pytest.mark.parametrize("who", ["owner", "second"])
+@pytest.mark.parametrize("where", FLIPS)
+def test_it_is_named_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Undisturbed, where: str, who: str
+) -> None:
+    """The second world has the odd one in it again, with what the others have given it."""
+    words = (*undisturbed.words, 'audit.recompute="1 step"')
+    check = check_of(small(tmp_path), STEP, 3)
+    rank, fault = flip(small(tmp_path), who, where, size=3)
+    config = small(tmp_path, *words, fault)
+    run = drill(config, worlds=[3, 3])
+
+    (told,) = corruptions(config)
+    assert (told["attempt"], told["step"], told["rank"]) == (1, STEP, rank)
+    assert told["microbatch"] == check.microbatch.index
+    digests = {int(each): own for each, (own,) in told["digests"].items()}
+    assert digests.keys() == set(check.ranks)
+    wrong = digests.pop(rank)
+    assert {wrong} != set(digests.values())
+    assert len(set(digests.values())) == 1
+    assert f"step {STEP}: rank {rank} (host {told['node']}, {told['device']}) computes wrongly" in told["cause"]
+
+    check_ledger(run, reference(config))
+    assert max(line["step"] for line in run.history.lines if line["attempt"] == 1) < STEP
+    assert run.told("restore", "step") == [STEP - 1]
+    (source,) = run.told("restore", "source")
+    assert source in {f"rank {each}" for each in range(3) if each != rank}
+    check_identical(run, undisturbed.run)
+
+
+@pytest.mark.parametrize("who", ["owner", "second"])
+def test_the_others_go_on_without_it(tmp_path: Path, who: str) -> None:
+    """In another world sums are taken in another order: equal, and in an exact run identical."""
+    rank, fault = flip(small(tmp_path), who, "activation", size=3)
+    config = small(tmp_path, *EVERY_STEP, fault)
+    run = drill(config, worlds=[3, [each for each in range(3) if each != rank]])
+    expected = reference(config)
+    check_ledger(run, expected)
+    check_weights(run, expected)
+    assert [(event["step"], event["rank"]) for event in corruptions(config)] == [(STEP, rank)]
+
+
+def test_in_an_exact_run_the_others_come_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """Whatever the flip, and though the world is another one from then on; checks change no bit either."""
+    words = ("precision.kind=bf16", "run.exact=true")
+    expected = drill(small(tmp_path / "undisturbed", *words), worlds=[1])
+    for number, (where, who) in enumerate((("gradient", "owner"), ("activation", "second"), ("weight", "owner"))):
+        folder = tmp_path / str(number)
+        rank, fault = flip(small(folder), who, where, size=3)
+        config = small(folder, *words, 'audit.recompute="1 step"', fault)
+        run = drill(config, worlds=[3, [each for each in range(3) if each != rank]])
+        assert [(event["step"], event["rank"]) for event in corruptions(config)] == [(STEP, rank)]
+        check_identical(run, expected)
+
+
+def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp_path: Path) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 3, rank: 0, times: 1}]"
+    config = small(tmp_path, "precision.kind=fp32", "run.exact=true", 'audit.recompute="1 step"', oom)
+    run = drill(config, worlds=[3, 3])
+    assert [reason.partition(",")[0] for reason in run.told("nothing_to_compare", "reason")] == ["memory has run out"]
+
+
+def test_the_first_rank_is_replaced_like_any_other_though_it_leads(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    step = next(step for step in range(2, 14) if check_of(small(tmp_path), step, 3).owner == 0)
+    _, fault = flip(small(tmp_path), "owner", "weight", size=3, step=step)
+    config = small(tmp_path, *undisturbed.words, 'audit.recompute="1 step"', fault)
+    run = drill(config, worlds=[3, 3])
+    assert [event["rank"] for event in corruptions(config)] == [0]
+    assert run.told("restore", "source") == ["rank 1"]
+    check_identical(run, undisturbed.run)
+
+
+def test_two_ranks_tell_by_the_one_that_comes_to_two_results(tmp_path: Path) -> None:
+    words = ("precision.kind=fp32", "run.deterministic=true")
+    expected = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
+    for who in ("owner", "second"):
+        folder = tmp_path / who
+        rank, fault = flip(small(folder), who, "gradient", size=2)
+        config = small(folder, *words, 'audit.recompute="1 step"', fault)
+        run = drill(config, worlds=[2, 2])
+        (told,) = corruptions(config)
+        assert (told["step"], told["rank"]) == (STEP, rank)
+        assert len(set(told["digests"][str(rank)])) == 2
+        assert len(set(told["digests"][str(1 - rank)])) == 1
+        assert f"rank {1 - rank} to the same twice" in told["cause"]
+        check_identical(run, expected)
+
+
+def test_of_two_ranks_with_different_weights_nobody_is_blamed_and_the_run_ends(tmp_path: Path) -> None:
+    _, fault = flip(small(tmp_path), "owner", "weight", size=2)
+    config = small(tmp_path, *EVERY_STEP, fault)
+    with pytest.raises(MemberFailed) as failed:
+        drill(config, worlds=[2, 2])
+    both = r"TrainingError: step 5: rank \d \(host .*\) and rank \d \(host .*\) came to different gradients"
+    assert failed.match(both)
+    for part in ("each to the same twice", "three workers", "scaling.num_workers", "audit.recompute=null"):
+        assert part in str(failed.value)
+    (told,) = corruptions(config)
+    assert told["step"] == STEP
+    assert "rank" not in told
+
+
+def test_results_that_differ_on_all_three_are_no_ranks_fault(tmp_path: Path) -> None:
+    config = small(tmp_path, *EVERY_STEP, "task.target=tests.dist.test_recompute:Moody")
+    with pytest.raises(MemberFailed, match="not deterministic"):
+        drill(config, worlds=[3, 3])
+
+
+def test_one_rank_has_nobody_to_compare_with_which_is_told_once_in_a_run(tmp_path: Path) -> None:
+    config = small(tmp_path, *EVERY_STEP)
+    run = drill(config, worlds=[1, 2, 1], leave_after=[4, 4])
+    assert run.told("nothing_to_compare", "reason") == ["the run has one worker"]
+    check_weights(run, reference(config))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="dropout"),
+        pytest.param(("precision.kind=bf16",), id="bf16"),
+        pytest.param(("model.target=tests.dist.test_unusual_models:Normalised",), id="running statistics"),
+        pytest.param(("model.target=tests.dist.test_unusual_models:Codebook",), id="a buffer that a forward changes"),
+        pytest.param(("model.target=tests.dist.test_unusual_models:Branched",), id="unused parameters"),
+        pytest.param(("memory.activation_checkpointing=full",), id="activation checkpointing"),
+        pytest.param(("batch.global_size=3", "run.steps=40"), id="fewer microbatches than ranks"),
+        pytest.param(("run.steps=null", "run.epochs=5"), id="a short last step"),
+        pytest.param(("data.num_workers=1",), id="loader processes"),
+    ],
+)
+def test_a_check_in_every_step_finds_nothing_and_changes_nothing(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Not a bit, nor a line of the ledger: all is as in a run without."""
+    words = ("precision.kind=fp32", "run.deterministic=true", *words)
+    without = drill(small(tmp_path / "without", *words), worlds=[3, 2], leave_after=[6])
+    config = small(tmp_path / "with", *words, 'audit.recompute="1 step"')
+    checked = drill(config, worlds=[3, 2], leave_after=[6])
+    assert corruptions(config) == []
+    check_identical(checked, without)
+    facts = ("step", "shares", "num_samples", "samples_digest", "loss")
+    lines = [[{fact: line[fact] for fact in facts} for line in run.history.lines] for run in (checked, without)]
+    assert lines[0] == lines[1]
+
+
+def test_no_false_alarm_in_hundreds_of_steps(tmp_path: Path) -> None:
+    config = small(tmp_path, "precision.kind=fp32", *EVERY_STEP, "run.steps=400", "validation.every=100 steps")
+    run = drill(config, worlds=[4, 3], leave_after=[200])
+    assert corruptions(config) == []
+    assert run.history.last_step == 400
+
+
+class Moody:
+    """Comes to another loss each time that it is asked, which no seed decides."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(os.getpid())
+        self._task = LanguageModeling()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        sums = self._task.loss(model, batch)
+        return replace(sums, loss_sum=sums.loss_sum * self._random.uniform(0.9, 1.1))

@@ -1,0 +1,132 @@
+"""The digest of gradients: each flip of a bit changes it, and nothing else does."""
+
+from __future__ import annotations
+
+from operator import mul
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from app.faults.flips import flip_bit
+from app.parallel import digest as module
+from app.parallel.buckets import GradientBuckets
+from app.parallel.digest import digest
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+
+def of(*tensors: Tensor) -> int:
+    return int(digest(tensors))
+
+
+def some(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of any bits, NaN and infinities included."""
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = size * torch.empty((), dtype=dtype).element_size()
+    return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    size=st.integers(1, 300),
+    chunk=st.sampled_from([7, 64, 1 << 20]),
+    element=st.integers(0, 10**6),
+    bit=st.integers(0, 63),
+    seed=st.integers(0, 2**32),
+)
+def test_a_flip_of_any_single_bit_changes_it(
+    dtype: torch.dtype, size: int, chunk: int, element: int, bit: int, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK", chunk)
+        module._weights.cache_clear()
+        tensor = some(size, dtype, seed)
+        before = of(tensor)
+        assert of(tensor.clone()) == before
+        flip_bit(tensor, element, bit)
+        assert of(tensor) != before
+        flip_bit(tensor, element, bit)
+        assert of(tensor) == before
+    module._weights.cache_clear()
+
+
+def test_every_bit_of_a_tensor_has_a_digest_of_its_own() -> None:
+    for dtype in DTYPES:
+        tensor = some(16, dtype, seed=1)
+        width = 8 * tensor.element_size()
+        found = {of(tensor)}
+        for element in range(16):
+            for bit in range(width):
+                flip_bit(tensor, element, bit)
+                found.add(of(tensor))
+                flip_bit(tensor, element, bit)
+        assert len(found) == 1 + 16 * width
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_flips_of_the_highest_bits_do_not_cancel(dtype: torch.dtype) -> None:
+    """A weight is odd, and the sum of two is even: times 2^63 that would be nothing."""
+    tensor = some(40, dtype, seed=2)
+    before, width = of(tensor), 8 * tensor.element_size()
+    for bit in (width - 1, width - 2):
+        for other in range(1, 40):
+            flip_bit(tensor, 0, bit)
+            flip_bit(tensor, other, bit)
+            assert of(tensor) != before
+            flip_bit(tensor, 0, bit)
+            flip_bit(tensor, other, bit)
+
+
+def test_numbers_that_change_places_change_it_also_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 4)
+    module._weights.cache_clear()
+    numbers = torch.arange(1.0, 13.0)
+    found = {of(numbers), of(numbers.flip(0)), of(numbers[[4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]])}
+    found |= {of(numbers[:4], numbers[4:]), of(numbers[4:], numbers[:4]), of(numbers[4:])}
+    # As chunks of one tensor or as tensors of their own: the same words in the same places.
+    assert len(found) == 5
+    module._weights.cache_clear()
+
+
+def test_zeros_of_both_signs_differ_and_a_nan_equals_itself() -> None:
+    assert of(torch.tensor([0.0])) != of(torch.tensor([-0.0]))
+    assert of(torch.tensor([torch.nan])) == of(torch.tensor([torch.nan]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_is_integer_arithmetic_modulo_2_to_the_64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's integers have it, which never overflow; so it is the same on any device, in any order."""
+    monkeypatch.setattr(module, "_CHUNK", 16)
+    module._weights.cache_clear()
+    tensor = some(75, dtype, seed=3)
+    words = tensor.view(torch.int16 if dtype is torch.bfloat16 else torch.int32).tolist()
+    weights = module._weights(tensor.device).tolist()
+    assert all(weight % 2 for weight in weights)
+    assert len(set(weights)) == 16
+    expected = 0
+    for start in range(0, len(words), 16):
+        chunk = words[start : start + 16]
+        expected = expected * module._GOLDEN_GAMMA + sum(map(mul, chunk, weights[: len(chunk)]))
+    assert of(tensor) % 2**64 == expected % 2**64
+    module._weights.cache_clear()
+
+
+def test_that_of_buckets_is_of_all_gradients_of_a_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    buckets = GradientBuckets.of(model, cap_mb=1)
+    zero = int(buckets.digest())
+    model(torch.ones(2, 3)).sum().backward()
+    before = int(buckets.digest())
+    assert before != zero
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        flip_bit(parameter.grad, 1, 3)
+        assert int(buckets.digest()) != before
+        flip_bit(parameter.grad, 1, 3)
+    assert int(buckets.digest()) == before
+    buckets.clear()
+    assert int(buckets.digest()) == zero
