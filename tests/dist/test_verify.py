@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,10 @@ class Disturb:
 
 
 def run(storage: Path, name: str, worlds: Sequence[int], *overrides: str, leave_after: Sequence[int] = ()) -> Drilled:
-    return drill(small(storage, f"run.name={name}", *overrides), worlds=worlds, leave_after=leave_after)
+    config = small(storage, f"run.name={name}", *overrides)
+    found = drill(config, worlds=worlds, leave_after=leave_after)
+    directory(storage, name).write_config(config)  # as the command does
+    return found
 
 
 def directory(storage: Path, name: str) -> RunDirectory:
@@ -98,7 +102,8 @@ def test_a_weight_that_was_changed_shows_in_the_next_loss_and_the_next_digest(tm
     assert found["first"]["step"] == 7  # the first to be computed with the weight
     assert list(found["first"]["values"]) == ["loss"]
     assert (found["weights_same"], found["weights_differ"]) == (4, 8)
-    assert found["first"]["ran"] == [{"attempt": 1, "world_size": 2, "shares": [4, 3], "nodes": None}] * 2
+    nodes = {socket.gethostname(): [0, 1]}
+    assert found["first"]["ran"] == [{"attempt": 1, "world_size": 2, "shares": [4, 3], "nodes": nodes}] * 2
     assert found["shared_otherwise"] is None
     assert [change["key"] for change in found["changes"]] == ["hooks"]
 
