@@ -216,9 +216,10 @@ class Recorder:
                 if stats.step in self._digests:
                     stats = replace(stats, weights=self._digests.pop(stats.step))
                 lines.append((stats, times))
-                self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
-                if self._world.leader and stats.step % self._config.logging.every_steps == 0:
-                    self._log(stats, result.lr)
+                if self._world.leader:  # the others log nothing, so theirs would gather for ever
+                    self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
+                    if stats.step % self._config.logging.every_steps == 0:
+                        self._log(stats, result.lr)
         finally:
             self._ledger.commit(lines)
 

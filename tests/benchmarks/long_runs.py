@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("what", choices=["ledger", "read", "steps"])
     parser.add_argument("--lines", type=int, default=10_000_000)
     parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--log-every", type=int, default=50, help="steps between two log lines of `steps`")
+    parser.add_argument("--checkpoint-every", type=int, default=500, help="steps between two checkpoints of `steps`")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     match options.what:
@@ -47,7 +49,7 @@ def main() -> None:
         case "read":
             read(options.folder)
         case "steps":
-            steps(options.steps)
+            steps(options.steps, options.log_every, options.checkpoint_every)
 
 
 def ledger(num_lines: int) -> None:
@@ -106,11 +108,15 @@ def read(folder: Path) -> None:
     print(json.dumps({"samples": totals.samples, "num_lost": totals.num_lost, **goodput(totals)}))
 
 
-def steps(num_steps: int) -> None:
-    """Train so many steps of next to nothing, with a checkpoint and an event of it every now and then."""
+def steps(num_steps: int, log_every: int, checkpoint_every: int) -> None:
+    """Train so many steps of next to nothing, with log lines and checkpoints every so many steps.
+
+    With many of one and none of the other, what grows can be put down to one of them, or to neither.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"run.storage={folder}", "run.name=long", f"run.steps={num_steps}", "checkpoint.every=500 steps"]
-        tiny = ["batch={global_size: 4, microbatch_size: 2}", "model.hidden=[8]", "logging.every_steps=50"]
+        words = [f"run.storage={folder}", "run.name=long", f"run.steps={num_steps}"]
+        words += [f"checkpoint.every={checkpoint_every} steps", f"logging.every_steps={log_every}"]
+        tiny = ["batch={global_size: 4, microbatch_size: 2}", "model.hidden=[8]"]
         command = [sys.executable, "main.py", "--config", "digits.yaml", *words, *tiny, *_TWO_WORKERS]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": folder}
         with (Path(folder) / "log").open("w") as log:
