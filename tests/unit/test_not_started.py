@@ -23,6 +23,7 @@ def config() -> Config:
 
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "connect", Mock(side_effect=error))
+    monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
     subject._connect(config, Mock(verbose=False), Interrupts(lambda: None), before)
 
 
