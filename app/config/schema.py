@@ -564,7 +564,8 @@ class LoggingConfig(Section):
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
     weights_digest_every: Interval | None = None
     """after which steps the ledger has a digest of the trained weights, for `verify`: "100 steps", "1 epoch"; null for
-    none. The leader computes it, at a second or two for each GB; not with fsdp, where no worker has all weights"""
+    none, or for 100 steps with run.exact. The leader computes it, at a second or two for each GB; not with fsdp, where
+    no worker has all weights"""
 
     @field_validator("weights_digest_every")
     @classmethod
@@ -725,7 +726,7 @@ class Config(Section):
     @property
     def weights_digest_every(self) -> Every | None:
         """Return after which steps the ledger has a digest of the weights, None for none."""
-        return self.logging.weights_digest_every
+        return self.logging.weights_digest_every or (Every(100, "steps") if self.run.exact else None)
 
     @property
     def replica_size(self) -> int:

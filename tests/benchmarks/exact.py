@@ -1,11 +1,13 @@
 """What an exact run costs: the app with `run.exact` beside the app without, and what of it lies where.
 
 python -m tests.benchmarks.exact --pairs 20
+python -m tests.benchmarks.exact --pairs 20 --audit
 python -m tests.benchmarks.exact --parts
 
 Three of them take turns of some steps each (turns.py): exact, ordinary, and ordinary again, whose ratio to the second
-one is the A/A control. `--parts` times the pieces by themselves, in one process and between two: what a microbatch's
-gradient takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
+one is the A/A control. With `--audit` all three are exact, and the first has one microbatch computed twice in every
+hundredth step, once a turn. `--parts` times the pieces by themselves, in one process and between two: what a
+microbatch's gradient takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from tests.benchmarks.speed import CASES, Case
 from tests.benchmarks.statistics import table
 
 LIMIT = 1.25  # of the time without it
+AUDIT_LIMIT = 1.01
+_AUDIT_STEPS = 100
 _CPU = torch.device("cpu")
 
 
@@ -36,6 +40,14 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     on, off = ({"run": {"exact": wanted}, "checkpoint": {"node_memory": False}} for wanted in (True, False))
     seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
     return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, steps_per_block, LIMIT)]
+
+
+def compare_audit(case: Case, num_pairs: int, folder: Path) -> list[str]:
+    """One row of the table, in turns of as many steps as lie between two checks."""
+    exact = {"run": {"exact": True}, "checkpoint": {"node_memory": False}, "logging": {"weights_digest_every": None}}
+    on = {**exact, "audit": {"recompute": f"{_AUDIT_STEPS} steps"}}
+    seconds = take_sides(case, num_pairs, _AUDIT_STEPS, folder, on, exact)
+    return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, _AUDIT_STEPS, AUDIT_LIMIT)]
 
 
 def parts(num_elements: int) -> list[list[str]]:
@@ -87,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
+    parser.add_argument("--audit", action="store_true", help="what audit.recompute costs in an exact run")
     parser.add_argument("--parts", action="store_true", help="time the pieces instead")
     options = parser.parse_args()
     case = CASES["10m"]
@@ -94,9 +107,12 @@ def main() -> None:
         print(table([["piece", "ms"], *parts(case.num_params)]))
         return
     with tempfile.TemporaryDirectory(prefix="exact-") as folder:
-        rows = [["model", "parameters", *COLUMNS], compare(case, options.pairs, options.steps, Path(folder))]
-    print(table(rows))
-    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+        if options.audit:
+            row = compare_audit(CASES["10ms"], options.pairs, Path(folder))
+        else:
+            row = compare(case, options.pairs, options.steps, Path(folder))
+    print(table([["model", "parameters", *COLUMNS], row]))
+    print(f"{options.pairs} pairs; verdict: the interval reaches down to {AUDIT_LIMIT if options.audit else LIMIT}")
 
 
 if __name__ == "__main__":

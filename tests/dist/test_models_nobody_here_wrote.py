@@ -19,12 +19,14 @@ from torch import Tensor, nn
 import tests.examples.operators  # noqa: F401 - before torchvision
 from app.components.hook import HookContext
 from app.components.modes import evaluating
+from app.run.directory import RunDirectory
+from app.run.owner import Ownership
 from tests.command import ROOT
-from tests.dist.checks import EQUAL, check_ledger, check_weights
+from tests.dist.checks import EQUAL, check_ledger, largest_difference
 from tests.dist.drill import drill
 from tests.dist.reference import reference
 from tests.dist.small import CONTEXT, VOCABULARY, small
-from tests.dist.test_compiled import check_nothing_is_told, write_no_code
+from tests.dist.test_compiled import write_no_code
 
 from torchvision import models  # isort: skip
 
@@ -57,7 +59,7 @@ def resnet50() -> nn.Module:
 
 def vit() -> nn.Module:
     size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, dropout=0.1, num_classes=10)
+    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, num_classes=10)
     return model
 
 
@@ -93,20 +95,22 @@ class Case(NamedTuple):
     inputs: str  # tokens or images
     blocks: dict[str, int]  # that fsdp gathers one at a time
     words: tuple[str, ...] = ()
+    equal: float = EQUAL
 
 
 IMAGES = (
-    "batch.global_size=24",
+    "batch.global_size=32",
     "batch.microbatch_size=8",
     "data={target: 'tests.examples.vision:Digits', args: {split: train}, validation_fraction: 0}",
     "task.target=tests.examples.vision:TopClassification",
 )
 # Statistics of few numbers make the last bits of a sum large within some steps, as would a higher rate.
 GENTLY = "optimizer={kind: sgd, lr: 1.0e-3}"
+# Llama's norms and rotations are in fp32, whatever its weights are in.
 CASES = {
-    "llama": Case(llama, "tokens", {"LlamaDecoderLayer": 3}, ("compile=blocks",)),
+    "llama": Case(llama, "tokens", {"LlamaDecoderLayer": 3}, ("compile=blocks",), equal=1e-6),
     "gpt2": Case(gpt2, "tokens", {"GPT2Block": 3}, ("compile=blocks",)),
-    "resnet50": Case(resnet50, "images", {"Bottleneck": 6}, (*IMAGES, GENTLY)),
+    "resnet50": Case(resnet50, "images", {"Bottleneck": 3}, (*IMAGES, GENTLY, "run.steps=2")),
     "vit": Case(vit, "images", {"EncoderBlock": 3}, (*IMAGES, "compile=blocks")),
 }
 
@@ -121,17 +125,21 @@ def check(case: Case, tmp_path: Path, patch: Callable[[], None] | None) -> None:
     words = [f"model.target={HERE}:{case.model.__name__}", "run.steps=4", *case.words]
     settings = ["parallel.kind=fsdp", "memory.activation_checkpointing=full", f"hooks=[{hook}]"]
     config = small(tmp_path, *words, *settings)
+    directory = RunDirectory.of(config)
+    Ownership.claim(directory.store).release()  # as a command does
+    directory.write_config(config)
     run = drill(config, worlds=[2], patch=patch)
     expected = reference(config)
     check_ledger(run, expected)
-    check_weights(run, expected)
-    check_nothing_is_told(run)
+    assert largest_difference(run.weights, expected.weights) <= case.equal
+    assert not run.told("graph_break", "place")
+    assert not run.told("not_compiled", "reason")
     assert run.told("model_sharded", "layers") == [case.blocks]
 
     trained = torch.load(tmp_path / "outputs-0.pt")
     assert torch.equal(torch.load(tmp_path / "outputs-1.pt"), trained)
     loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
-    torch.testing.assert_close(outputs_of(loaded, case.inputs), trained, rtol=0, atol=EQUAL)
+    torch.testing.assert_close(outputs_of(loaded, case.inputs), trained, rtol=0, atol=case.equal)
 
 
 def from_its_library(case: Case, run: Path, folder: Path) -> nn.Module:

@@ -13,8 +13,6 @@ from tests.dist.drill import Members, drill
 from tests.dist.reference import reference
 from tests.dist.small import small
 
-HOOKS = "hooks=[{kind: ema, decay: 0.5}]"
-
 
 def put_all_beyond_reach() -> None:
     """Have the communicator reach nothing where it is, as one of GPUs does not reach the host's memory."""
@@ -35,7 +33,7 @@ def put_all_beyond_reach() -> None:
 def test_worlds_of_other_sizes_go_on_with_it(
     parallel: str, worlds: list[Members], sources: list[str], tmp_path: Path
 ) -> None:
-    config = small(tmp_path, f"parallel={parallel}", HOOKS)
+    config = small(tmp_path, f"parallel={parallel}")
     run = drill(config, worlds=worlds, leave_after=[4, 4], patch=put_all_beyond_reach)
     check_run(run, reference(config))
     assert run.told("restore", "step") == [5, 10]

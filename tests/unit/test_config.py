@@ -114,8 +114,13 @@ BAD = [
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
     ("run: {deterministic: true}\naudit: {recompute: 5 minutes}", "x.yaml:2: audit.recompute: must be in steps, such "
      'as "100 steps": all workers have to know which ones, found "5 minutes"'),
-    ("run: {seed: 1}\naudit: {recompute: 100 steps}", "x.yaml:2: audit.recompute: needs run.deterministic=true: two "
-     "workers would round in different ways"),
+    ("run: {seed: 1}\naudit: {recompute: 100 steps}", "x.yaml:2: audit.recompute: needs run.deterministic=true or "
+     "run.exact=true: else two workers round in different ways"),
+    *[("run: {exact: true}\nscaling: {num_workers: 1}\nparallel: " + parallel, "x.yaml:3: parallel: must be "
+       "{kind: ddp} with run.exact, whose sums are those of its own gradient buckets")
+      for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
+    ("run: {exact: true}\nprecision: {kind: fp16}", "x.yaml:2: precision: must not be of kind fp16 with run.exact"),
+    ("run: {exact: true}\ncompile: blocks", "x.yaml:2: compile: must be none with run.exact: what is compiled may "),
     *[("run: {deterministic: true}\nscaling: {num_workers: 1}\naudit: {recompute: 1 step}\nparallel: " + parallel,
        "x.yaml:3: audit.recompute: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
        "buckets it compares") for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
