@@ -66,12 +66,13 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
                 raise  # a second Ctrl-C, where the process is not ours
             error = as_exception(raised)
+            step = worker.step
             if isinstance(error, Corrupted) and error.rank == world.rank:
-                worker.forget()
+                worker.forget()  # its step too, which is reported all the same
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):
                     runtime.publish(history)
-                runtime.failed(worker.step, error)
+                runtime.failed(step, error)
             except Exception:
                 world.groups.abort()  # the others need not wait for storage
                 rescue(config, runtime, world, worker, directory, error)

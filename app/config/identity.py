@@ -24,6 +24,7 @@ NUMERICS = (
     "run.steps",
     "run.epochs",
     "run.deterministic",
+    "run.exact",
     "batch.microbatch_size",
     "optimizer.",
     "schedule.",

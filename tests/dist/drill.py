@@ -188,6 +188,8 @@ class DrillRuntime:
     def failed(self, step: int, error: BaseException) -> None:
         """A bad step, or one computed wrongly, or want of memory ends an attempt as a wish to leave does: the schedule
         goes on."""
+        if isinstance(error, Corrupted):  # by the odd rank too, which has given up its state
+            assert error.cause.startswith(f"step {step + 1}:"), f"reported after step {step}: {error.cause}"
         if isinstance(error, OutOfMemory):
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
         elif not (

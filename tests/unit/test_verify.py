@@ -232,6 +232,11 @@ def test_configurations_that_make_other_runs_are_told(pair: Pair) -> None:
     assert changes == {"run.seed": (1, 2, True), "optimizer.lr": (1e-3, 1e-2, False)}
 
 
+def test_an_exact_run_is_told_beside_one_that_is_not(pair: Pair) -> None:
+    pair.configure("run.exact=true")
+    assert [change.key for change in pair.verify().changes] == ["run.exact"]
+
+
 def test_a_size_of_microbatches_that_was_chosen_is_the_one_compared(pair: Pair) -> None:
     pair.configure("batch.microbatch_size=auto")
     pair.directories[1].write_microbatch_size(2)

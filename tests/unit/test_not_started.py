@@ -1,0 +1,48 @@
+"""Ray that does not come up: told in one message, and tried again only by a command that has come back."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from app.config import Config, parse_config
+from app.errors import TrainingError, UsageError
+from app.launch import ray as subject
+from app.launch.again import Comebacks
+from app.orchestration import cluster
+from app.run.interrupts import Interrupts
+
+TIMED_OUT = "The current node timed out during startup. This could happen because the GCS has become overloaded.\nmore"
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse_config("run: {name: run}", "run.yaml", [])
+
+
+def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "connect", Mock(side_effect=error))
+    monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
+    subject._connect(config, Mock(verbose=False), Interrupts(lambda: None), before)
+
+
+def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"^Ray cannot be started or joined: The current node .* overloaded\. On a very .* the same command"
+    with pytest.raises(TrainingError, match=told) as raised:
+        connect_with(Exception(TIMED_OUT), config, Comebacks(), monkeypatch)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_has_a_remedy_of_its_own_is_told_as_it_is(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in (Comebacks(), Comebacks().after("Ray", 3)):
+        with pytest.raises(UsageError, match=r"^no Ray answers there$"):
+            connect_with(UsageError("no Ray answers there"), config, before, monkeypatch)
+
+
+def test_a_command_that_came_back_tries_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    came_back = Mock(side_effect=SystemExit)
+    monkeypatch.setattr(Comebacks, "come_back", came_back)
+    with pytest.raises(SystemExit):
+        connect_with(Exception(TIMED_OUT), config, Comebacks().after("Ray", 3), monkeypatch)
+    came_back.assert_called_once()
