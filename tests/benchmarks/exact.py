@@ -5,14 +5,16 @@ python -m tests.benchmarks.exact --pairs 20 --audit
 python -m tests.benchmarks.exact --parts
 
 Three of them take turns of some steps each (turns.py): exact, ordinary, and ordinary again, whose ratio to the second
-one is the A/A control. With `--audit` all three are exact, and the first has one microbatch computed twice in every
-hundredth step, once a turn. `--parts` times the pieces by themselves, in one process and between two: what a
-microbatch's gradient takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
+one is the A/A control. `--audit` has one microbatch computed twice in every tenth step of a run, and compares these
+steps with those around them. `--parts` times the pieces by themselves, in one process and between two: what the
+gradient of a microbatch takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,14 +26,16 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from app.parallel.fixed_point import FixedPoint
-from tests.benchmarks.commands import end_on_sigterm
+from app.run.ledger import read_ledger
+from app.storage import LocalStore
+from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.sides import COLUMNS, cells, take_sides
 from tests.benchmarks.speed import CASES, Case
-from tests.benchmarks.statistics import table
+from tests.benchmarks.statistics import estimate, table, verdict
 
 LIMIT = 1.25  # of the time without it
-AUDIT_LIMIT = 1.01
-_AUDIT_STEPS = 100
+_CHECK_EVERY = 10  # steps, so that many are checked in a short time
+_MOST = 1.0  # of a step, that a check may add to it: 1 % at one step in a hundred
 _CPU = torch.device("cpu")
 
 
@@ -42,12 +46,28 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, steps_per_block, LIMIT)]
 
 
-def compare_audit(case: Case, num_pairs: int, folder: Path) -> list[str]:
-    """One row of the table, in turns of as many steps as lie between two checks."""
-    exact = {"run": {"exact": True}, "checkpoint": {"node_memory": False}, "logging": {"weights_digest_every": None}}
-    on = {**exact, "audit": {"recompute": f"{_AUDIT_STEPS} steps"}}
-    seconds = take_sides(case, num_pairs, _AUDIT_STEPS, folder, on, exact)
-    return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, _AUDIT_STEPS, AUDIT_LIMIT)]
+def audit(case: Case, num_checks: int, folder: Path) -> list[str]:
+    """Return a row: what a check adds to its step, beside the steps around it, and what that is at one in a hundred."""
+    num_steps = _CHECK_EVERY * (num_checks + 2)
+    config = write_config(
+        folder / "audit.yaml",
+        run={"storage": str(folder / "runs"), "name": "audit", "steps": num_steps, "exact": True, "report": False},
+        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
+        model={"kind": "gpt", **case.model},
+        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+        checkpoint={"node_memory": False},
+        audit={"recompute": f"{_CHECK_EVERY} steps"},
+    )
+    subprocess.run([sys.executable, *app_under_torchrun(config)], check=True, stdout=subprocess.DEVNULL, timeout=1200)
+    step_s = {line["step"]: line["step_s"] for line in read_ledger(LocalStore(folder / "runs" / "audit")).lines}
+    added: list[float] = []
+    for step in range(2 * _CHECK_EVERY, num_steps, _CHECK_EVERY):
+        around = median(step_s[other] for other in range(step - 4, step + 5) if other != step)
+        added.append((step_s[step] - around) / around)
+    usual_ms = 1e3 * median(step_s.values())
+    found = estimate(added)
+    share = f"{found.median:.1%} [{found.low:.1%}, {found.high:.1%}]"
+    return [case.name, f"{usual_ms:.1f}", share, f"{found.median / 100:.2%}", verdict(estimate(added), _MOST)]
 
 
 def parts(num_elements: int) -> list[list[str]]:
@@ -99,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
-    parser.add_argument("--audit", action="store_true", help="what audit.recompute costs in an exact run")
+    parser.add_argument(
+        "--audit", action="store_true", help="what audit.recompute costs in an exact run, by so many checks as pairs"
+    )
     parser.add_argument("--parts", action="store_true", help="time the pieces instead")
     options = parser.parse_args()
     case = CASES["10m"]
@@ -108,11 +130,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="exact-") as folder:
         if options.audit:
-            row = compare_audit(CASES["10ms"], options.pairs, Path(folder))
-        else:
-            row = compare(case, options.pairs, options.steps, Path(folder))
+            titles = ["model", "usual ms/step", "a check adds to its step [95 %]", "every 100 steps", "verdict"]
+            print(table([titles, audit(case, options.pairs, Path(folder))]))
+            return
+        row = compare(case, options.pairs, options.steps, Path(folder))
     print(table([["model", "parameters", *COLUMNS], row]))
-    print(f"{options.pairs} pairs; verdict: the interval reaches down to {AUDIT_LIMIT if options.audit else LIMIT}")
+    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
 
 
 if __name__ == "__main__":
