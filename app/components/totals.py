@@ -35,8 +35,9 @@ class Totals:
             self._metrics[name] = total + self._split(mean.total) * weight, count + self._split(mean.count) * weight
 
     def _split(self, value: Tensor | float) -> Tensor:
-        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device=self._none.device)
-        return self._summation.split(number.double())
+        # In float64, and without a copy from the host.
+        number = value.detach() if isinstance(value, Tensor) else self._none.new_full((), value)
+        return self._summation.split(number)
 
     def metrics(self, names: Iterable[str]) -> list[Tensor]:
         """Return sum and count of each of these metrics, one after the other; zeros for one that is not there."""

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.components.totals import Totals
 from app.parallel.fixed_point import FixedPoint
-from app.world.sums import OrderFree, Plain
+from app.tasks import Mean, Sums
+from app.world.sums import OrderFree, Plain, Summation
 
 CPU = torch.device("cpu")
 UNUSED = torch.zeros(())  # the gradient's norm, which tells a sum of integers nothing
@@ -166,3 +168,11 @@ def test_a_single_number_comes_back_as_it_was_and_what_is_not_finite_stays_so() 
         parts = OrderFree.split(torch.tensor(number, dtype=torch.float64))
         assert not math.isfinite(OrderFree.join(parts.tolist()))
     assert Plain.join(Plain.split(torch.tensor(0.1)).tolist()) == pytest.approx(0.1, rel=1e-7)
+
+
+@pytest.mark.parametrize("summation", [Plain, OrderFree])
+def test_numbers_of_python_are_added_in_float64(summation: type[Summation]) -> None:
+    totals = Totals(CPU, summation)
+    totals.add(Sums(torch.tensor(1.0), 1, {"share": Mean(0.1, 3)}), weight=1)
+    total, count = totals.metrics(["share"])
+    assert (summation.join(total.tolist()), summation.join(count.tolist())) == (pytest.approx(0.1, rel=1e-15), 3.0)
