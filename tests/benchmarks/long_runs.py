@@ -140,12 +140,18 @@ def _watch(process: subprocess.Popen[bytes], ledger: Path, num_steps: int) -> No
             name = title.removeprefix("ray::").split()[0] if title.startswith("ray::") else ""
             if name.startswith(("Coordinator", "SlotWorker", "TrainController")):
                 number += 1
-                resident[f"{name} {number}"] = psutil.Process(pid).memory_info().rss / _MIB
+                role = " (leader)" if _writes_ledger(pid) else ""
+                resident[f"{name} {number}{role}"] = psutil.Process(pid).memory_info().rss / _MIB
         if time.monotonic() - began > _WARM_S and not first:
             first = resident
         done = _last_step(ledger)
         grown = {name: f"{size:.0f} ({size - first.get(name, size):+.1f})" for name, size in resident.items()}
         print(f"{time.monotonic() - began:.0f} s, step {done} of {num_steps}: MiB {grown}", flush=True)
+
+
+def _writes_ledger(pid: int) -> bool:
+    """Whether a process holds the ledger open, as the leader alone does."""
+    return any(file.path.endswith(STEPS) for file in psutil.Process(pid).open_files())
 
 
 def _last_step(ledger: Path) -> int:
