@@ -120,7 +120,7 @@ def overview(statuses: list["Status"]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("run", "state", "step", "loss", "rate", "workers", "where"):
+    for heading in ("run", "state", "step", "train\nloss", "validation\nloss", "rate", "workers", "where"):
         table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
     for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
         log = status.log
@@ -131,6 +131,7 @@ def overview(statuses: list["Status"]) -> "RenderableType":
             status.state,
             _progress(status),
             number(log.loss) if log else "",
+            _validation_loss(status),
             f"{compact(live.units_per_s)} {live.unit}/s" if live else "",
             str(live.world_size) if live else "",
             f"{status.host} {status.pid}" if status.host else "",
@@ -178,6 +179,11 @@ def _state(status: "Status") -> str:
     return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
 
 
+def _validation_loss(status: "Status") -> str:
+    loss = (status.metrics or {}).get("loss")
+    return "" if loss is None else number(loss)
+
+
 def _progress(status: "Status") -> str:
     return f"{status.step}/{status.log.total_steps}" if status.log else str(status.step)
 
@@ -195,7 +201,8 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     log = status.log
     if log is None:
         return
-    yield "loss", joined([number(log.loss), in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
+    loss = f"loss {number(log.loss)} at step {log.step}"
+    yield "training", joined([loss, in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
     rate = f"{compact(log.units_per_s)} {log.unit}/s"
     yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
     yield "data wait", f"{log.data_wait:.0%}"

@@ -92,8 +92,8 @@ def _init(**options: Any) -> None:
         said = str(error).partition("\n")[0].rstrip(". ")
         raise RayNotStarted(
             f"Ray cannot be started or joined: {said}",
-            "On a very busy machine its start takes longer than it allows itself: give the same command again when less "
-            "is going on (-v shows Ray's messages and the traceback)",
+            "On a very busy machine its start takes longer than it allows itself: give the same command again when "
+            "less is going on (-v shows Ray's messages and the traceback)",
         ) from error
 
 

@@ -26,7 +26,7 @@ def config() -> Config:
 def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
     monkeypatch.setattr(cluster, "silence_raylet", Mock())
-    monkeypatch.setattr(cluster.ray, "init", Mock(side_effect=error))
+    monkeypatch.setattr("ray.init", Mock(side_effect=error))
 
 
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
