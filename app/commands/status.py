@@ -4,7 +4,7 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from app.config.schema import RunConfig
 from app.errors import StorageError, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.run.owner import read_owner
-from app.units import compact, duration, in_words, joined, number, plural, size
+from app.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from app.telemetry.status import Node, Status, StatusReader
 
 _EVERY_S = 1.0
-_NODE_DIGITS = 8  # of Ray's 56, by which a node is found
 _NUM_INTERRUPTIONS = 8  # that are shown; all are in --json
 
 
@@ -214,7 +213,7 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
 
 def _node(node: "Node") -> str:
     """Return the line of a node: its ranks, their GPUs, and what a step costs each by itself."""
-    ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_ranges(node.ranks)}"
+    ranks = in_ranges("rank", node.ranks)
     gpus = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items())
     speed = last = ""
     if node.own_ms:
@@ -223,18 +222,7 @@ def _node(node: "Node") -> str:
         speed = f"{times} ms of a step by themselves" if len(node.ranks) > 1 else f"{times} ms of a step by itself"
         share, rank = max(zip(node.last, node.ranks, strict=True))
         last = f"rank {rank} is the last in {share:.0%}"
-    return joined([f"{node.node[:_NODE_DIGITS]} {ranks}", gpus, speed, last])
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ascending numbers in a few words: "0-3, 8"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return joined([f"{node_name(node.node)} {ranks}", gpus, speed, last])
 
 
 def _checkpoint(status: "Status") -> str:

@@ -12,6 +12,7 @@ from app.run.events import AttemptStarted
 from app.telemetry.goodput import CATEGORIES, Account
 from app.telemetry.interruptions import Interruption
 from app.telemetry.report.course import Course
+from app.units import node_name
 
 # Told apart on a white and on a black page, and by those who see no red or no green (Okabe and Ito, 2008).
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
@@ -97,7 +98,7 @@ def worlds(course: Course) -> Drawing:
                     "bottom": bottom,
                     "top": bottom + count,
                     "color": color,
-                    "node": node,
+                    "node": node_name(node),
                     "attempt": account.attempt,
                 }
             )
@@ -112,7 +113,7 @@ def worlds(course: Course) -> Drawing:
     plot.yaxis.ticker.desired_num_ticks = 4
     plot.yaxis.ticker.num_minor_ticks = 0
     plot.yaxis.ticker.min_interval = 1
-    return Drawing(plot, {node[:16]: color for node, color in colors.items()})
+    return Drawing(plot, {node_name(node): color for node, color in colors.items()})
 
 
 def time_of_ranks(course: Course) -> Drawing:
