@@ -1,7 +1,7 @@
 """Format numbers for log lines and messages."""
 
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
@@ -37,6 +37,23 @@ def duration(seconds: float) -> str:
 def plural(count: float, noun: str) -> str:
     """Write a count with its noun: 1 worker, 4 workers."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def in_ranges(noun: str, numbers: Sequence[int]) -> str:
+    """Write ascending numbers in a few words, with what they count: rank 2, ranks 0-3, 8."""
+    parts: list[list[int]] = []
+    for each in numbers:
+        if parts and each == parts[-1][-1] + 1:
+            parts[-1].append(each)
+        else:
+            parts.append([each])
+    ranges = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    return f"{noun if len(numbers) == 1 else noun + 's'} {', '.join(ranges)}"
+
+
+def node_name(node: str) -> str:
+    """Shorten Ray's id of a node: of its 56 digits, eight are enough to find the node."""
+    return node[:8]
 
 
 def joined(parts: Iterable[str]) -> str:

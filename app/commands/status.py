@@ -4,7 +4,7 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from app.config.schema import RunConfig
 from app.errors import StorageError, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.run.owner import read_owner
-from app.units import compact, duration, in_words, joined, number, plural, size
+from app.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from app.telemetry.status import Node, Status, StatusReader
 
 _EVERY_S = 1.0
-_NODE_DIGITS = 8  # of Ray's 56, by which a node is found
 _NUM_INTERRUPTIONS = 8  # that are shown; all are in --json
 
 
@@ -120,7 +119,7 @@ def overview(statuses: list["Status"]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("run", "state", "step", "loss", "rate", "workers", "where"):
+    for heading in ("run", "state", "step", "train\nloss", "validation\nloss", "rate", "workers", "where"):
         table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
     for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
         log = status.log
@@ -131,6 +130,7 @@ def overview(statuses: list["Status"]) -> "RenderableType":
             status.state,
             _progress(status),
             number(log.loss) if log else "",
+            _validation_loss(status),
             f"{compact(live.units_per_s)} {live.unit}/s" if live else "",
             str(live.world_size) if live else "",
             f"{status.host} {status.pid}" if status.host else "",
@@ -178,6 +178,11 @@ def _state(status: "Status") -> str:
     return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
 
 
+def _validation_loss(status: "Status") -> str:
+    loss = (status.metrics or {}).get("loss")
+    return "" if loss is None else number(loss)
+
+
 def _progress(status: "Status") -> str:
     return f"{status.step}/{status.log.total_steps}" if status.log else str(status.step)
 
@@ -195,7 +200,8 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     log = status.log
     if log is None:
         return
-    yield "loss", joined([number(log.loss), in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
+    loss = f"loss {number(log.loss)} at step {log.step}"
+    yield "training", joined([loss, in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
     rate = f"{compact(log.units_per_s)} {log.unit}/s"
     yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
     yield "data wait", f"{log.data_wait:.0%}"
@@ -207,7 +213,7 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
 
 def _node(node: "Node") -> str:
     """Return the line of a node: its ranks, their GPUs, and what a step costs each by itself."""
-    ranks = f"rank {node.ranks[0]}" if len(node.ranks) == 1 else f"ranks {_ranges(node.ranks)}"
+    ranks = in_ranges("rank", node.ranks)
     gpus = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items())
     speed = last = ""
     if node.own_ms:
@@ -216,18 +222,7 @@ def _node(node: "Node") -> str:
         speed = f"{times} ms of a step by themselves" if len(node.ranks) > 1 else f"{times} ms of a step by itself"
         share, rank = max(zip(node.last, node.ranks, strict=True))
         last = f"rank {rank} is the last in {share:.0%}"
-    return joined([f"{node.node[:_NODE_DIGITS]} {ranks}", gpus, speed, last])
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ascending numbers in a few words: "0-3, 8"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return joined([f"{node_name(node.node)} {ranks}", gpus, speed, last])
 
 
 def _checkpoint(status: "Status") -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.commands.options import run_on_cluster
 from app.errors import UsageError
 from app.run.directory import RunDirectory, find_run
-from app.units import plural
+from app.units import in_ranges, node_name, plural
 
 if TYPE_CHECKING:
     from app.telemetry.verify import Comparison, Difference, Ran
@@ -96,7 +96,7 @@ def _ran(ran: "Ran | None") -> str:
     if ran.shares is not None:
         parts.append("with " + ", ".join(map(str, ran.shares)) + " microbatches")
     if ran.nodes:
-        nodes = [f"{node} (rank {', '.join(map(str, ranks))})" for node, ranks in ran.nodes.items()]
+        nodes = [f"node {node_name(node)} ({in_ranges('rank', ranks)})" for node, ranks in ran.nodes.items()]
         parts.append("on " + ", ".join(nodes))
     return " ".join([parts[0] + (":" if len(parts) > 1 else ""), *parts[1:]])
 

@@ -1,5 +1,6 @@
 """Check the machines on which the same configuration would train, before it does."""
 
+import traceback
 from collections.abc import Generator
 
 from app.checkup.findings import Finding
@@ -11,9 +12,15 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
     import ray
 
     from app.orchestration.checkup import check_nodes
-    from app.orchestration.cluster import EMBEDDED, connect, describe_cluster, gpus_per_worker
+    from app.orchestration.cluster import EMBEDDED, RayNotStarted, connect, describe_cluster, gpus_per_worker
 
-    address = connect(config, verbose)
+    try:
+        address = connect(config, verbose)
+    except RayNotStarted as error:
+        if verbose:
+            traceback.print_exception(error)
+        yield Finding("error", "cluster", error.what, error.remedy)
+        return
     try:
         yield Finding("ok", "cluster", describe_cluster(address))
         gpus = gpus_per_worker(config, address == EMBEDDED)

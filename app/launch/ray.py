@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 
 from app.config import Config
-from app.errors import SteadfastError, TrainingError, UsageError
+from app.errors import UsageError
 from app.launch.again import Comebacks
 from app.launch.resume import let_go, start_or_resume
 from app.run import events
@@ -121,7 +121,7 @@ def _run(
 
 def _connect(config: Config, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
     """Connect to a cluster, or embed one. Return which."""
-    from app.orchestration.cluster import connect
+    from app.orchestration.cluster import RayNotStarted, connect
 
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
@@ -132,23 +132,12 @@ def _connect(config: Config, console: Console, interrupts: Interrupts, before: C
     except Exception as error:
         if before.cluster:
             raise before.not_there(error) from error
-        if isinstance(error, SteadfastError):
+        if not before.in_a_row or not isinstance(error, RayNotStarted):
             raise
-        if not before.in_a_row:
-            raise _not_started(error) from error
         # On a busy machine an embedded Ray may need longer for its start than it allows itself.
         before.after("Ray", before.furthest_step).come_back()
     importing.join()
     return address
-
-
-def _not_started(error: Exception) -> TrainingError:
-    """Return the error that says what to do where Ray has not come up, or has refused this process."""
-    said = str(error).partition("\n")[0].rstrip(". ")
-    return TrainingError(
-        f"Ray cannot be started or joined: {said}. On a very busy machine its start takes longer than it allows "
-        "itself: give the same command again when less is going on (-v shows Ray's messages and the traceback)"
-    )
 
 
 def _without_packages(config: Config, console: Console) -> Config:

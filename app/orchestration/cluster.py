@@ -13,7 +13,7 @@ import ray
 import yaml
 
 from app.config import Config
-from app.errors import ResourcesMissing, UsageError
+from app.errors import ResourcesMissing, TrainingError, UsageError
 from app.orchestration.internals import current_cluster, end_at_once, on_loopback, silence_raylet
 from app.orchestration.packages import check_packages
 from app.orchestration.runtime_env import runtime_env
@@ -45,8 +45,22 @@ _CORRECT = {
 _SETTINGS = 4  # the type of that frame, the fourth byte of its head
 
 
+class RayNotStarted(TrainingError):
+    """Ray has not come up, or has refused this process."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}. {remedy}")
+        self.what = what
+        self.remedy = remedy
+
+
 def connect(config: Config, verbose: bool) -> str:
-    """Join the cluster that the rule of the README names, or embed one in this process. Return which."""
+    """Join the cluster that the rule of the README names, or embed one in this process. Return which.
+
+    Raises:
+        RayNotStarted: Ray's own words in one line, and what to do.
+        UsageError: a cluster was named, and nothing answers there.
+    """
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": logging.INFO}
@@ -56,10 +70,10 @@ def connect(config: Config, verbose: bool) -> str:
     address = find_cluster(config.cluster.address)
     if address is not None:
         check_packages(config.cluster.pip, Path.cwd())
-        ray.init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
+        _init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
         return address
     with on_loopback():
-        ray.init(
+        _init(
             address="local",
             # More workers than cores is slow, not wrong.
             num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
@@ -70,6 +84,18 @@ def connect(config: Config, verbose: bool) -> str:
         )
     end_at_once()
     return EMBEDDED
+
+
+def _init(**options: Any) -> None:
+    try:
+        ray.init(**options)
+    except Exception as error:
+        said = str(error).partition("\n")[0].rstrip(". ")
+        raise RayNotStarted(
+            f"Ray cannot be started or joined: {said}",
+            "On a very busy machine its start takes longer than it allows itself: give the same command again when "
+            "less is going on (-v shows Ray's messages and the traceback)",
+        ) from error
 
 
 def find_cluster(wanted: str) -> str | None:

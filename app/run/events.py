@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from app.units import Wording, compact, duration, in_words, joined, number, plural, size
+from app.units import Wording, compact, duration, in_words, joined, node_name, number, plural, size
 
 
 class Event(BaseModel):
@@ -452,8 +452,7 @@ class Failure(Event):
     def line(self, verbose: bool = False) -> str:
         if self.member is None:
             return f"failure: {self.error}"
-        # Of the 56 digits of Ray's id, eight are enough to find the node.
-        where = f" on node {self.node[:8]}" if self.node is not None else ""
+        where = f" on node {node_name(self.node)}" if self.node is not None else ""
         return f"failure ({self.kind}) of worker {self.member}{where}: {self.error}"
 
 
@@ -468,7 +467,7 @@ class Preemption(Event):
         when = "is going"
         if self.deadline_s and self.time_s is not None:
             when = f"goes in {self.deadline_s - self.time_s:.0f} s"
-        return f"node {self.node[:8]} {when}: {plural(len(self.members), 'worker')} will leave it"
+        return f"node {node_name(self.node)} {when}: {plural(len(self.members), 'worker')} will leave it"
 
 
 class ProcessRestarted(Event):

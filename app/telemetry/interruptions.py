@@ -17,7 +17,7 @@ from app.run.events import (
     RunStarted,
     Scale,
 )
-from app.units import plural
+from app.units import node_name, plural
 
 Kind = Literal["failure", "resize", "restart"]
 
@@ -164,13 +164,13 @@ def _in_words(event: Event) -> str:
         case Failure(member=None):
             return _first_line(event.error)
         case Failure():
-            where = f" on node {event.node[:8]}" if event.node else ""
+            where = f" on node {node_name(event.node)}" if event.node else ""
             what = "loss" if event.kind == "worker" else event.kind or "failure"
             return f"{what} of worker {event.member}{where}: {_first_line(event.error)}"
         case ForwardsShrunk():
             return f"out of memory, so that forwards have {plural(event.forward_size, 'sample')} at the most"
         case Preemption():
-            return f"node {event.node[:8]} is going with {plural(len(event.members), 'worker')}"
+            return f"node {node_name(event.node)} is going with {plural(len(event.members), 'worker')}"
         case Scale():
             return event.line()
         case Rollback():

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _resize: Any = torch.UntypedStorage.resize_
+_DEVICE = torch.ops.prim.device.default
 
 
 class Allocations(TorchDispatchMode):
@@ -37,6 +38,8 @@ class Allocations(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it calls operators on its local tensor, which come here too
         result = func(*args, **(kwargs or {}))
+        if func is _DEVICE:  # every other call, and no tensor
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from unittest.mock import Mock
 
 import pytest
 
+from app.cli import main
 from app.config import Config, parse_config
 from app.errors import TrainingError, UsageError
 from app.launch import ray as subject
@@ -18,11 +20,17 @@ TIMED_OUT = "The current node timed out during startup. This could happen becaus
 
 @pytest.fixture
 def config() -> Config:
-    return parse_config("run: {name: run}", "run.yaml", [])
+    return parse_config("{run: {name: run}, cluster: {address: local}}", "run.yaml", [])
+
+
+def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
+    monkeypatch.setattr(cluster, "silence_raylet", Mock())
+    monkeypatch.setattr("ray.init", Mock(side_effect=error))
 
 
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "connect", Mock(side_effect=error))
+    refuse(error, monkeypatch)
     monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
     subject._connect(config, Mock(verbose=False), Interrupts(lambda: None), before)
 
@@ -35,9 +43,10 @@ def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: 
 
 
 def test_what_has_a_remedy_of_its_own_is_told_as_it_is(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", Mock(side_effect=UsageError("no Ray answers there")))
     for before in (Comebacks(), Comebacks().after("Ray", 3)):
         with pytest.raises(UsageError, match=r"^no Ray answers there$"):
-            connect_with(UsageError("no Ray answers there"), config, before, monkeypatch)
+            connect_with(Exception(TIMED_OUT), config, before, monkeypatch)
 
 
 def test_a_command_that_came_back_tries_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +55,22 @@ def test_a_command_that_came_back_tries_again(config: Config, monkeypatch: pytes
     with pytest.raises(SystemExit):
         connect_with(Exception(TIMED_OUT), config, Comebacks().after("Ray", 3), monkeypatch)
     came_back.assert_called_once()
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--verbose"]])
+def test_doctor_tells_it_as_a_finding(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse(Exception(TIMED_OUT), monkeypatch)
+    assert main(0.0, ["doctor", "--config", "ddp.yaml", "cluster.address=local", *words]) == 1
+    printed = capsys.readouterr()
+    assert ("Traceback" in printed.err) == (words == ["--verbose"])
+    if words == ["--json"]:
+        (finding,) = json.loads(printed.out)["findings"]
+        assert (finding["level"], finding["check"]) == ("error", "cluster")
+        assert finding["what"].endswith("because the GCS has become overloaded")
+        assert finding["remedy"].startswith("On a very busy machine")
+    else:
+        assert "error    cluster: Ray cannot be started or joined: The current node timed out" in printed.out
+        assert "give the same command again" in printed.out
+        assert printed.out.endswith("\n1 error, 0 warnings\n")

@@ -97,10 +97,27 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
 
 def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
     drawing = figures.worlds(Course.read(directory))
-    assert [*drawing.legend] == ["alpha", HOSTILE[:16], "workers"]
+    assert [*drawing.legend] == ["alpha", HOSTILE[:8], "workers"]
     drawn = drawing.plot.renderers[0].data_source.data
     assert list(drawn["top"]) == [1, 2, 1, 2]
     assert list(drawn["left"]) == [10.0, 10.0, 20.0, 24.0]
+
+
+def test_each_command_that_ended_before_its_first_step_has_a_bar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    for command in range(2):
+        directory.record(events.RunStarted(time_s=START_S + 10 * command, launcher="ray"))
+        directory.record(events.Failure(time_s=START_S + 10 * command + 5, error="no data", step=0))
+    directory.record(events.RunStarted(time_s=START_S + 20, launcher="ray"))
+    write(directory, attempt=3, steps=range(1, 3), world_size=1, began_s=START_S + 30)
+    directory.record(started(3, 1, START_S + 31))
+    drawing = figures.time_of_ranks(Course.read(directory))
+    assert [*drawing.plot.xaxis.major_label_overrides.values()] == ["0", "0", "3"]
+    assert {*drawing.plot.renderers[0].data_source.data["place"]} == {0, 1, 2}
+    write_report(directory)
+    assert caplog.messages == []  # of Bokeh, about what it cannot draw
 
 
 def test_of_a_long_run_few_points_are_kept() -> None:

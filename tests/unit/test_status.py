@@ -83,6 +83,7 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     shown = " ".join(capsys.readouterr().out.split())
     assert f"running on {os.uname().nodename}, pid {os.getpid()} | attempt 2" in shown
     assert re.search(r"step 100/400 25% \| last step \d+[sm] ago \| eta 10m", shown)
+    assert "training loss 2.500 at step 100 | gradient norm 1.000 " in shown
     assert "39.8k tok/s | 20 ms a step" in shown
     assert "loss of worker m1 on node 01234567: reset | 3 -> 2 workers | detected in 1.0 s | back in 1.0 s" in shown
     assert "steps that a loss would cost: worker 0, everything 40" in shown
@@ -125,6 +126,27 @@ def test_for_scripts_it_is_one_object_and_all_runs_are_a_list(
     assert states == {"one": "running", "two": "killed"}
     assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
     assert "39.8k tok/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_losses_are_shown_by_what_they_are_of(
+    tmp_path: Path, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    validated = events.Validation(time_s=NOW_S, attempt=2, step=90, metrics={"loss": 1.75, "accuracy": 0.5})
+    run_at(tmp_path / "one", os.getpid(), started(), FIRST, validated)
+    run_at(tmp_path / "two", os.getpid(), started(), FIRST)
+    assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for heading, values in {("train", "loss"): ("2.500", "2.500"), ("validation", "loss"): ("1.750", "")}.items():
+        begin = first.index(heading[0])
+        assert second[begin:].startswith(heading[1])
+        cells = {line.split()[0]: line[begin : begin + len(heading[0])].strip() for line in lines}
+        assert cells == dict(zip(("one", "two"), values, strict=True))
+    assert main(0.0, ["status", str(tmp_path / "one")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "validation loss 1.750 | accuracy 0.5000" in shown
 
 
 def test_a_folder_without_runs_and_two_runs_are_one_message_each(

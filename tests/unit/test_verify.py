@@ -136,11 +136,12 @@ def test_all_that_differs_in_the_first_step_is_named(pair: Pair) -> None:
     assert list(found.values) == ["num_samples", "samples_digest", "overflow", "loss", "weights"]
 
 
-def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair) -> None:
+def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs[4:] = [line(step, 3, (2, 2, 2)) for step in range(5, 11)]
     pair.theirs[6]["loss"] = 4.0
     times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
-    for attempt, nodes in ((1, {"red": (0, 1)}), (3, {"red": (0,), "blue": (1, 2)})):
+    red, blue = "a" * 56, "b" * 56
+    for attempt, nodes in ((1, {red: (0, 1)}), (3, {red: (0,), blue: (1, 2)})):
         event = AttemptStarted(attempt=attempt, step=4, source="rank 0", world_size=3, nodes=nodes, **times)
         pair.directories[1].record(event)
     found = pair.verify().first
@@ -153,8 +154,12 @@ def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair) -> None:
         "attempt": 3,
         "world_size": 3,
         "shares": [2, 2, 2],
-        "nodes": {"red": [0], "blue": [1, 2]},
+        "nodes": {red: [0], blue: [1, 2]},
     }
+    assert main(0.0, ["verify", *(directory.uri for directory in pair.directories)]) == 1
+    shown = capsys.readouterr().out
+    with_nodes = "with 2, 2, 2 microbatches on node aaaaaaaa (rank 0), node bbbbbbbb (ranks 1-2)"
+    assert f"B: attempt 3: 3 workers {with_nodes}\n" in shown
 
 
 def test_steps_that_were_done_again_count_as_they_were_the_last_time(pair: Pair) -> None:

@@ -12,6 +12,7 @@ from app.run.events import AttemptStarted
 from app.telemetry.goodput import CATEGORIES, Account
 from app.telemetry.interruptions import Interruption
 from app.telemetry.report.course import Course
+from app.units import node_name
 
 # Told apart on a white and on a black page, and by those who see no red or no green (Okabe and Ito, 2008).
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
@@ -97,7 +98,7 @@ def worlds(course: Course) -> Drawing:
                     "bottom": bottom,
                     "top": bottom + count,
                     "color": color,
-                    "node": node,
+                    "node": node_name(node),
                     "attempt": account.attempt,
                 }
             )
@@ -112,7 +113,7 @@ def worlds(course: Course) -> Drawing:
     plot.yaxis.ticker.desired_num_ticks = 4
     plot.yaxis.ticker.num_minor_ticks = 0
     plot.yaxis.ticker.min_interval = 1
-    return Drawing(plot, {node[:16]: color for node, color in colors.items()})
+    return Drawing(plot, {node_name(node): color for node, color in colors.items()})
 
 
 def time_of_ranks(course: Course) -> Drawing:
@@ -121,9 +122,12 @@ def time_of_ranks(course: Course) -> Drawing:
     rows: list[dict[str, Any]] = []
     for place, accounts in enumerate(groups):
         rows += _bar(place, accounts)
-    plot = _plot("attempt", "seconds of all ranks", x_range=[_label(accounts) for accounts in groups])
-    source = _source(rows, "label", "bottom", "top", "color")
-    bars = plot.vbar(x="label", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=source)
+    plot = _plot("attempt", "seconds of all ranks", x_range=(-0.5, len(groups) - 0.5))
+    # By place, not by label: each command that ended before its first step is an attempt 0.
+    plot.xaxis.ticker = list(range(len(groups)))
+    plot.xaxis.major_label_overrides = {place: _label(accounts) for place, accounts in enumerate(groups)}
+    source = _source(rows, "place", "bottom", "top", "color")
+    bars = plot.vbar(x="place", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=source)
     tooltips = [("", "@category"), ("seconds of ranks", "@rank_s{0.0}"), ("of the attempt", "@share{0.0 %}")]
     _hover(plot, [bars], tooltips)
     plot.y_range.start = 0
@@ -228,7 +232,7 @@ def _bar(place: int, accounts: Sequence[Account]) -> list[dict[str, Any]]:
     for category, seconds in rank_s.items():
         if seconds > 0:
             sizes = {"bottom": top, "top": top + seconds, "rank_s": seconds, "share": seconds / total_s}
-            rows.append({"label": _label(accounts), "category": category, "color": COLORS[category], **sizes})
+            rows.append({"place": place, "category": category, "color": COLORS[category], **sizes})
             top += seconds
     return rows
 

@@ -12,7 +12,7 @@ from app.storage.documents import read_json
 from app.telemetry.goodput import CATEGORIES, goodput
 from app.telemetry.report import figures
 from app.telemetry.report.course import Course
-from app.units import compact, duration, number, plural
+from app.units import compact, duration, node_name, number, plural
 
 _MOST_ROWS = 200
 _MARKED = "Dotted lines: the step that a run went on from after a failure, a resize or another command."
@@ -146,7 +146,7 @@ def _rank_times(course: Course) -> str:
     rows = []
     for rank in sorted(ranks, key=lambda each: -each.last)[:_MOST_RANKS]:
         row = [str(rank.attempt), str(rank.rank), f"{rank.own_ms:.3g} ms", f"{rank.of_median:.2f}", f"{rank.last:.0%}"]
-        place = [_cell(escape(rank.node)), _cell(escape(rank.gpu))]
+        place = [_cell(escape(node_name(rank.node))), _cell(escape(rank.gpu))]
         rows.append([*(_cell(value, "number") for value in row), *place])
     heads = [(head, "number") for head in ("attempt", "rank", "by itself", "of the median", "last in")]
     left = f"<p>And {len(ranks) - _MOST_RANKS} others.</p>" if len(ranks) > _MOST_RANKS else ""
