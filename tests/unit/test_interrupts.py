@@ -78,7 +78,12 @@ from app.run.interrupts import outlive_sigterm
 outlive_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 started = subprocess.Popen(["sleep", "60"])
-forked = os.fork() or signal.pause()
+ready, told = os.pipe()
+forked = os.fork()
+if not forked:
+    os.write(told, b"!")
+    signal.pause()
+os.read(ready, 1)
 for child in (started.pid, forked):
     os.kill(child, signal.SIGTERM)
 print(started.wait(), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
