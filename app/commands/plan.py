@@ -48,8 +48,7 @@ def _imported() -> Iterator[None]:
     # tenth of the command's time.
     gc.disable()
     try:
-        for module in ("app.data", "app.telemetry.memory", "torch._dynamo"):  # the last by the first fake tensor anyway
-            import_module(module)
+        import_module("app.telemetry.memory")
         gc.freeze()
     finally:
         gc.enable()
