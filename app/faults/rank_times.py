@@ -25,7 +25,8 @@ class RankTimes:
     def look(self, world: Reports, now_s: float) -> events.RankTimes | None:
         """Take the newest reports of all members of a world. Return what there is to tell, which is rare."""
         attempt = next(iter(world.values())).attempt
-        if attempt != self._attempt:
+        # From where an attempt goes on is not known before it has restored that, and its steps cannot be counted.
+        if attempt != self._attempt or not all(report.step for report in self._seen.values()):
             self._begin(attempt, world, now_s)
             return None
         if len(world) == 1:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray._private.services import _find_address_from_flag
 
 from app.errors import UsageError
 from app.orchestration import cluster
@@ -62,6 +64,25 @@ SSH = b"SSH-2.0-OpenSSH_9.2p1\r\n"
 
 def test_auto_embeds_one_where_nobody_has_started_any() -> None:
     assert find_cluster("auto") is None
+
+
+def test_auto_leaves_a_ray_alone_that_another_command_has_embedded() -> None:
+    with serve(GRPC) as address:
+        # What Ray itself goes by, and would join: a process of this name, which says where its GCS is.
+        command = ["bash", "-c", f"exec -a 'raylet/raylet --gcs-address={address}' sleep 60"]
+        with subprocess.Popen(command) as embedded:
+            try:
+                wait_until_ray_finds(address)
+                assert find_cluster("auto") is None
+            finally:
+                embedded.kill()
+
+
+def wait_until_ray_finds(address: str) -> None:
+    until_s = time.monotonic() + 10.0
+    while address not in _find_address_from_flag("--gcs-address"):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def test_auto_joins_what_ray_start_wrote_down(tmp_path: Path) -> None:

@@ -14,12 +14,17 @@ def report(rank: int, step: int, spent_s: dict[str, float], attempt: int = 1, de
 
 
 def watch(
-    times: RankTimes, seconds: float, own_s: Sequence[float], from_s: float = 0.0, attempt: int = 1
+    times: RankTimes,
+    seconds: float,
+    own_s: Sequence[float],
+    from_s: float = 0.0,
+    attempt: int = 1,
+    first_step: int = 1,
 ) -> list[tuple[float, events.RankTimes]]:
     """Look every second at ranks that do two steps in it, each with its own seconds of a step."""
     told: list[tuple[float, events.RankTimes]] = []
     for second in range(int(seconds) + 1):
-        step = 2 * second
+        step = first_step + 2 * second
         # Half of it in the loader. What a rank waits for others is not its own.
         world = {}
         for rank, each_s in enumerate(own_s):
@@ -35,7 +40,7 @@ def test_the_slowest_rank_is_the_last_and_times_are_told_ever_more_rarely() -> N
     told = watch(RankTimes(), 200, (0.1, 0.3, 0.2))
     assert [at_s for at_s, _ in told] == [20, 60, 140]
     first = told[0][1]
-    assert (first.attempt, first.step, first.num_steps) == (1, 40, 40)
+    assert (first.attempt, first.step, first.num_steps) == (1, 41, 40)
     assert (first.own_ms, first.last) == ((100.0, 300.0, 200.0), (0, 4, 0))
     # Each tells of the time since the one before it.
     assert (told[1][1].num_steps, told[1][1].last) == (80, (0, 8, 0))
@@ -46,6 +51,15 @@ def test_each_attempt_is_told_by_itself() -> None:
     assert watch(times, 19, (0.1, 0.2)) == []
     (told,) = watch(times, 20, (0.2, 0.1), from_s=19, attempt=2)
     assert (told[0], told[1].attempt, told[1].last) == (39, 2, (4, 0))
+
+
+def test_a_resumed_attempt_is_told_of_the_steps_that_it_has_done() -> None:
+    """While its ranks restore step 1000, they know of none."""
+    times = RankTimes()
+    for second in range(5):
+        assert times.look({f"m{rank}": report(rank, 0, {}) for rank in range(2)}, second) is None
+    ((_, told),) = watch(times, 25, (0.1, 0.2), from_s=5, first_step=1000)
+    assert (told.num_steps, told.own_ms, told.last) == (40, (100.0, 200.0), (0, 4))
 
 
 def test_on_gpus_it_is_the_device_that_counts_unless_the_loader_takes_longer() -> None:
