@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from ray._private.services import _find_address_from_flag
+from ray._private import services
 
+from app.config import parse_config
 from app.errors import UsageError
 from app.orchestration import cluster
 from app.orchestration.cluster import find_cluster
@@ -80,7 +82,7 @@ def test_auto_leaves_a_ray_alone_that_another_command_has_embedded() -> None:
 
 def wait_until_ray_finds(address: str) -> None:
     until_s = time.monotonic() + 10.0
-    while address not in _find_address_from_flag("--gcs-address"):
+    while address not in services._find_address_from_flag("--gcs-address"):
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
@@ -162,3 +164,17 @@ def test_the_first_line_says_what_a_command_will_wait_for(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
     monkeypatch.setattr("ray.available_resources", lambda: free)
     assert cluster.describe_cluster("192.0.2.10:6379") == expected
+
+
+def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes it at its word: by itself it would make the machine's address of it, and listen everywhere."""
+    monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
+    addresses: list[str] = []
+    init = Mock(side_effect=lambda **given: addresses.append(resolve(given["_node_ip_address"])))
+    monkeypatch.setattr("ray.init", init)
+    assert cluster.connect(parse_config("cluster: {address: local}"), verbose=True) == cluster.EMBEDDED
+    assert addresses == ["127.0.0.1"]
+
+
+def resolve(host: str) -> str:
+    return str(services.resolve_ip_for_localhost(host))

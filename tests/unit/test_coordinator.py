@@ -462,3 +462,16 @@ def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
 
     worlds = play(tmp_path, story)
     assert [event.error for event in worlds.directory.events(WaitingForStorage)] == ["the disk is gone"]
+
+
+def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+
+    async def story(worlds: Worlds) -> None:
+        port = await worlds.subject.heartbeat_port()
+        server = worlds.subject.heartbeats._server
+        assert [socket.getsockname() for socket in server.sockets] == [("127.0.0.1", port)]
+        server.close()
+        worlds.subject.heartbeats._watching.cancel()
+
+    play(tmp_path, story)

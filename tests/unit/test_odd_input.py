@@ -268,6 +268,21 @@ def test_weights_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert not Path("executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("int keys", "it is no state_dict: 1 names a Tensor, not a tensor"),
+        ("a number", "it is no state_dict: 'weight' names a int, not a tensor"),
+        ("a nested state", "it is no state_dict: 'model' names a OrderedDict, not a tensor"),
+        ("a list", "it holds a list, not a state_dict"),
+    ],
+)
+def test_what_such_a_file_holds_is_told(tmp_path: Path, case: str, said: str) -> None:
+    WEIGHTS[case](tmp_path / "odd.pt")
+    with pytest.raises(UsageError, match=said):
+        load_weights(nn.Linear(4, 3), tmp_path / "odd.pt")
+
+
 def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
     from app.commands.scale import _check_useful
 

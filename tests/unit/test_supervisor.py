@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,22 @@ def test_a_world_in_which_all_may_wait_for_each_other_is_aborted_and_only_then_i
 
     world = play(tmp_path, monkeypatch, story)
     assert world.told()[1:] == [("failure", "a", "hang"), ("failure", "b", "hang")]
+
+
+def test_of_workers_that_hang_at_the_same_place_one_after_the_other_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is more likely the step's samples than the workers."""
+
+    def story(world: World) -> None:
+        world.live(64, WAITS, WAITS, IN_FORWARD)
+        world.names = "ab"
+        world.live(64, WAITS, IN_FORWARD)
+
+    world = play(tmp_path, monkeypatch, story, "abc")
+    first, second = (failure.error or "" for failure in world.directory.events(events.Failure))
+    assert re.fullmatch(r"hung in forward for 6\d\.\d s", first)
+    assert re.fullmatch(r"hung in forward for 6\d\.\d s, as 1 before it after step 41", second)
 
 
 def test_a_supervisor_that_was_stopped_gives_everybody_the_time_again(
