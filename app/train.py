@@ -40,6 +40,7 @@ def train(
 
     # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.
     restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
+    world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
     # Cut each step into microbatches, whose size is the run's, and share them out: which rank runs which.

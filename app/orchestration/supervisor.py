@@ -142,8 +142,11 @@ class Supervisor:
         while not self._run.over:
             if self._ownership.lost:
                 self._run.give_up(self._ownership.lost)
-            with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
-                await look()
+            try:
+                with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
+                    await look()
+            except Exception:  # one look that fails must not be the last
+                traceback.print_exc()
             await asyncio.sleep(_INTERVAL_S)
 
     async def _check_drains(self) -> None:

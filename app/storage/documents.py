@@ -15,6 +15,6 @@ def read_json(store: Store, name: str) -> dict[str, Any] | None:
     """Return the object in a file, or None if there is none that can be read."""
     try:
         value = json.loads(store.read(name))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

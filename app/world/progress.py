@@ -52,7 +52,7 @@ class ProgressReport:
     attempt: int
     rank: int
     position: list[int]  # compares among the workers of an attempt, whatever their shares
-    step: int  # the last one that the worker has done
+    step: int  # the last one that the worker has done; 0 until its attempt has restored one
     phase: str
     seconds: float  # in this phase so far
     limit_s: float | None  # for this phase; None for ever
@@ -109,6 +109,10 @@ class Progress:
         self._step = 0
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._mark = _Mark("build", self._clock(), 0, _ALL_LEFT, 0)
+
+    def resume(self, step: int) -> None:
+        """Take note of the step that the attempt goes on from."""
+        self._step = step
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Mark a phase that all ranks enter in the same order; `step` is one that has just been done."""

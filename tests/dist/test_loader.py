@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from app.errors import DataError
+from app.errors import DataError, UserExit
 from tests.unit.test_data import Noisy, Odd, loader_of, microbatches
 
 
@@ -79,3 +81,18 @@ def test_a_dataset_that_processes_cannot_take_is_refused_with_what_to_do() -> No
     with pytest.warns(UserWarning, match="pickle error"), pytest.raises(DataError, match=message):
         loader_of(Unpicklable(), num_workers=1).steps(microbatches(0, 40))
     assert next(loader_of(Unpicklable()).steps(microbatches(0, 40))).num_samples == 8
+
+
+class Quits(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        sys.exit("no more")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_would_end_the_process_is_an_exception_like_any_other(num_workers: int) -> None:
+    with pytest.raises(UserExit, match=r"sys\.exit in code of your own \(no more\)") as raised:
+        next(loader_of(Quits(), num_workers=num_workers).steps(microbatches(0, 40)))
+    assert "test_loader.py" in "".join(traceback.format_exception(raised.value))
+    # Its frames hold the loader, whose process would outlive the test.
+    raised.value.__traceback__ = None
+    del raised

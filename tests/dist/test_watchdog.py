@@ -40,6 +40,13 @@ def test_a_rank_that_hangs_is_named_with_its_phase(tmp_path: Path, rank: int, ki
         assert [{phases[member] for member in others} for phases in watched.phases[:2]] == [{"gradients"}] * 2
 
 
+def test_a_hang_before_the_first_step_of_a_resumed_run_is_told_of_the_step_before(tmp_path: Path) -> None:
+    hang = "{kind: hang_at, phase: loader, step: 6, rank: 1}"
+    config = small(tmp_path, "checkpoint.every=5 steps", f"faults.inject=[{hang}]")
+    watched = watch(config, [2, 2], SHORT, leave_after=[5])
+    assert [(each.phase, each.step) for each in watched.hangs] == [("loader", 5)]
+
+
 @pytest.mark.parametrize("steps", [90, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_run_in_which_nobody_hangs_raises_no_alarm(tmp_path: Path, steps: int) -> None:
     """With joiners, validations, checkpoints and loader processes."""

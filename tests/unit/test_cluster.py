@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from ray._private import services
 
+from app.config import parse_config
 from app.errors import UsageError
 from app.orchestration import cluster
 from app.orchestration.cluster import find_cluster
@@ -62,6 +66,25 @@ SSH = b"SSH-2.0-OpenSSH_9.2p1\r\n"
 
 def test_auto_embeds_one_where_nobody_has_started_any() -> None:
     assert find_cluster("auto") is None
+
+
+def test_auto_leaves_a_ray_alone_that_another_command_has_embedded() -> None:
+    with serve(GRPC) as address:
+        # What Ray itself goes by, and would join: a process of this name, which says where its GCS is.
+        command = ["bash", "-c", f"exec -a 'raylet/raylet --gcs-address={address}' sleep 60"]
+        with subprocess.Popen(command) as embedded:
+            try:
+                wait_until_ray_finds(address)
+                assert find_cluster("auto") is None
+            finally:
+                embedded.kill()
+
+
+def wait_until_ray_finds(address: str) -> None:
+    until_s = time.monotonic() + 10.0
+    while address not in services._find_address_from_flag("--gcs-address"):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def test_auto_joins_what_ray_start_wrote_down(tmp_path: Path) -> None:
@@ -141,3 +164,17 @@ def test_the_first_line_says_what_a_command_will_wait_for(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
     monkeypatch.setattr("ray.available_resources", lambda: free)
     assert cluster.describe_cluster("192.0.2.10:6379") == expected
+
+
+def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes it at its word: by itself it would make the machine's address of it, and listen everywhere."""
+    monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
+    addresses: list[str] = []
+    init = Mock(side_effect=lambda **given: addresses.append(resolve(given["_node_ip_address"])))
+    monkeypatch.setattr("ray.init", init)
+    assert cluster.connect(parse_config("cluster: {address: local}"), verbose=True) == cluster.EMBEDDED
+    assert addresses == ["127.0.0.1"]
+
+
+def resolve(host: str) -> str:
+    return str(services.resolve_ip_for_localhost(host))

@@ -27,6 +27,7 @@ from app.run.events import (
     ForwardsShrunk,
     RunStarted,
     ShortStep,
+    WaitingForStorage,
 )
 from app.run.owner import Ownership
 from app.storage import LocalStore
@@ -440,3 +441,37 @@ def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
     lost = {failure.member: failure.error for failure in worlds.directory.events(Failure)}
     assert lost.keys() == set("abc")
     assert all(error.startswith("not heard of for 0.") for error in lost.values())
+
+
+def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.orchestration.coordinator._STORAGE_S", 0.01)
+    honest, refused = Ownership.next_attempt, [OSError("the disk is gone")] * 5
+
+    def next_attempt(ownership: Ownership) -> int:
+        if refused:
+            raise refused.pop()
+        return honest(ownership)
+
+    monkeypatch.setattr(Ownership, "next_attempt", next_attempt)
+
+    async def story(worlds: Worlds) -> None:
+        await asyncio.wait_for(worlds.form(), LONG_S / 2)
+        assert worlds.attempt == 1
+
+    worlds = play(tmp_path, story)
+    assert [event.error for event in worlds.directory.events(WaitingForStorage)] == ["the disk is gone"]
+
+
+def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+
+    async def story(worlds: Worlds) -> None:
+        port = await worlds.subject.heartbeat_port()
+        server = worlds.subject.heartbeats._server
+        assert [socket.getsockname() for socket in server.sockets] == [("127.0.0.1", port)]
+        server.close()
+        worlds.subject.heartbeats._watching.cancel()
+
+    play(tmp_path, story)

@@ -43,12 +43,15 @@ def test_outside_the_main_thread_handlers_stay_as_they_are() -> None:
 
 def test_a_closed_terminal_stops_a_run_and_nohup_does_not() -> None:
     stops: list[bool] = []
-    with Interrupts(lambda: stops.append(True)) as interrupts:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert (interrupts.stopping, stops) == (True, [True])
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    former: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: former.append(number))  # the default would end the tests
     try:
+        with Interrupts(lambda: stops.append(True)) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (interrupts.stopping, stops, former) == (True, [True], [])
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert former == [signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with Interrupts(lambda: stops.append(True)) as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interrupts.stopping
@@ -113,7 +116,10 @@ with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
     with interrupts.spared():
         print("ready", flush=True)
         time.sleep(float(sys.argv[2]))
+    until_s = time.monotonic() + 10.0
     while not interrupts.stopping:
+        if time.monotonic() > until_s:
+            sys.exit("nobody has told of the terminal")
         time.sleep(0.01)
     print("a line more", flush=True)
 open(sys.argv[1], "w").write("stopped in order")

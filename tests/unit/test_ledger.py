@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -121,6 +122,27 @@ def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: p
             own = [line["time_s"] for line in lines if line["attempt"] == attempt]
             assert (span.first_s, span.last_s) == (min(own), max(own))
         assert goodput(totals)["stall_s"] == pytest.approx(stalls(lines, starts_s), abs=1e-3)
+
+
+def test_a_ledger_is_read_piece_by_piece_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a long run would not fit into memory, and whoever waits for it must see that it is being read."""
+    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 2**15)
+    monkeypatch.setattr("app.run.ledger._CHUNK", 2**15)
+    num_steps = 30_000
+    with closing(open_stream(LocalStore(tmp_path), STEPS)) as stream:
+        stream.write(
+            {"step": step, "attempt": 1, "num_samples": 4, "step_s": 1.0, "time_s": float(step)}
+            for step in range(1, num_steps + 1)
+        )
+    size = (tmp_path / STEPS).stat().st_size
+    marks: list[int] = []
+    tracemalloc.start()
+    totals = Totals.read(LocalStore(tmp_path), [], lambda: marks.append(1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert totals.samples == 4 * num_steps
+    assert len(marks) >= size // 2**15
+    assert peak < size / 2
 
 
 def a_course(draw: random.Random) -> tuple[list[dict[str, Any]], list[float]]:

@@ -32,6 +32,7 @@ from app.storage import LocalStore
 from tests.command import ROOT
 
 SECOND_S = 5.0  # no file here is worth more, on any machine
+NESTED = b"[" * 100_000
 
 
 def bomb(indent: str = "") -> str:
@@ -121,10 +122,13 @@ def begin(directory: RunDirectory, said: list[str]) -> bool:
         ("summary.json", b'{"status": "finished"}', None),
         ("summary.json", b'{"status": "finished", "step": "x", "metrics": null}', None),
         ("summary.json", b"[1]", None),
+        ("summary.json", NESTED, None),
         ("scale.json", b"{}", None),
         ("scale.json", b'{"num_workers": 5}', None),
         ("scale.json", b'{"num_workers": ["a", 2]}', None),
         ("scale.json", b'{"num_workers": [3, 2]}', None),
+        ("scale.json", b'{"num_workers": [true, 2]}', None),
+        ("scale.json", NESTED, None),
         ("events.jsonl", b'5\nnull\n{}\n{"event": []}\n{"event": "rollback"}\n\0\n{"eve', None),
         ("steps.jsonl", b'5\nnull\n{}\n{"step": "x"}\n{"step": 3, "time_s": []}\n\xff\n', None),
     ],
@@ -189,7 +193,7 @@ def test_a_manifest_that_somebody_else_has_signed(catalog: Catalog, tmp_path: Pa
 
 
 def test_a_manifest_nested_without_end(catalog: Catalog, tmp_path: Path) -> None:
-    (tmp_path / path_of(5) / "manifest.json").write_text("[" * 100_000)
+    (tmp_path / path_of(5) / "manifest.json").write_bytes(NESTED)
     with pytest.raises(Damaged, match=r"manifest.json is damaged"):
         catalog.manifest(5)
 
@@ -262,6 +266,21 @@ def test_weights_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(UsageError, match=r"run.init_from: .*odd.* cannot be loaded into this model: ."):
         load_weights(nn.Linear(4, 3), tmp_path / f"odd{suffix}")
     assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("int keys", "it is no state_dict: 1 names a Tensor, not a tensor"),
+        ("a number", "it is no state_dict: 'weight' names a int, not a tensor"),
+        ("a nested state", "it is no state_dict: 'model' names a OrderedDict, not a tensor"),
+        ("a list", "it holds a list, not a state_dict"),
+    ],
+)
+def test_what_such_a_file_holds_is_told(tmp_path: Path, case: str, said: str) -> None:
+    WEIGHTS[case](tmp_path / "odd.pt")
+    with pytest.raises(UsageError, match=said):
+        load_weights(nn.Linear(4, 3), tmp_path / "odd.pt")
 
 
 def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:

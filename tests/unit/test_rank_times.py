@@ -14,17 +14,22 @@ def report(rank: int, step: int, spent_s: dict[str, float], attempt: int = 1, de
 
 
 def watch(
-    times: RankTimes, seconds: float, own_s: Sequence[float], from_s: float = 0.0, attempt: int = 1
+    times: RankTimes,
+    seconds: float,
+    own_s: Sequence[float],
+    from_s: float = 0.0,
+    attempt: int = 1,
+    first_step: int = 1,
 ) -> list[tuple[float, events.RankTimes]]:
     """Look every second at ranks that do two steps in it, each with its own seconds of a step."""
     told: list[tuple[float, events.RankTimes]] = []
     for second in range(int(seconds) + 1):
-        step = 2 * second
+        step = first_step + 2 * second
         # Half of it in the loader. What a rank waits for others is not its own.
         world = {}
         for rank, each_s in enumerate(own_s):
             half_s = each_s * step / 2
-            spent_s = {"loader": half_s, "forward": half_s, "gradients": 9.0 * step, "update": 0.1 * step}
+            spent_s = {"loader": half_s, "forward": half_s, "gradients": 9.0 * step}
             world[f"m{rank}"] = report(rank, step, spent_s, attempt)
         if found := times.look(world, from_s + second):
             told.append((from_s + second, found))
@@ -35,7 +40,7 @@ def test_the_slowest_rank_is_the_last_and_times_are_told_ever_more_rarely() -> N
     told = watch(RankTimes(), 200, (0.1, 0.3, 0.2))
     assert [at_s for at_s, _ in told] == [20, 60, 140]
     first = told[0][1]
-    assert (first.attempt, first.step, first.num_steps) == (1, 40, 40)
+    assert (first.attempt, first.step, first.num_steps) == (1, 41, 40)
     assert (first.own_ms, first.last) == ((100.0, 300.0, 200.0), (0, 4, 0))
     # Each tells of the time since the one before it.
     assert (told[1][1].num_steps, told[1][1].last) == (80, (0, 8, 0))
@@ -48,25 +53,21 @@ def test_each_attempt_is_told_by_itself() -> None:
     assert (told[0], told[1].attempt, told[1].last) == (39, 2, (4, 0))
 
 
-def test_an_attempt_that_goes_on_from_a_step_counts_from_there() -> None:
+def test_a_resumed_attempt_is_told_of_the_steps_that_it_has_done() -> None:
+    """While its ranks restore step 1000, they know of none."""
     times = RankTimes()
-    starting = {"a": report(0, 0, {"build": 2.0}), "b": report(1, 0, {"build": 2.0})}
-    assert times.look(starting, 0.0) is None
-    told = None
-    for second in range(1, 23):
-        step = 47 + 2 * second
-        spent_s = {"loader": 0.0, "forward": 0.2 * second, "update": 0.1}
-        told = told or times.look({"a": report(0, step, spent_s), "b": report(1, step, spent_s)}, second)
-    assert told is not None
-    assert (told.num_steps, told.own_ms) == (40, (100.0, 100.0))
+    for second in range(5):
+        assert times.look({f"m{rank}": report(rank, 0, {}) for rank in range(2)}, second) is None
+    ((_, told),) = watch(times, 25, (0.1, 0.2), from_s=5, first_step=1000)
+    assert (told.num_steps, told.own_ms, told.last) == (40, (100.0, 200.0), (0, 4))
 
 
 def test_on_gpus_it_is_the_device_that_counts_unless_the_loader_takes_longer() -> None:
     times = RankTimes()
     for second in range(0, 25, 5):
         step = 1 + second
-        quick = report(0, step, {"loader": 0.01 * step, "forward": 9.0 * step, "update": 0.0}, device_s=0.2 * step)
-        slow = report(1, step, {"loader": 0.5 * step, "forward": 0.0, "update": 0.0}, device_s=0.2 * step)
+        quick = report(0, step, {"loader": 0.01 * step, "forward": 9.0 * step}, device_s=0.2 * step)
+        slow = report(1, step, {"loader": 0.5 * step, "forward": 0.0}, device_s=0.2 * step)
         told = times.look({"a": quick, "b": slow}, second)
     assert told is not None
     assert told.own_ms == (200.0, 500.0)

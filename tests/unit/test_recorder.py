@@ -1,9 +1,10 @@
-"""Tests that what a rank keeps of its steps does not grow with their number."""
+"""What a rank keeps of its steps does not grow with their number, and that it reads all of them back is no hang."""
 
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -11,25 +12,31 @@ import torch
 
 from app.config import Config
 from app.plan import Plan
-from app.run.directory import RunDirectory
+from app.run.directory import STEPS, RunDirectory
 from app.run.ledger import StepStats, StepTimes
 from app.storage import LocalStore
+from app.storage.jsonl import open_stream
 from app.telemetry import recorder
 from app.telemetry.meters import Meters
+from app.world.runtime import Outcome
 
 _STEPS = 20_000
 _MOST_BYTES = 100_000  # one float a step would take over six times as much
 
 
-def test_rank_that_logs_nothing_gathers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
+    """Return the recorder of a rank that does not lead."""
     monkeypatch.setattr(recorder, "_meters", lambda config, worker: Meters())
     monkeypatch.setattr(recorder, "Profiler", Mock())
-    worker = Mock(precision=Mock(device=torch.device("cpu")))
+    worker = Mock(precision=Mock(device=torch.device("cpu")), units_per_sample=1)
     config, world, plan = Mock(spec=Config), Mock(leader=False, attempt=1), Plan.even(4, 2, 2)
     config.weights_digest_every = config.profile = None
     config.logging = Mock(every_steps=50, gradient_norms_every=None)
-    directory = RunDirectory(LocalStore(tmp_path))
-    follower = recorder.Recorder(config, directory, Mock(), world, plan, worker)
+    return recorder.Recorder(config, RunDirectory(LocalStore(tmp_path)), Mock(), world, plan, worker)
+
+
+def test_rank_that_logs_nothing_gathers_nothing(follower: recorder.Recorder) -> None:
 
     def commit(first: int) -> None:
         for step in range(first, first + _STEPS):
@@ -45,3 +52,11 @@ def test_rank_that_logs_nothing_gathers_nothing(tmp_path: Path, monkeypatch: pyt
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < _MOST_BYTES
+
+
+def test_whoever_waits_for_the_summary_sees_the_ledger_being_read(follower: recorder.Recorder) -> None:
+    with closing(open_stream(follower._directory.store, STEPS)) as stream:
+        stream.write([{"step": 1, "attempt": 1, "num_samples": 4, "step_s": 1.0, "time_s": 9.0}])
+    summary = follower._summary(Outcome("finished", 1), {})
+    assert summary["samples"] == 4
+    cast(Mock, follower._world.progress.mark).assert_called_once_with("end")

@@ -142,3 +142,15 @@ def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_f
     assert start_or_resume(again, directory, BEGUN, said.append) == goes_on
     if not goes_on:
         assert said[-1].startswith(f"{directory.uri} has finished: 60 steps | loss has not been better than 2.1")
+
+
+def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_was_compared(
+    directory: RunDirectory,
+) -> None:
+    directory.check_writable()
+    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, nothing)
+    Catalog(directory.store).commit(Manifest(5, 1, 1, 0.0, "data", {}))
+    directory.store.delete("config.yaml")
+    said: list[str] = []
+    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, said.append)
+    assert said == [f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations"]

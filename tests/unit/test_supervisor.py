@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from app.world.flight_recorder import pack
 from tests.events import event_lines
 
 STALL_S = 60.0
+SOON_S = 10.0
 LEAST_S = 3.0  # the limit of a phase that usually takes moments
 IN_FORWARD = ("forward", 1, 0)
 COMPUTES = ("forward", 1, 1)  # inside torch, which may be a collective
@@ -185,6 +187,22 @@ def test_a_world_in_which_all_may_wait_for_each_other_is_aborted_and_only_then_i
     assert world.told()[1:] == [("failure", "a", "hang"), ("failure", "b", "hang")]
 
 
+def test_of_workers_that_hang_at_the_same_place_one_after_the_other_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is more likely the step's samples than the workers."""
+
+    def story(world: World) -> None:
+        world.live(64, WAITS, WAITS, IN_FORWARD)
+        world.names = "ab"
+        world.live(64, WAITS, IN_FORWARD)
+
+    world = play(tmp_path, monkeypatch, story, "abc")
+    first, second = (failure.error or "" for failure in world.directory.events(events.Failure))
+    assert re.fullmatch(r"hung in forward for 6\d\.\d s", first)
+    assert re.fullmatch(r"hung in forward for 6\d\.\d s, as 1 before it after step 41", second)
+
+
 def test_a_supervisor_that_was_stopped_gives_everybody_the_time_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,3 +292,52 @@ def test_what_a_step_costs_each_rank_is_written_down(tmp_path: Path, monkeypatch
     world = play(tmp_path, monkeypatch, story)
     (line,) = [line for line in event_lines(world.directory) if line["event"] == "rank_times"]
     assert (line["attempt"], line["num_steps"], line["own_ms"], sum(line["last"])) == (1, 20, [0.0, 0.0], 4)
+
+
+def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Coordinator], object]) -> RunDirectory:
+    """Have a coordinator watch until its run is over, after `begin`."""
+    monkeypatch.setattr(app.orchestration.supervisor, "draining_nodes", dict)
+    monkeypatch.setattr(app.orchestration.supervisor, "_INTERVAL_S", 0.01)
+    directory = RunDirectory(LocalStore(folder))
+    directory.check_writable()
+
+    async def tell() -> None:
+        scaling = ScalingConfig(num_workers=(1, 2))
+        subject = Coordinator(RecoveryConfig(), scaling, directory, Ownership.claim(directory.store), 2)
+        begin(subject)
+        await asyncio.wait_for(subject._supervisor.watch(), SOON_S)
+        await subject.close()
+
+    asyncio.run(tell())
+    return directory
+
+
+def test_a_run_that_another_command_has_taken_over_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "another command has taken over: on elsewhere, pid 1"
+    directory = watch(tmp_path, monkeypatch, lambda subject: setattr(subject._ownership, "lost", why))
+    (failure,) = directory.events(events.Failure)
+    assert (failure.kind, failure.fatal, failure.error) == ("ours", True, why)
+
+
+def test_a_look_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = RunDirectory.pop_scale_request
+    looks: list[int] = []
+
+    def look(directory: RunDirectory) -> tuple[int, int] | None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise ZeroDivisionError
+        return honest(directory)
+
+    def begin(subject: Coordinator) -> None:
+        subject._directory.request_scale(1, 1)
+        record = subject.record
+        # The answer is all that is waited for.
+        monkeypatch.setattr(subject, "record", lambda event: (record(event), setattr(subject, "over", True)))
+
+    monkeypatch.setattr(RunDirectory, "pop_scale_request", look)
+    directory = watch(tmp_path, monkeypatch, begin)
+    assert [event.after for event in directory.events(events.Scale)] == [(1, 1)]
+    assert "ZeroDivisionError" in capsys.readouterr().err

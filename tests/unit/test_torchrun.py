@@ -1,15 +1,19 @@
-"""How torchrun's ranks begin: by a command of the user's, or once more by one that has the run already."""
+"""How torchrun's ranks begin: by a command of the user's, or once more by one that has the run already; and an end."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from app.launch.torchrun import _begun
+from app.errors import RunConflict
+from app.launch.torchrun import TorchrunRuntime, _begun
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
+from app.run.owner import Ownership
 from app.storage import LocalStore
 from app.storage.jsonl import open_stream
 
@@ -31,3 +35,13 @@ def test_a_command_that_was_there_before_the_last_step_has_begun_again(
         stream.write([{"step": 1, "attempt": 1, "time_s": 150.0}])
     begun = _begun(directory, 153.0, command_s)
     assert begun == RunStarted(time_s=153.0 if again else command_s, launcher="torchrun", again=again)
+
+
+def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    ownership = Ownership.claim(directory.store)
+    with closing(TorchrunRuntime(torch.device("cpu"), Mock(), directory, Mock(), ownership)) as runtime:
+        assert not runtime.signals().stop
+        ownership.lost = "another command has taken over: on elsewhere, pid 1"
+        with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
+            runtime.signals()

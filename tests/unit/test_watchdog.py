@@ -405,3 +405,12 @@ def test_nobody_straggles_who_is_alone_or_has_done_nothing_or_is_in_another_atte
 def test_limits_keep_their_order() -> None:
     limits = Limits()
     assert limits.step_s < limits.rare_s < limits.unseen_s
+
+
+def test_a_resumed_attempt_hangs_behind_the_step_that_it_goes_on_from() -> None:
+    found, _ = progress()
+    found.resume(5)
+    found.mark("loader")
+    assert (found.report().step, found.report().phase) == (5, "loader")
+    found.begin(attempt=8, rank=0)
+    assert found.report().step == 0, "nothing has been restored yet"

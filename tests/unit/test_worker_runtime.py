@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray.train
 
-from app.errors import UsageError
+from app import worker
+from app.config import Config
+from app.errors import UsageError, UserExit
 from app.faults.corruption import Corrupted
 from app.orchestration import trainer, worker_runtime
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
@@ -20,6 +23,7 @@ from app.plan import Amendments
 class Runtime:
     """Stands for a worker's connection to the coordinator."""
 
+    device = None
     leave_reason = Leave.RELEASED
     told: list[BaseException]
 
@@ -106,3 +110,17 @@ def test_all_ranks_report_the_member_that_computes_wrongly_and_it_alone_leaves(
     assert (member, report.kind, report.attempt, report.step) == ("abc"[rank], "corruption", 4, 6)
     assert (report.corrupted, report.message) == ("b", "step 7: rank 1 (host n, cpu) computes wrongly: ...")
     assert (runtime.leave_reason is Leave.RELEASED) == leaves
+
+
+@pytest.mark.parametrize("raised", [SystemExit("no more"), KeyboardInterrupt("no more")])
+def test_data_or_a_model_that_would_end_the_process_are_told_as_an_exception(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    monkeypatch.setattr(worker, "set_numerics", Mock())
+    monkeypatch.setattr(worker, "record_memory_history", Mock())
+    monkeypatch.setattr(worker, "WorkerState", Mock(side_effect=raised))
+    runtime = Runtime(None)
+    assert worker.start_worker(Config(), runtime) is None  # type: ignore[arg-type]
+    (told,) = Runtime.told
+    assert isinstance(told, UserExit)
+    assert str(told).endswith("in code of your own (no more)")
