@@ -31,8 +31,8 @@ class Microbatch(NamedTuple):
     index: int  # type: ignore[assignment]  # hides a method of tuple that nobody calls here
     start: int
     stop: int
-    # A pad has weight 0: one real sample that counts for nothing. It keeps a rank in step with its peers' collectives
-    # when it has nothing of its own to compute.
+    # A pad has weight 0: real samples that count for nothing. It keeps a rank in step with its peers' collectives when
+    # it has nothing of its own to compute.
     weight: int = 1
 
 
@@ -237,9 +237,11 @@ class Plan:
         return Microbatch(step, index, start, stop)
 
     def _pad(self, step: int, index: int) -> Microbatch:
-        # The first sample of the step: it exists in a short step too.
-        begin = begin_of(step, self.global_size, self.ends)
-        return Microbatch(step, index, begin, begin + 1, weight=0)
+        # As the step's first microbatch, of which there is one in a short step too. A single sample would do for the
+        # collectives, and not for a model that takes statistics of its batch, nor for code compiled for one shape. It
+        # costs no time, as others run a microbatch meanwhile.
+        begin, end = self.positions(step)
+        return Microbatch(step, index, begin, min(begin + self.microbatch_size, end), weight=0)
 
     def _check(self, shares: Shares) -> None:
         num_microbatches = _ceil_div(self.global_size, self.microbatch_size)

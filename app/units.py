@@ -48,7 +48,7 @@ def in_ranges(noun: str, numbers: Sequence[int]) -> str:
         else:
             parts.append([each])
     ranges = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
-    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(ranges)}"
+    return f"{noun if len(numbers) == 1 else noun + 's'} {', '.join(ranges)}"
 
 
 def node_name(node: str) -> str:

@@ -30,7 +30,12 @@ _RESCUE_S = 60.0  # in which an emergency checkpoint must be written
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
     """Be a worker until the run ends, or this worker is not needed any more (None)."""
     worker = start_worker(config, runtime)
-    return train_in_worlds(config, runtime, worker, directory) if worker else None
+    if worker is None:
+        return None
+    try:
+        return train_in_worlds(config, runtime, worker, directory)
+    finally:
+        worker.loader.close()
 
 
 def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -264,8 +265,11 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
     if os.fork():
         return
     os.chdir("/")
-    with contextlib.suppress(KeyboardInterrupt):
-        MemoryServer(listener, int(watched_pid), float(linger_s)).serve()
+    # Whoever stops a service sends these to all of its processes, while the command may yet need what is held here. It
+    # ends soon after the command does.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    MemoryServer(listener, int(watched_pid), float(linger_s)).serve()
 
 
 if __name__ == "__main__":

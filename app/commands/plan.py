@@ -5,9 +5,7 @@ import json
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from app.commands.options import add_config_arguments, read_config, run_on_cluster
@@ -35,27 +33,15 @@ def run(options: Namespace) -> int:
     mtbf_s = None if options.mtbf is None else _parse_time(options.mtbf)
     if options.cluster:
         return run_on_cluster(options)
-    with _imported():
-        found = plan(config, mtbf_s)
-    print(json.dumps(found) if options.json else _table(found))
-    return 0
-
-
-@contextmanager
-def _imported() -> Iterator[None]:
-    """Import what the estimate needs, out of sight of the garbage collector while in this context."""
-    # It would go through all of torch again and again, while that is imported and while fake tensors come and go: a
-    # tenth of the command's time.
+    # It would go through all of torch again and again, while that is imported and fake tensors come and go: a tenth of
+    # the command's time.
     gc.disable()
     try:
-        import_module("app.telemetry.memory")
-        gc.freeze()
+        found = plan(config, mtbf_s)
     finally:
         gc.enable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    print(json.dumps(found) if options.json else _table(found))
+    return 0
 
 
 def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:

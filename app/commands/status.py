@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for scripts: one object, or a list of all runs")
-    parser.add_argument("--storage", metavar="PLACE", default=RunConfig().storage, help="where all runs are looked for")
+    parser.add_argument("--storage", metavar="PLACE", default=RunConfig().storage, help="where runs are looked for")
 
 
 def run(options: Namespace) -> int:
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
         raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
     if options.cluster:
         return run_on_cluster(options)
-    show = _one(options.runs[0]) if options.runs else _all(options.storage)
+    show = _one(options.runs[0], options.storage) if options.runs else _all(options.storage)
     if options.json:
         print(json.dumps(show(True)))
     elif options.watch:
@@ -48,10 +48,10 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _one(name: str) -> Callable[[bool], object]:
+def _one(name: str, storage: str) -> Callable[[bool], object]:
     from app.telemetry.status import StatusReader
 
-    reader = StatusReader(find_run(name))
+    reader = StatusReader(find_run(name, storage))
 
     def show(as_json: bool) -> object:
         status = _read(reader)

@@ -42,7 +42,6 @@ class Buffers:
                     self._places.append((module, name.rpartition(".")[2], buffer))
                     if not isinstance(module, _WITH_STATISTICS):
                         self._others[name] = buffer
-        self._buffers = [buffer for _, _, buffer in self._places]
         self._versions: dict[str, int] = {}
         self._changing: tuple[str, ...] | None = None  # the same on all ranks
 
@@ -77,7 +76,7 @@ class Buffers:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """Give the buffers back what they held before, if what is done within fails."""
-        before = _copies(self._buffers)
+        before = self._current()
         try:
             yield
         except BaseException:
@@ -87,9 +86,13 @@ class Buffers:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Give the buffers back what they held before."""
-        before = _copies(self._buffers)
+        before = self._current()
         yield
         self._put_back(before)
+
+    def _current(self) -> list[Tensor]:
+        # Not of those that are kept: until the end of the step a forward may have put others in their place.
+        return [getattr(module, name).clone() for module, name, _ in self._places]
 
     def _put_back(self, before: list[Tensor]) -> None:
         for (module, name, buffer), earlier in zip(self._places, before, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import gc
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from app.data.batches import Batch, Leaf, layout_of, stack, tensors_of
 from app.data.copies import build_copies
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
+from app.data.processes import options_of_processes
 from app.errors import DataError, as_exception
 from app.plan import Microbatch
 from app.world.device import cores_of_a_worker
@@ -103,6 +104,13 @@ class Loader:
     def not_finite(self, start: int, stop: int) -> list[int]:
         """Read the samples at training positions [start, stop) again. Return ids of those with a NaN or infinity."""
         return self._train.not_finite(start, stop)
+
+    def close(self) -> None:
+        """End the processes that fetch. Nothing can be fetched any more."""
+        # By collection, as a DataLoader does it. Its semaphores go with it; those that Ray finds when it ends this
+        # process stay in /dev/shm, because it kills whatever would remove them too.
+        del self._loader
+        gc.collect()
 
     def _fetch_in_place(self, dataset: _Microbatches, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         for microbatch in microbatches:
@@ -222,14 +230,6 @@ def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
 def _data_loader(
     dataset: _Microbatches, sampler: _Sampler, num_workers: int, prefetch_factor: int, pin_memory: bool
 ) -> DataLoader[Fetched | DataError]:
-    processes: dict[str, Any] = {}
-    if num_workers:
-        # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each process.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
-        processes["multiprocessing_context"] = context
-        processes["persistent_workers"] = True
-        processes["prefetch_factor"] = prefetch_factor
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # any __getitem__ will do
         batch_size=None,
@@ -239,7 +239,7 @@ def _data_loader(
         pin_memory=pin_memory,
         # Every start of a DataLoader draws from the global generator unless it has one of its own.
         generator=torch.Generator(),
-        **processes,
+        **options_of_processes(num_workers, prefetch_factor),
     )
 
 

@@ -4,6 +4,7 @@ from statistics import fmean
 
 from app.faults.watchdog import Reports, own_s
 from app.run import events
+from app.world.progress import ProgressReport
 
 _LOOK_S = 5.0
 _FIRST_S = 20.0  # after which an attempt's times are told for the first time
@@ -15,7 +16,7 @@ class RankTimes:
 
     def __init__(self) -> None:
         self._attempt = 0
-        self._told: Reports = {}  # when the times were last told, or the attempt was first seen
+        self._told: Reports = {}  # when the times were last told, or each had done a step; empty before
         self._seen: Reports = {}  # at the last look
         self._last: list[int] = []  # by rank: at how many looks since then it was the slowest
         self._seen_s = 0.0
@@ -26,7 +27,11 @@ class RankTimes:
         """Take the newest reports of all members of a world. Return what there is to tell, which is rare."""
         attempt = next(iter(world.values())).attempt
         if attempt != self._attempt:
-            self._begin(attempt, world, now_s)
+            self._attempt = attempt
+            self._told = {}
+        if not self._told:
+            if all(_has_done_a_step(report) for report in world.values()):
+                self._begin(world, now_s)
             return None
         if len(world) == 1:
             return None
@@ -39,8 +44,7 @@ class RankTimes:
             return None
         return self._tell(world, now_s)
 
-    def _begin(self, attempt: int, world: Reports, now_s: float) -> None:
-        self._attempt = attempt
+    def _begin(self, world: Reports, now_s: float) -> None:
         self._interval_s = _FIRST_S
         self._count_from(world, now_s)
 
@@ -65,6 +69,11 @@ class RankTimes:
         self._interval_s = min(2 * self._interval_s, _RAREST_S)
         self._count_from(world, now_s)
         return told
+
+
+def _has_done_a_step(report: ProgressReport) -> bool:
+    # Before it has, nobody knows which step the attempt began with.
+    return "update" in report.spent_s
 
 
 def _fewest_steps(before: Reports, after: Reports) -> int:

@@ -26,6 +26,7 @@ class Comebacks:
     furthest_step: int = 0  # at the last one
     num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
     cluster: str = ""  # the address of the GCS that has died; "" if it was this command's own
+    stopping: bool = False  # it was to stop when Ray died: what the machines still hold is saved, and no more
 
     @classmethod
     def of_this_process(cls) -> Self:
@@ -53,7 +54,14 @@ class Comebacks:
             "newest checkpoint"
         )
 
-    def after(self, what: str, step: int, num_workers: tuple[int, int] | None = None, cluster: str = "") -> Self:
+    def after(
+        self,
+        what: str,
+        step: int,
+        num_workers: tuple[int, int] | None = None,
+        cluster: str = "",
+        stopping: bool = False,
+    ) -> Self:
         """Return the next record, for a command that has done `step` when it comes back once more."""
         in_a_row = self.in_a_row if step <= self.furthest_step else 0
         return replace(
@@ -63,6 +71,7 @@ class Comebacks:
             furthest_step=max(step, self.furthest_step),
             num_workers=num_workers or self.num_workers,
             cluster=cluster,
+            stopping=stopping or self.stopping,
         )
 
     def come_back(self) -> NoReturn:

@@ -102,15 +102,19 @@ def _run(
         build = partial(build_trainer, mode, config, directory, coordinator, gpus)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
         limit = config.recovery.max_failures
-        return Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster).result()
+        fit = Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster, before.stopping)
+        return fit.result()
     except RayDied as died:
-        restarted = events.ProcessRestarted(process=died.what, follows="the command starts again from the newest state")
+        follows = "the command starts again from the newest state"
+        if interrupts.stopping:
+            follows += ", to save it and stop"
+        restarted = events.ProcessRestarted(process=died.what, follows=follows)
         directory.record(restarted)
         console.line(restarted.line())
         console.close()
         end_embedded()
         # Also where it has died too often: a process in which Ray has died may wait for it at its end.
-        before.after(died.what, died.step, died.num_workers, died.cluster).come_back()
+        before.after(died.what, died.step, died.num_workers, died.cluster, interrupts.stopping).come_back()
     finally:
         ray.shutdown()
 

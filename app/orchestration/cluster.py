@@ -14,7 +14,7 @@ import yaml
 
 from app.config import Config
 from app.errors import ResourcesMissing, TrainingError, UsageError
-from app.orchestration.internals import current_cluster, on_loopback, silence_raylet
+from app.orchestration.internals import current_cluster, end_at_once, on_loopback, silence_raylet
 from app.orchestration.packages import check_packages
 from app.orchestration.runtime_env import runtime_env
 from app.run.interrupts import Interrupts
@@ -82,6 +82,7 @@ def connect(config: Config, verbose: bool) -> str:
             _node_ip_address=_LOOPBACK,
             **quiet,
         )
+    end_at_once()
     return EMBEDDED
 
 

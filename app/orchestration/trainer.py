@@ -24,7 +24,7 @@ from app.orchestration.reach import answers
 from app.orchestration.restart import RestartCoordinator, RestartRuntime
 from app.orchestration.worker_runtime import RayRuntime, WorkerSpec, train_loop
 from app.run.directory import RunDirectory
-from app.run.events import Failure, Finished, ProcessRestarted, Scale
+from app.run.events import AttemptStarted, Failure, Finished, ProcessRestarted, Scale
 from app.run.interrupts import EXIT_STOPPED, Interrupts
 from app.run.owner import Ownership
 from app.storage import arrow_filesystem
@@ -163,11 +163,13 @@ class Fit:
     expected: int  # workers that fit
     max_failures: int  # how often the controller may die in a row, without a new step between
     cluster: str  # the address of its GCS, "" where Ray is embedded
+    only_saves: bool  # whether to stop as soon as the workers have found the newest state
     _num_shown: int = 0  # of the events that are kept
     _asked: Any = None  # the call for events that has not been answered
     _answered_s: float = 0.0  # when the cluster's GCS has done so last
     _saving_until_s: float | None = None  # Ray has died in part: how long the workers have to save what they hold
     _num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
+    _trains: bool = False  # the workers have found a state to go on from, and done a step
     _error: BaseException | None = None  # of Ray
     _fatal: Failure | None = None  # of a worker, or of the coordinator
     _summary: Mapping[str, Any] | None = None
@@ -195,9 +197,14 @@ class Fit:
             raise TrainingError(_in_short(self._error)) from self._error
         if self._summary is not None and self._summary["status"] == "finished":
             return 0
-        if self._summary is None and not self.interrupts.stopping:
+        if self._summary is None and not self._stopping:
             raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
         return EXIT_STOPPED
+
+    @property
+    def _stopping(self) -> bool:
+        # Workers that are told before they are in a world have nothing to save, and end at once.
+        return self.interrupts.stopping or (self.only_saves and self._trains)
 
     def _fit(self) -> None:
         """Run a trainer until it ends, by itself or with its controller. Raises RayDied."""
@@ -221,7 +228,7 @@ class Fit:
         if not isinstance(error, ray.exceptions.RayActorError) or self._fatal is not None:
             return False
         # With the controller its workers have ended, and there is nothing left to save.
-        return not self.interrupts.stopping and self._summary is None
+        return not self._stopping and self._summary is None
 
     def _check_ray(self) -> None:
         dead = dead_processes()
@@ -248,7 +255,7 @@ class Fit:
         return now_s - self._answered_s < _AWAY_S
 
     def _raise_ray_died(self, what: str) -> None:
-        if self.interrupts.stopping and self._summary is not None:
+        if self._stopping and self._summary is not None:
             return  # as the user has asked for
         raise RayDied(what, self._last_step(), self._num_workers, self.cluster)
 
@@ -270,7 +277,7 @@ class Fit:
 
     def _show_events(self) -> None:
         # The call waits while the coordinator is started again.
-        stop = self.interrupts.stopping or self._saving_until_s is not None
+        stop = self._stopping or self._saving_until_s is not None
         asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
         answered, _ = ray.wait([asked], timeout=_POLL_S)
         self._asked = None if answered else asked
@@ -284,9 +291,11 @@ class Fit:
             self._num_shown += event.kept
             if isinstance(event, Scale):
                 self._num_workers = event.after
+            if isinstance(event, AttemptStarted):
+                self._trains = True
             if isinstance(event, Finished):
                 self._summary = event.summary
-                if self._saving_until_s is not None and not self.interrupts.stopping:
+                if self._saving_until_s is not None and not self._stopping:
                     continue
                 curves = self.directory.curves()
                 self.console.finish({**event.summary, "sample": event.sample, "tensorboard": curves})

@@ -24,6 +24,7 @@ from app.orchestration.messages import FailureReport, Leave, Member, WorldAssign
 from app.orchestration.packages import install_packages
 from app.run.directory import RunDirectory
 from app.run.events import Checkpoint, Event
+from app.run.interrupts import unblock_sigterm
 from app.world.device import assigned_device
 from app.world.flight_recorder import FlightRecorder
 from app.world.groups import PeerLost, is_peer_loss, prefer_interface_of, recover_in_process, serve_store
@@ -236,6 +237,7 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
     # Not above, because the driver imports this module too, and needs nothing of what trains.
     from app.worker import work
 
+    unblock_sigterm()  # Ray has started this thread, and may have blocked it
     runtime = runtime_class(spec)
     try:
         _settle(spec)

@@ -73,8 +73,8 @@ class CompiledBlocks:
         Raises:
             TrainingError: a layer cannot be compiled.
         """
-        # Each shape has to be compiled by itself. For a pad, and the short microbatch that a step may end with, all
-        # would wait for code that is hardly used.
+        # Each shape has to be compiled by itself. For the short microbatch that a step may end with, all would wait for
+        # code that is hardly used.
         if not is_full or not self.wanted or self.refused:
             yield
             return

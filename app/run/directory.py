@@ -251,11 +251,12 @@ class RunDirectory:
             self.store.delete(name)
 
 
-def find_run(name: str) -> RunDirectory:
-    """Return an existing run: by its path or URI, or by its name below runs/ where runs are kept. Raises UsageError."""
+def find_run(name: str, storage: str = "runs") -> RunDirectory:
+    """Return an existing run: by its path or URI, or by its name below `storage`, a path or URI. Raises UsageError."""
     places = [name]
     if "://" not in name:
-        places = [str(Path.cwd() / name), str(base() / name), str(base() / "runs" / name)]
+        below = f"{storage}/{name}" if "://" in storage else str(base() / storage / name)
+        places = [str(Path.cwd() / name), str(base() / name), below]
     for place in places:
         directory = RunDirectory.at(place)
         try:

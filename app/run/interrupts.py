@@ -66,15 +66,21 @@ class Interrupts:
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """Have processes that are started within survive the end of the terminal, to finish what they are about."""
-        # They inherit that the signal is ignored. Sent within, it would be lost: whether it was shows in the terminal.
+        """Have processes that are started within outlive a closed terminal, and SIGTERM, to finish what they are about.
+
+        A service manager sends SIGTERM to all processes of a service; what it asks for is the command's to do.
+        """
+        # They inherit that the one signal is ignored. Sent within, it would be lost: whether it was shows in the
+        # terminal. The other one they inherit as blocked, because they handle it themselves; sent within, it waits.
         if not self._former:
             yield
             return
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             self.install()
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if self._has_terminal and not (is_ignored or self.stopping or _has_terminal()):
@@ -99,6 +105,22 @@ class Interrupts:
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
             self.on_abort()
             os._exit(EXIT_STOPPED)
+
+
+def outlive_sigterm() -> None:
+    """Have SIGTERM do nothing to this process where it has inherited that from `Interrupts.spared`.
+
+    It is blocked no more, because that would be inherited by all that user code starts here, and later ends by SIGTERM.
+    """
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        unblock_sigterm()
+
+
+def unblock_sigterm() -> None:
+    """Let SIGTERM come to this thread, and to what it starts."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _has_terminal() -> bool:

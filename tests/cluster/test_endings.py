@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import check_ledger, summary_of
 from tests.command import Commands, descendants, is_alive
 
 pytestmark = pytest.mark.ray
@@ -33,6 +34,25 @@ def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(com
     wait_until_gone([pid for pid, _ in left], RAYS_OWN_S)
     assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
     assert not listening & ports_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+@pytest.mark.timeout(240)
+def test_sigterm_to_all_processes_of_a_run_is_a_stop_and_loses_nothing(command: Commands) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    running = command().start("run.steps=1000000", "checkpoint.every=60 minutes", "data.num_workers=1")
+    running.wait_for_step(20, timeout_s=150)
+    started = descendants(running.process.pid)
+    # As a service manager sends it to all of a service, here in the worst order.
+    for pid in [*reversed([pid for pid, _ in started]), running.process.pid]:
+        with suppress(ProcessLookupError):  # a helper of Ray's, whose end is nobody's loss
+            os.kill(pid, signal.SIGTERM)
+    stopped = running.wait()
+    assert stopped.code == 3, stopped.output
+    summary = summary_of(running.directory)
+    assert check_ledger(running.directory, summary["step"]).num_lost == 0
+    assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
+    wait_until_gone([pid for pid, _ in started], 60)
+    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:

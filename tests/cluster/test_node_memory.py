@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 from app.checkpoint.node_memory import memory_name
+from app.config import parse_config
+from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.storage import LocalStore
-from tests.checks import check_stopped
+from tests.checks import check_audit, check_stopped, summary_of
 from tests.cluster.test_slots import FOR_EVER
 from tests.command import Commands
 
@@ -64,4 +66,25 @@ def test_the_nodes_memory_goes_with_the_command(on_head: Commands) -> None:
     running.wait_for_event("snapshot", timeout_s=150)
     assert len(holders(running.directory)) == 1
     running.process.kill()
+    wait_until_gone(running.directory)
+
+
+@pytest.mark.timeout(300)
+def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_holds(command: Commands) -> None:
+    running = command().start(FOR_EVER, "checkpoint.every=60 minutes")
+    copied = running.wait_for_event("snapshot", timeout_s=150)
+    running.wait_for_step(120)
+    (raylet,) = running.worker_pids("/raylet/raylet")
+    os.kill(running.process.pid, signal.SIGTERM)
+    os.kill(raylet, signal.SIGKILL)
+    stopped = running.wait(150)
+    assert stopped.code == 3, stopped.output
+    assert "the command starts again from the newest state, to save it and stop" in stopped.output
+    summary = summary_of(running.directory)
+    config = parse_config((running.directory / "config.yaml").read_text())
+    # It need not have come again to where it was.
+    assert check_audit(RunDirectory(LocalStore(running.directory)), config).steps >= summary["step"]
+    # Of the copies, or of a checkpoint for which a worker had the time.
+    restored = next(event for event in running.events if event["event"] == "restore")
+    assert copied["step"] <= restored["step"] < summary["step"]
     wait_until_gone(running.directory)

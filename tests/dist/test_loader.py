@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,6 +38,35 @@ def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
         # Its frames hold the loader, whose process would outlive the test.
         raised.value.__traceback__ = None
         del raised
+
+
+TERMINATED = """
+import os, signal, sys
+sys.path.insert(0, os.getcwd())
+import psutil
+from tests.unit.test_data import Noisy, loader_of, microbatches
+
+if __name__ == "__main__":
+    loader = loader_of(Noisy(), num_workers=1)
+    batches = loader.steps(microbatches(0, 10**6))
+    next(batches)
+    mine = psutil.Process().children(recursive=True)
+    for each in mine:  # by another process than theirs
+        os.system(f"kill -TERM {each.pid}")
+    fetched = [next(batches).num_samples for _ in range(50)]
+    (process,) = loader._loader._iterator._workers
+    process.terminate()
+    process.join(10)
+    print(len(mine), fetched == [8] * 50, process.exitcode, flush=True)
+    os._exit(0)
+"""
+
+
+def test_processes_outlive_sigterm_but_for_that_of_their_worker(tmp_path: Path) -> None:
+    """In a process of its own, which has no server yet."""
+    (tmp_path / "main.py").write_text(TERMINATED)
+    ended = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True, check=False)
+    assert ended.stdout == "3 True 0\n", ended.stderr
 
 
 class Unpicklable(Noisy):

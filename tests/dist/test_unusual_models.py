@@ -37,6 +37,16 @@ class Normalised(nn.Module):
         return logits
 
 
+class Pooled(Normalised):
+    """Its statistics are of one number a sample, as those of a network for images behind its last pooling may be."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        pooled = self.norm(hidden.mean(1))  # (microbatch, embedding)
+        logits: Tensor = self.head(hidden + pooled[:, None])
+        return logits
+
+
 class Branched(nn.Module):
     """Half of its microbatches, by what is in them, do not use one of its layers; another is never used."""
 
@@ -76,6 +86,17 @@ def test_running_statistics_are_those_of_one_process_at_any_world_size(
     words = [f"parallel.kind={kind}", "model.target=tests.dist.test_unusual_models:Normalised", model, "run.epochs=3"]
     config = small(tmp_path, *words)
     check_run(drill(config, worlds=[3, 1, 4, 2], leave_after=[2, 2, 2]), reference(config))
+
+
+@pytest.mark.parametrize(("kind", "num_microbatches"), [("fsdp", 7), ("ddp", 2)])
+def test_a_worker_without_a_microbatch_runs_what_a_model_can_take(
+    tmp_path: Path, kind: str, num_microbatches: int
+) -> None:
+    """In a world of three two ranks run a pad in each step, or one rank has nothing but a pad."""
+    model = "model.target=tests.dist.test_unusual_models:Pooled"
+    size = [f"batch.global_size={4 * num_microbatches}", "batch.microbatch_size=4"]
+    config = small(tmp_path, f"parallel.kind={kind}", model, *size)
+    check_run(drill(config, worlds=[3, 2], leave_after=[6]), reference(config))
 
 
 def test_a_run_with_running_statistics_that_is_stopped_and_resumed_is_identical(tmp_path: Path) -> None:
@@ -162,6 +183,15 @@ def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path
     # 7 microbatches: 4 of them the leader's in a world of two, 3 in one of three. Pads are none.
     assert [held[step][0]["seen"] for step in range(1, 15)] == [*range(4, 21, 4), *range(23, 48, 3)]
     assert run.weights["seen"] == 47
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_pads_of_the_leader_leave_its_buffers_alone(tmp_path: Path, kind: str) -> None:
+    words = ["model.target=tests.dist.test_unusual_models:Codebook", f"parallel.kind={kind}", "run.epochs=1"]
+    run = drill(small(tmp_path, *words), worlds=[2])
+    # The last step has three samples, in two of the four microbatches that the leader runs in each step before it.
+    assert [line["num_samples"] for line in run.history.lines] == [13, 13, 13, 13, 3]
+    assert run.weights["seen"] == 4 * 4 + 2
 
 
 def test_layers_that_mix_the_samples_of_workers_are_refused(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ def test_a_new_step_between_two_begins_the_count_anew() -> None:
     assert first.after("Ray", 6).token == first.token
 
 
+def test_one_that_is_to_stop_still_is_when_it_comes_back_once_more() -> None:
+    assert Comebacks().after("Ray", 5, stopping=True).after("Ray", 5).stopping
+
+
 def test_one_that_has_come_back_too_often_says_what_has_died_and_what_to_do() -> None:
     twice = Comebacks().after("Ray's GCS", 5).after("Ray's GCS", 5)
     twice.check(2)

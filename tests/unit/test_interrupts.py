@@ -72,6 +72,40 @@ def test_what_is_started_in_between_survives_the_terminal() -> None:
         assert interrupts.stopping
 
 
+WORKER = """
+import os, signal, subprocess, sys
+from app.run.interrupts import outlive_sigterm
+outlive_sigterm()
+os.kill(os.getpid(), signal.SIGTERM)
+started = subprocess.Popen(["sleep", "60"])
+ready, told = os.pipe()
+forked = os.fork()
+if not forked:
+    os.write(told, b"!")
+    signal.pause()
+os.read(ready, 1)
+for child in (started.pid, forked):
+    os.kill(child, signal.SIGTERM)
+print(started.wait(), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+"""
+
+
+def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_starts() -> None:
+    with Interrupts() as interrupts:
+        with interrupts.spared():
+            child = subprocess.Popen(["sleep", "60"])
+            worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not interrupts.stopping
+        assert interrupts.stopping
+        child.send_signal(signal.SIGTERM)
+        assert worker.communicate(timeout=60)[0] == "-15 -15\n"
+        assert worker.returncode == 0
+        assert child.poll() is None
+        child.kill()
+        child.wait()
+
+
 COMMAND = """
 import pty, os, sys, time
 from app.run.interrupts import Interrupts

@@ -144,7 +144,7 @@ def test_a_run_counted_in_steps_goes_on_for_ever_behind_its_ends(course: tuple[P
 
 
 @given(plans_that_end())
-def test_pads_are_one_sample_that_exists(plan: Plan) -> None:
+def test_pads_are_as_large_as_a_microbatch_of_their_step(plan: Plan) -> None:
     """And in a short step every rank still runs as often as in a whole one."""
     assert plan.num_samples
     last = -(-plan.num_samples // plan.global_size)
@@ -153,7 +153,7 @@ def test_pads_are_one_sample_that_exists(plan: Plan) -> None:
         assert len(run) == plan.num_forwards(last, rank)
         for each in run:
             assert 0 <= each.start < each.stop <= plan.num_samples
-            assert each.weight or each.stop - each.start == 1
+            assert each.weight or each.stop - each.start == min(plan.microbatch_size, plan.num_samples_in(last))
 
 
 @given(plans(), STEPS)

@@ -82,15 +82,12 @@ def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_collector_does_not_go_through_torch_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which took a tenth of the command's time. Afterwards it is as it was."""
-    seen: list[tuple[bool, int]] = []
+    seen: list[bool] = []
 
     def watched(config: Config, mtbf_s: float | None) -> dict[str, Any]:
-        seen.append((gc.isenabled(), gc.get_freeze_count()))
+        seen.append(gc.isenabled())
         raise UsageError("seen")
 
     monkeypatch.setattr(verb, "plan", watched)
     assert main(0.0, ["plan", "--config", "ddp.yaml"]) == 2
-    ((is_enabled, num_frozen),) = seen
-    assert is_enabled
-    assert num_frozen > 100_000
-    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    assert (seen, gc.isenabled()) == ([False], True)

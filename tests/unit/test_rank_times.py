@@ -24,7 +24,7 @@ def watch(
         world = {}
         for rank, each_s in enumerate(own_s):
             half_s = each_s * step / 2
-            spent_s = {"loader": half_s, "forward": half_s, "gradients": 9.0 * step}
+            spent_s = {"loader": half_s, "forward": half_s, "gradients": 9.0 * step, "update": 0.1 * step}
             world[f"m{rank}"] = report(rank, step, spent_s, attempt)
         if found := times.look(world, from_s + second):
             told.append((from_s + second, found))
@@ -48,12 +48,25 @@ def test_each_attempt_is_told_by_itself() -> None:
     assert (told[0], told[1].attempt, told[1].last) == (39, 2, (4, 0))
 
 
+def test_an_attempt_that_goes_on_from_a_step_counts_from_there() -> None:
+    times = RankTimes()
+    starting = {"a": report(0, 0, {"build": 2.0}), "b": report(1, 0, {"build": 2.0})}
+    assert times.look(starting, 0.0) is None
+    told = None
+    for second in range(1, 23):
+        step = 47 + 2 * second
+        spent_s = {"loader": 0.0, "forward": 0.2 * second, "update": 0.1}
+        told = told or times.look({"a": report(0, step, spent_s), "b": report(1, step, spent_s)}, second)
+    assert told is not None
+    assert (told.num_steps, told.own_ms) == (40, (100.0, 100.0))
+
+
 def test_on_gpus_it_is_the_device_that_counts_unless_the_loader_takes_longer() -> None:
     times = RankTimes()
     for second in range(0, 25, 5):
         step = 1 + second
-        quick = report(0, step, {"loader": 0.01 * step, "forward": 9.0 * step}, device_s=0.2 * step)
-        slow = report(1, step, {"loader": 0.5 * step, "forward": 0.0}, device_s=0.2 * step)
+        quick = report(0, step, {"loader": 0.01 * step, "forward": 9.0 * step, "update": 0.0}, device_s=0.2 * step)
+        slow = report(1, step, {"loader": 0.5 * step, "forward": 0.0, "update": 0.0}, device_s=0.2 * step)
         told = times.look({"a": quick, "b": slow}, second)
     assert told is not None
     assert told.own_ms == (200.0, 500.0)

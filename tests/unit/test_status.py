@@ -126,6 +126,8 @@ def test_for_scripts_it_is_one_object_and_all_runs_are_a_list(
     assert states == {"one": "running", "two": "killed"}
     assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
     assert "39.8k tok/s" in capsys.readouterr().out
+    assert main(0.0, ["status", "one", "--storage", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["uri"] == found["uri"]
 
 
 @pytest.mark.parametrize("columns", [80, 160])

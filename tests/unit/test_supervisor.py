@@ -73,7 +73,7 @@ class World:
                 "phase": phase,
                 "seconds": self.clock.now_s - since[1],
                 "limit_s": LEAST_S,
-                "spent_s": {},
+                "spent_s": {"update": 0.0},
             }
             self.supervisor.heard(name, {"progress": report})
 

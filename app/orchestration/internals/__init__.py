@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import ray._private.state
 from ray._private import services, utils, worker
+from ray._private.node import Node
 
 
 def silence_raylet() -> None:
@@ -56,12 +57,20 @@ def dead_processes() -> set[str]:
     return dead
 
 
+def end_at_once() -> None:
+    """Have `ray.shutdown` end what this process has embedded of Ray by SIGKILL."""
+    # It would send SIGTERM to one process after another, which they do not heed, and wait for a second each.
+    node = worker._global_node
+    if node is not None:
+        node.kill_all_processes = lambda **_: end_embedded()
+
+
 def end_embedded() -> None:
     """Kill what this process has embedded of Ray, and Ray's processes below it. Ray itself is not asked."""
     workers = [each for each in psutil.Process().children(recursive=True) if _is_rays(each)]
     node = worker._global_node
     if node is not None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        Node.kill_all_processes(node, check_alive=False, allow_graceful=False, wait=True)
     for each in workers:
         with contextlib.suppress(psutil.Error):
             each.kill()

@@ -32,6 +32,7 @@ from ray.train.v2.api import data_parallel_trainer
 from app.orchestration.messages import Leave
 from app.orchestration.policies import Quarantine
 from app.run.events import NodeQuarantined
+from app.run.interrupts import outlive_sigterm
 
 _STEADY_S = 10.0  # a worker that lived so long may be replaced at once
 _FIRST_DELAY_S = 0.5  # between the deaths of one that does not
@@ -72,6 +73,10 @@ def find_incompatibility() -> str | None:
 
 
 class SlotWorker(RayTrainWorker):
+    def __init__(self) -> None:
+        super().__init__()
+        outlive_sigterm()
+
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:
         """Never return: by the failure of this call a slot's keeper hears of the actor's death."""
