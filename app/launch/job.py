@@ -30,6 +30,11 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         client = JobSubmissionClient()
     except ConnectionError as error:
         raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
+    except RuntimeError as error:
+        raise UsageError(
+            f"--job: {error}. What Ray's jobs need on this machine is installed by pip install -c constraints.txt -e "
+            "'.[cluster]'"
+        ) from error
 
     run = RunDirectory.of(config).uri
     variables = taken_variables(config.cluster, os.environ)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from ray.job_submission import JobStatus
 
 from app.config import Config, RunConfig
-from app.errors import TrainingError
+from app.errors import TrainingError, UsageError
 from app.launch import job as subject
 from app.run.directory import RunDirectory
 
@@ -30,3 +31,10 @@ def test_a_head_that_is_gone_is_told_in_one_message_with_what_to_do(
     monkeypatch.setattr(subject, "JobSubmissionClient", lambda: client)
     with pytest.raises(TrainingError, match=r"connection to the head was lost\. .* the same command then resumes"):
         subject.run_as_job(config, [])
+
+
+def test_a_ray_without_its_jobs_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = RuntimeError("The Ray jobs CLI & SDK require the ray[default] installation")
+    monkeypatch.setattr(subject, "JobSubmissionClient", Mock(side_effect=said))
+    with pytest.raises(UsageError, match=r"^--job: The Ray jobs .* installation\. .* pip install .*'\.\[cluster\]'$"):
+        subject.run_as_job(Config(), [])
