@@ -96,7 +96,7 @@ class Buffers:
 
     def _put_back(self, before: list[Tensor]) -> None:
         for (module, name, buffer), earlier in zip(self._places, before, strict=True):
-            buffer.copy_(earlier)
+            buffer.data.copy_(earlier)  # which is no change that a forward has made: `send` looks for those
             setattr(module, name, buffer)  # in place of what a forward may have put there
 
 

@@ -40,7 +40,8 @@ from app.data.batches import Batch, stack, tensors_of
 from app.data.loader import own_randomness
 from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
-from app.parallel.activations import checkpoint_activations
+from app.parallel.activations import checkpoint_activations, refuse_parts_of_layers
+from app.parallel.blocks import blocks_of
 from app.parallel.compiled import CompiledBlocks, probe
 from app.parallel.fixed_point import FixedPoint
 from app.parallel.precision import Precision, build_precision
@@ -264,7 +265,10 @@ class WorkerState:
         kept: State = self._shards.take() if self._shards is not None and self._goes_on_with_shards else {}
         self._shards = None  # before there are others
         self._start_anew()
+        layers = blocks_of(self._model)  # before their classes get other names
         model = parallel.wrap(self._model)
+        if self._config.memory.activation_checkpointing == "selective":
+            refuse_parts_of_layers(layers)
         if self._values is not None:
             weights = {name: kept["model"][name] for name, _ in model.named_parameters()} if kept else {}
             allocate(model, self.precision.device, weights, parallel.offloads)

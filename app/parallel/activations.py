@@ -3,6 +3,7 @@
 Dropout and whatever else is drawn from torch's generators is drawn alike both times.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -48,6 +49,21 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointing) -> No
             raise UsageError(f"{_KEY}={how}: the forward of a {type(block).__name__} has been replaced; use none")
         # A bound method, which a copy of the model binds to the layer's copy. No wrapper: names stay what they are.
         block.forward = MethodType(_kept_in_part if how == "selective" else _kept_nowhere, block)
+
+
+def refuse_parts_of_layers(layers: Sequence[nn.Module]) -> None:
+    """Raise UsageError for a layer that keeps products and attention, and parts of which fsdp gathers by themselves."""
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import, and sharded models alone need it
+
+    for layer in layers:
+        for name, part in layer.named_modules():
+            if part is not layer and isinstance(part, FSDPModule):
+                # What is kept is known by its place among all operations of the layer, and the second time, in the
+                # backward, other ones gather the part.
+                raise UsageError(
+                    f"{_KEY}=selective: parallel.wrap gathers {name}, a part of a layer, by itself, and then what was "
+                    "kept of the layer is not found again; take full, or parallel.wrap=blocks"
+                )
 
 
 def _kept_nowhere(block: nn.Module, *args: Any, **named: Any) -> Any:

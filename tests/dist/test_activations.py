@@ -15,6 +15,7 @@ import tests.examples.operators  # noqa: F401 - before torchvision
 from app.parallel.activations import checkpoint_activations
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import VOCABULARY, small
 
@@ -42,6 +43,15 @@ def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kin
     words = [f"parallel.kind={kind}", f"memory.activation_checkpointing={how}"]
     run = drill(small(tmp_path, *words), worlds=[3, 1, 2], leave_after=[4, 4])
     check_run(run, reference(small(tmp_path, f"parallel.kind={kind}")))
+
+
+@pytest.mark.parametrize("wrap", ["30", "[Linear]"])
+def test_layers_that_keep_a_part_are_gathered_as_a_whole(tmp_path: Path, wrap: str) -> None:
+    words = [f"parallel={{kind: fsdp, wrap: {wrap}}}", "memory.activation_checkpointing=selective"]
+    with pytest.raises(MemberFailed, match=r"UsageError: .*selective: parallel\.wrap gathers .*take full"):
+        drill(small(tmp_path, *words), worlds=[1])
+    whole = "parallel={kind: fsdp, wrap: [Block]}"
+    check_run(drill(small(tmp_path, whole, words[1]), worlds=[2]), reference(small(tmp_path)))
 
 
 def test_running_statistics_learn_once_from_a_microbatch(tmp_path: Path) -> None:

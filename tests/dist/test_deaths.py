@@ -19,8 +19,9 @@ from app.run.directory import RunDirectory
 from app.run.ledger import History
 from app.world.groups import Groups
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
-from tests.dist.deaths import Survived, Undisturbed, plot, survive, undisturbed, validation_losses
+from tests.dist.deaths import Plot, Survived, Undisturbed, plot, survive, undisturbed, validation_losses
 from tests.dist.gang import MemberFailed
+from tests.dist.like_nccl import Death
 from tests.dist.reference import Reference, reference
 from tests.dist.small import small
 
@@ -68,6 +69,26 @@ def calm(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_no_death_leaves_garbage(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
     config = config_of(tmp_path, kind)
     check(config, survive(config, plot(seed, NUM_COLLECTIVES[kind]), several_buckets), calm)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "worlds"),
+    [
+        ("{kind: fsdp}", [[0, 1, 2, 3], [0, 1, 2], [0, 1], [0, 4, 5, 6]]),
+        ("{kind: fsdp, shard_size: 2}", [[0, 1, 2, 3], [0, 1], [0, 2, 4, 5]]),  # 2 waits for another half meanwhile
+    ],
+)
+def test_sharded_worlds_shrink_by_deaths_and_grow_where_storage_has_nothing(
+    tmp_path: Path, parallel: str, worlds: list[list[int]]
+) -> None:
+    config = small(tmp_path, f"parallel={parallel}", "run.steps=40", "checkpoint.every=1000 steps")
+    deaths = {number: (world[-1], Death(80, "while it runs")) for number, world in enumerate(worlds[:-1], 1)}
+    run = survive(config, Plot(worlds, deaths)).left
+    check_weights(run, reference(config))
+    assert {line["attempt"] for line in run.history.lines} == set(range(1, len(worlds) + 1))
+    assert len(run.told("restore", "source")) == len(worlds) - 1
+    assert "checkpoint" not in run.told("restore", "source")
+    assert run.told("checkpoint", "step") == [40]
 
 
 def check(config: Config, survived: Survived, calm: Undisturbed) -> None:

@@ -21,10 +21,11 @@ from app.models import build_model
 from app.run.directory import RunDirectory
 from app.run.owner import Ownership
 from tests.dist.checks import EQUAL, check_equal, check_identical, check_run, check_weights
-from tests.dist.drill import Drilled, drill
+from tests.dist.drill import Drilled, Members, drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import held_out, mean_loss, reference
 from tests.dist.small import small
+from tests.dist.test_offload import put_all_beyond_reach
 
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"
@@ -178,11 +179,23 @@ def test_the_average_is_that_of_the_weights_after_each_step_and_is_what_is_valid
         assert exported.keys() == run.weights.keys()
 
 
-def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "worlds"),
+    [
+        ("{kind: fsdp}", [2, 3]),
+        ("{kind: fsdp, cpu_offload: true}", [3, 2]),
+        ("{kind: fsdp, shard_size: 2}", [4, [2, 3]]),
+        ("{kind: fsdp, shard_size: 2, cpu_offload: true}", [[0, 1], 4]),
+    ],
+)
+def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trace(
+    tmp_path: Path, parallel: str, worlds: list[Members]
+) -> None:
     words = [EMA, "validation.every=2 steps"]
-    whole = drill(small(tmp_path / "ddp", *words), worlds=[2])
-    config = small(tmp_path, *words, "parallel.kind=fsdp")
-    run = drill(config, worlds=[2, 3], leave_after=[5])
+    whole = drill(small(tmp_path / "ddp", *words), worlds=[1])
+    config = small(tmp_path, *words, f"parallel={parallel}")
+    patch = put_all_beyond_reach if "cpu_offload" in parallel else None
+    run = drill(config, worlds, leave_after=[5], patch=patch)
     check_weights(run, reference(config))
     check_equal(averages(config), averages(small(tmp_path / "ddp")))
     assert run.told("validation", "loss") == pytest.approx(whole.told("validation", "loss"), abs=EQUAL)

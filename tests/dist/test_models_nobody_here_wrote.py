@@ -22,7 +22,7 @@ from app.components.modes import evaluating
 from app.run.directory import RunDirectory
 from app.run.owner import Ownership
 from tests.command import ROOT
-from tests.dist.checks import EQUAL, check_ledger, largest_difference
+from tests.dist.checks import EQUAL, check_ledger, check_weights, largest_difference
 from tests.dist.drill import drill
 from tests.dist.reference import reference
 from tests.dist.small import CONTEXT, VOCABULARY, small
@@ -60,6 +60,13 @@ def resnet50() -> nn.Module:
 def vit() -> nn.Module:
     size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
     model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, num_classes=10)
+    return model
+
+
+def vit_with_dropout() -> nn.Module:
+    size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+    drops = {"dropout": 0.1, "attention_dropout": 0.1}
+    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, **drops, num_classes=10)
     return model
 
 
@@ -118,6 +125,21 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_its_own_library_loads_what_it_has_become(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, write_no_code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "num_workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_layers_with_dropout_are_compiled_as_they_are(kind: str, num_workers: int, tmp_path: Path) -> None:
+    """By the compiler that users have. aot_eager cannot: its backward asks dropout for a stride that it has not."""
+    words = [f"model.target={HERE}:vit_with_dropout", "run.steps=5", f"parallel.kind={kind}"]
+    config = small(tmp_path, *words, *IMAGES, "compile=blocks")
+    run, expected = drill(config, worlds=[num_workers]), reference(config)
+    check_ledger(run, expected)
+    check_weights(run, expected)
+    assert not run.told("graph_break", "place")
+    assert not run.told("not_compiled", "reason")
+    # What attention puts out lies in another order than the inputs of the first layer.
+    assert ["stride mismatch" in reason for reason in run.told("recompiled", "reason")] == [True]
 
 
 def check(case: Case, tmp_path: Path, patch: Callable[[], None] | None) -> None:

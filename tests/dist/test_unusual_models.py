@@ -194,6 +194,28 @@ def test_pads_of_the_leader_leave_its_buffers_alone(tmp_path: Path, kind: str) -
     assert run.weights["seen"] == 4 * 4 + 2
 
 
+class Scaled(nn.Module):
+    """Keeps a table that never changes in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        return logits * self.scale
+
+
+def test_a_buffer_that_never_changes_is_none_that_a_pad_has_changed(tmp_path: Path) -> None:
+    """Or an exact run would be refused in a world with a worker too many."""
+    words = ["model.target=tests.dist.test_unusual_models:Scaled", "run.exact=true", "run.deterministic=true"]
+    config = small(tmp_path, *words, "batch.global_size=4")
+    check_run(drill(config, worlds=[3]), reference(config))
+
+
 def test_layers_that_mix_the_samples_of_workers_are_refused(tmp_path: Path) -> None:
     config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Mixing")
     with pytest.raises(

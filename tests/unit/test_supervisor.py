@@ -75,7 +75,7 @@ class World:
                 "phase": phase,
                 "seconds": self.clock.now_s - since[1],
                 "limit_s": LEAST_S,
-                "spent_s": {"update": 0.0},
+                "spent_s": {},
             }
             self.supervisor.heard(name, {"progress": report})
 
