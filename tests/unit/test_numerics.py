@@ -143,6 +143,13 @@ def test_a_step_in_which_everything_is_masked_is_no_fault() -> None:
     assert isinstance(numerics.judge(agreed(6, 9.1)), Rollback)  # and it does not hide the others
 
 
+def test_a_run_that_begins_with_such_a_step_finds_spikes_all_the_same() -> None:
+    numerics = Numerics(RecoveryConfig(), frozenset(), PastLosses())
+    assert numerics.judge(StepStats(1, math.nan, 0, 0.0, 8, 0, finite=True)) is None
+    assert [numerics.judge(agreed(step, 2.3)) for step in range(2, 66)] == [None] * 64
+    assert isinstance(numerics.judge(agreed(66, 9.1)), Rollback)
+
+
 def test_what_was_before_the_attempt_counts() -> None:
     assert Numerics(RecoveryConfig(), frozenset(), past([2.3] * 64)).judge(agreed(65, 9.1)) == Rollback(
         (65,), "loss 9.1 against a median of 2.3 at step 65"
