@@ -86,6 +86,7 @@ def train_by_hand(
         compiled=worker.compiled,
     )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
+    assert not worker.compiled.refused
     results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
     assert next(batches, None) is None, "microbatches were left over"
     return parallel.unwrap(stepper.model), results

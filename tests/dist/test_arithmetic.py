@@ -19,6 +19,7 @@ from tests.dist.gang import Gang
 from tests.dist.reference import Reference, reference
 from tests.dist.small import small
 from tests.dist.stepping import Stepped, take_steps
+from tests.dist.test_compiled import write_no_code
 
 Shares = tuple[int, ...]
 Steps = Callable[[Config, Shares], Stepped]
@@ -41,7 +42,7 @@ KINDS = pytest.mark.parametrize("kind", PARALLEL)
 def steps() -> Iterator[Steps]:
     """All steps of a run, in six processes that all tests of this module share."""
     attempts = count(1)
-    with Gang(6) as gang:
+    with Gang(6, write_no_code) as gang:
         yield lambda config, shares: take_steps(gang, next(attempts), config, of_whole_replicas(config, shares))
 
 
@@ -68,11 +69,16 @@ def cases(draw: st.DrawFn) -> Case:
         f"batch.microbatch_size={microbatch_size}",
         f"data.args.masked={draw(st.booleans())}",
         f"model.dropout={draw(st.sampled_from([0.0, 0.2]))}",
+        f"memory.activation_checkpointing={draw(st.sampled_from(['none', 'full']))}",
+        f"compile={draw(st.sampled_from(['none', 'blocks']))}",
         f"optimizer.max_grad_norm={draw(st.sampled_from(['null', '0.3']))}",
         "schedule.warmup_steps=0",
     ]
     return overrides, tuple(right - left for left, right in pairwise([0, *sorted(cuts), grid]))
 
+
+# Compilations of layers whose parts fsdp gathers say that they break.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Slow enough for a few examples to prove the claim, and many to search for a case that nobody thought of.
 FEW, MANY = (
@@ -106,6 +112,29 @@ def check_case(steps: Steps, kind: str, case: Case) -> None:
     # A whole step in which nothing counts has no mean.
     assume(all(loss is not None and math.isfinite(loss) for loss in expected.losses))
     check_steps(steps(config, shares), expected)
+
+
+OTHER_WAYS = [("none", "none"), ("none", "blocks"), ("full", "none"), ("selective", "none"), ("selective", "blocks")]
+WAYS = [("full", "blocks"), *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
+
+
+@KINDS
+@pytest.mark.parametrize(("checkpointing", "compiled"), WAYS)
+def test_ways_to_compute_layers_give_the_steps_of_one_process(
+    steps: Steps, kind: str, checkpointing: str, compiled: str, twenty: Reference
+) -> None:
+    if checkpointing == "selective" and kind in ("fsdp by size", "fsdp by class"):
+        pytest.skip("refused: tests/dist/test_activations.py")
+    overrides = [f"parallel={PARALLEL[kind]}", f"memory.activation_checkpointing={checkpointing}"]
+    config = small(NOWHERE, *overrides, f"compile={compiled}", "run.steps=20")
+    for num_workers in range(1, 5):
+        check_steps(steps(config, even_shares(7, num_workers)), twenty)
+
+
+@pytest.fixture(scope="module")
+def twenty() -> Reference:
+    """Twenty steps of one process, as plainly as they can be done."""
+    return reference(small(NOWHERE, "run.steps=20"))
 
 
 @KINDS
