@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
-import torch._dynamo  # the first operator on a fake tensor would; so that all imports are over with this module's
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
