@@ -99,14 +99,16 @@ def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_st
             child = subprocess.Popen(["sleep", "60"])
             worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert not interrupts.stopping
-        assert interrupts.stopping
-        child.send_signal(signal.SIGTERM)
-        assert worker.communicate(timeout=60)[0] == "-15 -15\n"
-        assert worker.returncode == 0
-        assert child.poll() is None
-        child.kill()
-        child.wait()
+        try:
+            assert interrupts.stopping  # it is not lost
+            child.send_signal(signal.SIGTERM)
+            assert worker.communicate(timeout=60)[0] == "-15 -15\n"
+            assert worker.returncode == 0
+            assert child.poll() is None
+        finally:
+            for each in (child, worker):
+                each.kill()
+                each.communicate()
 
 
 COMMAND = """
