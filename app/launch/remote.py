@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,13 @@ HOME = "~/steadfast"
 # Printed on the head around the command's output. What comes before and after is of ssh and Ray.
 _BEGINS = "steadfast begins"
 _ENDS = "steadfast ends with exit code"
+
+# With which Ray finds the head, and what brings them here.
+_CLOUDS = {
+    "aws": ("boto3", "-c constraints.txt -e '.[cluster]'"),
+    "gcp": ("googleapiclient", "google-api-python-client google-auth"),
+    "azure": ("msrestazure", "azure-identity azure-mgmt-compute azure-mgmt-network azure-mgmt-resource msrestazure"),
+}
 
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
@@ -37,7 +45,11 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
     if not Path(cluster).is_file():
         raise UsageError(f"--cluster {cluster}: there is no such file")
     description = yaml.safe_load(Path(cluster).read_text())
-    if description["provider"]["type"] == "local":
+    provider = description["provider"]["type"]
+    module, packages = _CLOUDS.get(provider, ("ray", ""))
+    if find_spec(module) is None:
+        raise UsageError(f"--cluster {cluster}: Ray reaches {provider} by {module}; pip install {packages}")
+    if provider == "local":
         from app.orchestration.internals import remember_head
 
         remember_head(description)

@@ -9,6 +9,7 @@ import pytest
 from ray.job_submission import JobDetails
 
 from app.cli import main
+from app.launch import remote
 from app.launch.job import exit_code
 from app.launch.remote import _BEGINS, _ENDS, _show
 from app.orchestration.cluster import startable
@@ -53,6 +54,15 @@ def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(0.0, arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_a_cloud_needs_and_is_not_here_is_told_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "find_spec", lambda name: None)
+    assert main(0.0, ["--config", "ddp.yaml", "--cluster", "cluster/aws.yaml"]) == 2
+    said = "--cluster cluster/aws.yaml: Ray reaches aws by boto3; pip install -c constraints.txt -e '.[cluster]'"
     assert said in capsys.readouterr().err
 
 
