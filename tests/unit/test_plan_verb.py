@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from typing import Any
 
 import pytest
 
 from app.cli import main
-from app.commands import plan as verb
 from app.commands.plan import plan, warnings
 from app.config import Config, parse_config
-from app.errors import UsageError
 
 RUN = """
 run: {steps: 100}
@@ -78,16 +74,3 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(0.0, ["plan", "--config", "ddp.yaml", "--mtbf", "soon"]) == 2
     assert '--mtbf soon: must be a count and a unit, such as "30 minutes"' in capsys.readouterr().err
-
-
-def test_the_collector_does_not_go_through_torch_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which took a tenth of the command's time. Afterwards it is as it was."""
-    seen: list[bool] = []
-
-    def watched(config: Config, mtbf_s: float | None) -> dict[str, Any]:
-        seen.append(gc.isenabled())
-        raise UsageError("seen")
-
-    monkeypatch.setattr(verb, "plan", watched)
-    assert main(0.0, ["plan", "--config", "ddp.yaml"]) == 2
-    assert (seen, gc.isenabled()) == ([False], True)
