@@ -1,10 +1,13 @@
 """Format numbers for log lines and messages."""
 
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
+
+_LONG_ID = re.compile("[0-9a-f]{9,}")
 
 
 def number(value: float) -> str:
@@ -52,8 +55,8 @@ def in_ranges(noun: str, numbers: Sequence[int]) -> str:
 
 
 def node_name(node: str) -> str:
-    """Shorten Ray's id of a node: of its 56 digits, eight are enough to find the node."""
-    return node[:8]
+    """Shorten Ray's id of a node, of whose 56 digits eight are enough to find it; a host's name stays whole."""
+    return node[:8] if _LONG_ID.fullmatch(node) else node
 
 
 def joined(parts: Iterable[str]) -> str:

@@ -97,7 +97,7 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
 
 def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
     drawing = figures.worlds(Course.read(directory))
-    assert [*drawing.legend] == ["alpha", HOSTILE[:8], "workers"]
+    assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
     drawn = drawing.plot.renderers[0].data_source.data
     assert list(drawn["top"]) == [1, 2, 1, 2]
     assert list(drawn["left"]) == [10.0, 10.0, 20.0, 24.0]

@@ -59,7 +59,7 @@ from app.telemetry.past import Past
 from app.telemetry.tensorboard import TensorBoardTracker
 from app.telemetry.throughput import peak_flops, total_peak_flops
 from app.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
-from app.units import compact, duration, size
+from app.units import compact, duration, node_name, size
 from app.world.device import Gpu
 from tests.events import changed
 
@@ -255,6 +255,11 @@ def test_numbers_in_words() -> None:
     assert [size(v) for v in (0, 512, 2048, 3 * 2**40)] == ["0.0 B", "512.0 B", "2.0 KiB", "3072.0 GiB"]
     spans = [duration(v) for v in (0, 45.2, 221, 3200, 11_520)]
     assert spans == ["0s", "45s", "4m", "53m", "3h 12m"]
+
+
+def test_only_long_ids_of_nodes_are_shortened() -> None:
+    assert node_name("0123456789abcdef" * 3 + "01234567") == "01234567"
+    assert node_name("training-node-02.example.com") == "training-node-02.example.com"
 
 
 SUMMARY: dict[str, Any] = {
