@@ -46,9 +46,10 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
         raise UsageError(f"--cluster {cluster}: there is no such file")
     description = yaml.safe_load(Path(cluster).read_text())
     provider = description["provider"]["type"]
-    module, packages = _CLOUDS.get(provider, ("ray", ""))
-    if find_spec(module) is None:
-        raise UsageError(f"--cluster {cluster}: Ray reaches {provider} by {module}; pip install {packages}")
+    if provider in _CLOUDS:
+        module, packages = _CLOUDS[provider]
+        if find_spec(module) is None:
+            raise UsageError(f"--cluster {cluster}: Ray reaches {provider} by {module}; pip install {packages}")
     if provider == "local":
         from app.orchestration.internals import remember_head
 
