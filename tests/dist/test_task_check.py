@@ -131,6 +131,12 @@ def test_a_loss_that_couples_samples_is_refused_before_the_first_step(tmp_path: 
     assert not read_ledger(RunDirectory.of(config).store).lines
 
 
+def test_a_coupled_task_keeps_its_forwards_when_memory_runs_out(tmp_path: Path) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 2, rank: 0}]"
+    with pytest.raises(MemberFailed, match=r"TrainingError: a forward of 4 samples does not fit .* task\.coupled=true"):
+        drill(own(tmp_path, "InBatch", "task.coupled=true", oom), worlds=[1, 1])
+
+
 @pytest.mark.parametrize("task", REFUSED)
 def test_a_coupled_task_trains_on_its_microbatches_as_they_are(tmp_path: Path, task: str) -> None:
     runs = []
