@@ -5,6 +5,7 @@ from torch import nn
 
 from app.components.metrics import SummedMetrics
 from app.components.modes import evaluating
+from app.components.seed import seed_validation
 from app.components.totals import Totals
 from app.components.trigger import Trigger
 from app.components.worker_state import WorkerState
@@ -23,6 +24,7 @@ class Validator:
         self._parallel = parallel
         self._world = world
         self._plan = worker.validation_plan(world)
+        self._seed = config.run.seed
         self._config = config.checkpoint
         self._summation = summation(config.run.exact)
         self._step = -1  # of the last validation
@@ -74,6 +76,7 @@ class Validator:
             for fetched in self._worker.loader.validation(iter(self._plan.microbatches(1, self._world.rank))):
                 # A pad has weight 0: every sample counts once, whatever the world.
                 weight = fetched.microbatch.weight
+                seed_validation(self._seed, fetched.microbatch, precision.device)
                 with precision.autocast(), metrics.counting(weight):
                     sums = self._worker.task.loss(model, fetched.batch)
                 totals.add(sums, weight)
