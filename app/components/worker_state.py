@@ -37,7 +37,7 @@ from app.components.trigger import Interval
 from app.config import Config, Every
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.batches import Batch, stack, tensors_of
-from app.data.loader import own_randomness
+from app.data.randomness import own_randomness
 from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations, refuse_parts_of_layers
@@ -74,9 +74,12 @@ class WorkerState:
         self.precision = self._build_precision(device)  # until `join` knows the world
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
-        self.task = build_task(config.task)
+        # Code of the user's may draw while it builds these, as `random_split` does: every rank must draw the same.
+        with own_randomness(config.run.seed):
+            self.task = build_task(config.task)
         self.task_checked = False  # see `check_task`
-        self.dataset = build_dataset(config.data)
+        with own_randomness(config.run.seed):
+            self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from app.components.schedule import learning_rate
-from app.components.seed import seed_generators
+from app.components.seed import seed_generators, seed_validation
 from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig
 from app.data import SampleOrder, build_dataset
 from app.data.order import sample_keys, samples_digest
@@ -91,12 +91,17 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimiz
     return torch.optim.AdamW([matrices, others], betas=config.betas, eps=config.eps)
 
 
-def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int = 0) -> Tensor:
-    """The sum of all losses, divided once by the count of all. Dropout is drawn for each microbatch of a step."""
+def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int | None = None) -> Tensor:
+    """The sum of all losses, divided once by the count of all. Each microbatch of a step draws numbers of its own, and
+    so does each of validation, where `step` is None."""
     task = build_task(config.task)
     loss_sum, count = torch.zeros((), dtype=torch.float64), 0
     for index, microbatch in enumerate(microbatches(batch, config)):
-        seed_generators(config.run.seed, Microbatch(step, index, 0, 0), CPU)
+        if step is None:
+            start = index * config.batch.samples_per_microbatch
+            seed_validation(config.run.seed, Microbatch(1, index, start, 0), CPU)
+        else:
+            seed_generators(config.run.seed, Microbatch(step, index, 0, 0), CPU)
         sums = task.loss(model, microbatch)
         loss_sum, count = loss_sum + sums.loss_sum, count + int(sums.count)
     return loss_sum / count
