@@ -207,9 +207,9 @@ def test_the_number_that_auto_has_chosen_is_no_other_value_of_a_finished_run(dir
     finish(directory, chosen, 13)
     directory.write_microbatch_size(13)
     assert not start_or_resume(parse_config(TENTH), directory, BEGUN, nothing)
-    with pytest.raises(RunConflict, match="batch.microbatch_size: auto -> 4"):
-        config = parse_config(TENTH, overrides=["batch.microbatch_size=4"])
-        start_or_resume(config, directory, BEGUN, nothing)
+    other = parse_config(TENTH, overrides=["batch.microbatch_size=4"])
+    with pytest.raises(RunConflict, match=r"batch\.microbatch_size: auto -> 4"):
+        start_or_resume(other, directory, BEGUN, nothing)
 
 
 def test_a_finished_run_without_its_configuration_says_that_nothing_was_compared(directory: RunDirectory) -> None:
