@@ -67,11 +67,12 @@ def fit(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[..., float] | None = None,
     hooks: Sequence[Any] = (),
+    return_finished: bool = False,
     verbose: bool = False,
 ) -> Result:
     """Train under torchrun if that has started this process, else in this process alone. Without Ray.
 
-    The same call again resumes a run, as the same command does, and returns the model of one that has finished.
+    The same call again resumes an unfinished run and returns the model of a finished one, as the same command does.
 
     Args:
         config: a configuration, or a file and its `overrides`. What follows takes the place of its sections.
@@ -84,9 +85,12 @@ def fit(
         optimizer: called with `params` and `lr`, such as `torch.optim.SGD`.
         schedule: called with a step, from 1, and `num_steps`; returns the share of `optimizer.lr`.
         hooks: objects or classes, beside those of the configuration.
+        return_finished: returns the model of a finished run although it was trained with other values, such as another
+            `optimizer.lr`. Another seed, model, dataset, task or kind of optimizer is an error in any case.
         verbose: shows what `-v` does.
 
     Raises:
+        RunConflict: a run of this name was trained with other values; the message lists the differences.
         SteadfastError: the run cannot begin or go on.
     """
     started_s = time.time()
@@ -114,7 +118,8 @@ def fit(
             console.stage("starting", started_s)
         if isinstance(model, nn.Module):
             _take_weights_of_first(model, place)
-        ending = train_here(config, place, started_s, started_s, console, Interrupts(of_process=False))
+        interrupts = Interrupts(of_process=False)
+        ending = train_here(config, place, started_s, started_s, console, interrupts, return_finished)
         return _result(config, place, ending)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.checkpoint.catalog import Catalog
-from app.config import Config, diff
+from app.config import Change, Config, diff
 from app.errors import RunConflict, StorageError
 from app.plan import begin_of
 from app.run.directory import RunDirectory
@@ -12,21 +12,29 @@ from app.run.events import RunStarted, ShortStep
 from app.run.ledger import last_end
 from app.run.owner import Ownership
 from app.telemetry.environment import environment
-from app.telemetry.outcome import already_finished
+from app.telemetry.outcome import already_finished, finished_otherwise
 
 
-def start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object]) -> bool:
-    """Write down what is to run. Return False if the run has finished already, after telling the user so by `say`.
+def start_or_resume(
+    config: Config,
+    directory: RunDirectory,
+    begun: RunStarted,
+    say: Callable[[str], object],
+    return_finished: bool = False,
+) -> bool:
+    """Record what is to run. Return False if the run has finished already, after `say` has reported that.
 
     Args:
-        begun: the command, as the events are to tell of it.
+        begun: the event that records the command.
+        return_finished: accepts a finished run although its configuration would have trained another model.
 
     Raises:
-        RunConflict: the directory holds another run, or `run.resume` forbids what would have to be done.
-        StorageError: one of the directory's files is not what it should be, or cannot be written.
+        RunConflict: the directory holds another run, or a finished run of a configuration that trains another model,
+            or `run.resume` forbids what would have to be done.
+        StorageError: a file of the directory is damaged, or cannot be written.
     """
     try:
-        return _start_or_resume(config, directory, begun, say)
+        return _start_or_resume(config, directory, begun, say, return_finished)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise StorageError(
@@ -35,7 +43,9 @@ def start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted, 
         ) from error
 
 
-def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object]) -> bool:
+def _start_or_resume(
+    config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object], return_finished: bool
+) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
     _check_resume_mode(config, directory, resumable)
@@ -43,9 +53,8 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
     changes = diff(stored, config) if stored else []
     refused = [change for change in changes if change.identity]
     if refused and resumable:
-        differences = "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in refused)
         raise RunConflict(
-            f"{directory.uri} holds a run of another configuration:\n{differences}\n"
+            f"{directory.uri} holds a run of another configuration:\n{_listed(refused)}\n"
             "Give the former values to resume it, or choose another run.name"
         )
     if refused:
@@ -55,7 +64,7 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
-        say(already_finished(config, directory.uri, summary))
+        _compare_with_finished(config, stored, changes, directory, summary, say, return_finished)
         return False
 
     if stored is None or _length(stored) != _length(config):
@@ -75,6 +84,41 @@ def _start_or_resume(config: Config, directory: RunDirectory, begun: RunStarted,
     directory.record(begun)
     directory.write_environment(environment())
     return True
+
+
+def _compare_with_finished(
+    config: Config,
+    stored: Config | None,
+    changes: list[Change],
+    directory: RunDirectory,
+    summary: dict[str, Any],
+    say: Callable[[str], object],
+    return_finished: bool,
+) -> None:
+    """Report that the run has finished, and every key that differs from the run's configuration.
+
+    Raises:
+        RunConflict: the configuration would have trained another model, and `return_finished` is false.
+    """
+    numeric = [change for change in changes if stored and _trains_otherwise(change, stored, directory)]
+    if numeric and not return_finished:
+        raise RunConflict(finished_otherwise(config, directory.uri, summary, _listed(numeric)))
+    if stored is None:
+        say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+    for change in changes:
+        if not change.free:
+            say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
+    say(already_finished(config, directory.uri, summary))
+
+
+def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
+    if change.key == "batch.microbatch_size":  # auto stays with the number that the run has
+        return change.new not in ("auto", directory.batch(stored).microbatch_size)
+    return change.numeric
+
+
+def _listed(changes: list[Change]) -> str:
+    return "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in changes)
 
 
 def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:

@@ -130,13 +130,20 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
 
 
 def train_here(
-    config: Config, place: Place, started_s: float, command_s: float, console: Console, interrupts: Interrupts
+    config: Config,
+    place: Place,
+    started_s: float,
+    command_s: float,
+    console: Console,
+    interrupts: Interrupts,
+    return_finished: bool = False,
 ) -> Ending:
-    """Train in this process, together with those at the other places. A collective.
+    """Train in this process, together with the processes at the other places. A collective.
 
     Args:
         started_s: Unix time at which this process began.
         command_s: Unix time at which the command was given; torchrun may have restarted this process since.
+        return_finished: as in `start_or_resume`.
     """
     directory = RunDirectory.of(config)
     ownership = None
@@ -146,7 +153,8 @@ def train_here(
         if place.rank == 0:
             try:
                 ownership = _claim(directory, console)
-                answer = _begin(config, directory, ownership, console, _begun(directory, started_s, command_s))
+                begun = _begun(directory, started_s, command_s)
+                answer = _begin(config, directory, ownership, console, begun, return_finished)
             except SteadfastError as error:
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
                 raise
@@ -210,10 +218,15 @@ def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunSt
 
 
 def _begin(
-    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, begun: RunStarted
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    console: Console,
+    begun: RunStarted,
+    return_finished: bool,
 ) -> dict[str, Any]:
     """Return what all ranks need to know: what the attempt is, or the exit code if there is none."""
-    if not start_or_resume(config, directory, begun, console.line):
+    if not start_or_resume(config, directory, begun, console.line, return_finished):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()

@@ -37,10 +37,28 @@ def result(summary: Summary) -> list[str]:
 
 
 def already_finished(config: Config, path: str, summary: Summary) -> str:
-    """Return what the same command says of a run that has nothing left to do."""
-    extension = f"run.steps={2 * summary['step']}"
-    if config.run.epochs:
-        extension = f"run.epochs={2 * config.run.epochs}"
+    """Return the message for a command whose run has nothing left to do."""
+    return f"{_reached(path, summary)}\nExtend it with {_extension(config, summary)}, or choose another run.name"
+
+
+def finished_otherwise(config: Config, path: str, summary: Summary, differences: str) -> str:
+    """Return the message for a command whose run has finished with other values."""
+    done, asked = summary["step"], config.run.steps
+    fewer = f"\nrun.steps={asked} is fewer than the {done} that are done." if asked and asked < done else ""
+    return (
+        f"{_reached(path, summary)}. It was trained with other values:\n{differences}{fewer}\n"
+        f"Choose another run.name to train with the new ones, or give {_extension(config, summary)} as well to go on "
+        "with them"
+    )
+
+
+def _reached(path: str, summary: Summary) -> str:
     done = f"{path} has finished: {plural(summary['step'], 'step')}"
-    reached = joined([done, in_words(summary["metrics"]), summary.get("ended_early") or ""])
-    return f"{reached}\nExtend it with {extension}, or choose another run.name"
+    return joined([done, in_words(summary["metrics"]), summary.get("ended_early") or ""])
+
+
+def _extension(config: Config, summary: Summary) -> str:
+    """Return an override that makes the run longer."""
+    if config.run.epochs:
+        return f"run.epochs={2 * config.run.epochs}"
+    return f"run.steps={2 * summary['step']}"

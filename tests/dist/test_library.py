@@ -65,6 +65,13 @@ def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_pat
     torch.testing.assert_close(trained(again), trained(resumed), rtol=0.0, atol=0.0)
     assert again.summary == resumed.summary
 
+    with pytest.raises(RunConflict, match=r"optimizer\.lr: 0\.05 -> 0\.1\nChoose another run\.name"):
+        resume(lr=0.1)
+    unasked = resume(lr=0.1, return_finished=True)
+    torch.testing.assert_close(trained(unasked), trained(resumed), rtol=0.0, atol=0.0)
+    with pytest.raises(RunConflict, match=r"model\.args\.parameters"):
+        resume(hidden=9, return_finished=True)
+
 
 def generator_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()

@@ -47,12 +47,20 @@ class Counts:
         self.steps = state["steps"].clone()
 
 
-def train(storage: str, name: str, steps: int, hidden: int = 8, hooks: Sequence[Counts] = ()) -> Result:
+def train(
+    storage: str,
+    name: str,
+    steps: int,
+    hidden: int = 8,
+    hooks: Sequence[Counts] = (),
+    lr: float = 0.05,
+    return_finished: bool = False,
+) -> Result:
     config = Config.model_validate(
         {
             "run": {"name": name, "storage": storage, "steps": steps},
             "batch": {"global_size": 12, "microbatch_size": 4},
-            "optimizer": {"lr": 0.05},
+            "optimizer": {"lr": lr},
             "precision": {"kind": "fp64"},
             "checkpoint": {"every": "4 steps"},
             "trackers": [],
@@ -70,6 +78,7 @@ def train(storage: str, name: str, steps: int, hidden: int = 8, hooks: Sequence[
         optimizer=optimizer,
         schedule=halved,
         hooks=hooks,
+        return_finished=return_finished,
     )
 
 

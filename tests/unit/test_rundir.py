@@ -144,6 +144,83 @@ def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_f
         assert said[-1].startswith(f"{directory.uri} has finished: 60 steps | loss has not been better than 2.1")
 
 
+TENTH = "run: {steps: 13}\nbatch: {global_size: 13, microbatch_size: 13}\noptimizer: {lr: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["optimizer.lr=0.5"], ["  optimizer.lr: 0.1 -> 0.5", "another run.name", "run.steps=26 as well"]),
+        (
+            ["optimizer.lr=0.5", "schedule.warmup_steps=7", "logging.every_steps=3"],
+            ["optimizer.lr: 0.1 -> 0.5", "schedule.warmup_steps: 50 -> 7"],
+        ),
+        (["run.steps=5"], ["run.steps: 13 -> 5", "run.steps=5 is fewer than the 13 that are done", "run.steps=26"]),
+        (["batch.microbatch_size=4"], ["batch.microbatch_size: 13 -> 4"]),
+    ],
+)
+def test_a_finished_run_of_other_values_is_a_conflict_that_lists_them(
+    directory: RunDirectory, overrides: list[str], told: list[str]
+) -> None:
+    directory.check_writable()
+    finish(directory, TENTH, 13)
+    config = parse_config(TENTH, overrides=overrides)
+    with pytest.raises(RunConflict, match="has finished: 13 steps") as refused:
+        start_or_resume(config, directory, BEGUN, nothing)
+    assert all(part in str(refused.value) for part in told)
+    assert "logging" not in str(refused.value)
+    assert directory.summary(), "the finished run stays as it is"
+    said: list[str] = []
+    assert not start_or_resume(config, directory, BEGUN, said.append, return_finished=True)
+    assert len(said) == len(overrides) + 1
+    assert directory.stored_config() == parse_config(TENTH)
+
+
+def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_each(directory: RunDirectory) -> None:
+    directory.check_writable()
+    finish(directory, TENTH, 13)
+    said: list[str] = []
+    words = ["logging.every_steps=3", "checkpoint.keep_last=9", "scaling.num_workers=2", "batch.microbatch_size=auto"]
+    assert not start_or_resume(parse_config(TENTH, overrides=words), directory, BEGUN, said.append)
+    *lines, finished, extend = "\n".join(said).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "batch.microbatch_size",
+        "checkpoint.keep_last",
+        "logging.every_steps",
+    ]
+    assert lines[-1] == "logging.every_steps: 10 -> 3 has no effect, as the run has finished"
+    assert finished == f"{directory.uri} has finished: 13 steps"
+    assert extend == "Extend it with run.steps=26, or choose another run.name"
+
+
+def test_a_finished_run_that_is_extended_goes_on_with_other_values(directory: RunDirectory) -> None:
+    directory.check_writable()
+    finish(directory, TENTH, 13)
+    config = parse_config(TENTH, overrides=["optimizer.lr=0.5", "run.steps=20"])
+    assert start_or_resume(config, directory, BEGUN, nothing)
+    assert directory.stored_config() == config
+
+
+def test_the_number_that_auto_has_chosen_is_no_other_value_of_a_finished_run(directory: RunDirectory) -> None:
+    directory.check_writable()
+    chosen = TENTH.replace("microbatch_size: 13", "microbatch_size: auto")
+    finish(directory, chosen, 13)
+    directory.write_microbatch_size(13)
+    assert not start_or_resume(parse_config(TENTH), directory, BEGUN, nothing)
+    other = parse_config(TENTH, overrides=["batch.microbatch_size=4"])
+    with pytest.raises(RunConflict, match=r"batch\.microbatch_size: auto -> 4"):
+        start_or_resume(other, directory, BEGUN, nothing)
+
+
+def test_a_finished_run_without_its_configuration_says_that_nothing_was_compared(directory: RunDirectory) -> None:
+    directory.check_writable()
+    finish(directory, TENTH, 13)
+    directory.store.delete("config.yaml")
+    said: list[str] = []
+    assert not start_or_resume(parse_config(TENTH, overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
+    assert said[0] == f"{directory.uri} has no config.yaml: the configurations were not compared"
+
+
 def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_was_compared(
     directory: RunDirectory,
 ) -> None:
