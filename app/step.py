@@ -202,6 +202,7 @@ class Stepper:
         # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
         # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
         self.world.groups.gate()
+        self.parallel.detach_unused()
         return global_count, grad_norm, grad_norms
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:

@@ -43,6 +43,14 @@ class Parallel(Protocol):
         """Make what ranks have summed the gradients of the parameters, once it has arrived."""
         ...
 
+    def detach_unused(self) -> None:
+        """Set the `grad` of each parameter that no rank has used in the step to None. Behind the gate.
+
+        Raises:
+            TrainingError: the step is not what one process would have computed.
+        """
+        ...
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         """Forget the gradients of all parameters that the optimizer updates."""
         ...

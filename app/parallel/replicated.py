@@ -47,6 +47,9 @@ class ReplicatedParallelism:
     def store_gradients(self) -> None:
         self._buckets.store()
 
+    def detach_unused(self) -> None:
+        self._buckets.detach_unused()
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         # Not by the optimizer: it would take the parameters' views of the buckets away.
         self._buckets.clear()
