@@ -45,10 +45,12 @@ class FullyShardedDataParallelism:
         self._precision = precision
         self.offloads = config.cpu_offload
         self._usage: _Usage
+        self._accumulates_apart: bool  # gradients of several backwards in another format than each of them has
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
         policy = self._formats()
+        self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
         # None keeps what only the root has until its backward, which comes at once.
         reshard = None if self._config.reshard_after_forward else False
@@ -63,7 +65,7 @@ class FullyShardedDataParallelism:
             # Ranks may use different parameters of a unit, and all of them reduce the whole unit.
             module.set_reduce_scatter_unused_params(True)
         self._prefetch(sharded[1:])  # the first is the model itself
-        self._usage = _Usage(sharded, self._world, self._precision.device)
+        self._usage = _Usage(model, sharded, self._world, self._precision.device)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -114,9 +116,20 @@ class FullyShardedDataParallelism:
         model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
         if last:
             self._usage.fill()
+        elif self._accumulates_apart:
+            self._gather_each_once(model)
         yield
         if last:
             self._usage.send()
+
+    def _gather_each_once(self, model: nn.Module) -> None:
+        """Gather all units one after the other, in an attempt's first backward that reduces nothing. A collective."""
+        # FSDP then converts what it has of each unit's gradients, and cannot where a unit has never been gathered.
+        self._accumulates_apart = False
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
 
     def store_gradients(self) -> None:
         return
@@ -154,13 +167,13 @@ class _Usage:
     behind the last backward of a step, then tells every rank which parameters no rank has used.
 
     Args:
-        units: in the order of a forward, the model itself first.
+        units: of the model, itself among them, in the order of a forward.
         device: where the sum is taken.
     """
 
-    def __init__(self, units: Sequence[nn.Module], world: World, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[FSDPModule], world: World, device: torch.device) -> None:
+        self._model = model
         self._units = units
-        self._model = units[0]
         self._world = world
         self._device = device
         self._places: dict[Tensor, int] = {}  # of gathered parameters that train, among those of the model
@@ -169,6 +182,7 @@ class _Usage:
         self._seen: set[nn.Module] = set()  # units that have been gathered once
         self._sums: Tensor
         for number, unit in enumerate(units):
+            assert isinstance(unit, nn.Module)
             # Behind the hook of fully_shard, which has then gathered the unit.
             unit.register_forward_pre_hook(partial(self._gathered, number))
 
@@ -185,7 +199,6 @@ class _Usage:
         if not self._used or len(self._used) == len(self._places):
             return
         for unit in self._units:
-            assert isinstance(unit, FSDPModule)
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 if any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
                     for each in group.fsdp_params:

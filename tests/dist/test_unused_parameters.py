@@ -89,7 +89,7 @@ class Turns:
         (["parallel.kind=ddp"], [1, 4, 2, 3]),
         (["run.exact=true", "run.deterministic=true"], [3, 1, 4, 2]),
         (["parallel.reducer=torch"], [1, 4, 2, 3]),
-        (["parallel.kind=data_parallel"], [1]),
+        (["parallel.kind=data_parallel", "scaling.num_workers=1"], [1]),
         (["parallel.kind=fsdp"], [1, 4, 2, 3]),
         (["parallel={kind: fsdp, reduce_every_microbatch: true}"], [3, 1, 4, 2]),
         (["parallel={kind: fsdp, reshard_after_forward: false, cpu_offload: true}"], [2, 3]),
@@ -107,3 +107,41 @@ def test_unused_parameters_are_left_alone_as_in_a_plain_loop(
     optimizer = "optimizer={kind: adamw, lr: 1.0e-2, weight_decay: 0.3, betas: [0.8, 0.9], max_grad_norm: 0.5}"
     config = small(tmp_path, model, turns, optimizer, "batch.global_size=5", *words)
     check_run(drill(config, worlds, leave_after=[2] * (len(worlds) - 1)), reference(config, before_step=take_turn))
+
+
+def test_fsdp_adds_up_microbatches_of_different_experts_in_16_bits(tmp_path: Path) -> None:
+    """Gradients of earlier microbatches are kept in fp32 then, and those of the last one come in bf16."""
+    config = small(tmp_path, f"model.target={HERE}:Alternating", "parallel.kind=fsdp", "precision.kind=bf16")
+    found = drill(config, [2, 1], leave_after=[4])
+    expected = reference(config)
+    assert [line["loss"] for line in found.history.lines] == pytest.approx(expected.losses, abs=0.05)
+    assert found.weights["never.weight"].double().equal(expected.weights["never.weight"].float().double())
+
+
+class Scattered(nn.Module):
+    """Has experts that fsdp gathers one by one, and runs one of them for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(NUM_EXPERTS)])
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.experts[int(tokens.sum()) % NUM_EXPERTS](hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("parallel", ["{kind: fsdp}", "{kind: fsdp, shard_size: 2}"])
+def test_fsdp_refuses_ranks_that_run_different_layers(tmp_path: Path, parallel: str) -> None:
+    """Layers of one size are taken for each other otherwise, without any error of torch's."""
+    config = small(tmp_path, f"model.target={HERE}:Scattered", f"parallel={parallel}")
+    with pytest.raises(MemberFailed, match=r"TrainingError: .*the ranks did not run the same layers in one step"):
+        drill(config, [2])
+
+
+def test_fsdp_trains_experts_that_are_gathered_with_the_model(tmp_path: Path) -> None:
+    config = small(tmp_path, f"model.target={HERE}:Scattered", "parallel={kind: fsdp, wrap: [Embedding]}")
+    check_run(drill(config, [2, 3], leave_after=[4]), reference(config))
