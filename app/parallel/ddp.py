@@ -26,7 +26,6 @@ class TorchDistributedDataParallelism:
     """The `Parallel` of torch's own DistributedDataParallel, for those who need its communication hooks."""
 
     survivors_hold_all: ClassVar[bool] = True
-    rebuilds_buckets: ClassVar[bool] = True
     offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
@@ -47,7 +46,8 @@ class TorchDistributedDataParallelism:
             gradient_as_bucket_view=True,
             # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
             init_sync=False,
-            # A step may leave parameters out; torch then leaves those alone that no rank has used.
+            # Torch leaves the parameters alone that no rank has used in a step. Its buckets then stay as they were laid
+            # out at first, so that a restart adds gradients up in the order of an undisturbed run.
             find_unused_parameters=True,
             # Every rank keeps its own running statistics, as with our own buckets; checkpoints hold the leader's.
             forward_sync_buffers=False,

@@ -36,7 +36,6 @@ class FullyShardedDataParallelism:
     """The `Parallel` of torch's fully_shard."""
 
     survivors_hold_all: ClassVar[bool] = False
-    rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
 
     def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:

@@ -18,7 +18,6 @@ class ReplicatedParallelism:
     """The `Parallel` of models that every worker holds whole. The model is trained as it is, without a wrapper."""
 
     survivors_hold_all: ClassVar[bool] = True
-    rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
     offloads = False
 
