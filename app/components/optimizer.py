@@ -145,6 +145,9 @@ def rescale_gradients(
     """
     # One pass over the gradients does both: it reads and writes as many bytes as the model has.
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    if not gradients:  # the step has used no parameter
+        nothing = torch.zeros(1, device=precision.device)
+        return nothing[0], nothing
     norms = _norms(gradients)
     correction = correction / precision.loss_scale
     norm = unsharded(torch.linalg.vector_norm(norms)) * correction
@@ -157,8 +160,6 @@ def rescale_gradients(
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
-    if not gradients:
-        return torch.zeros(1)
     # The foreach kernels do not know sharded tensors.
     norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
     return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms

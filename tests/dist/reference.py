@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +41,17 @@ class GlobalBatch(NamedTuple):
     positions: NDArray[np.int64]
 
 
-def reference(config: Config, skip: frozenset[int] = frozenset(), ended_at: Sequence[int] = ()) -> Reference:
+def reference(
+    config: Config,
+    skip: frozenset[int] = frozenset(),
+    ended_at: Sequence[int] = (),
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+) -> Reference:
     """The run that the configuration describes, done the plain way; steps to skip are as if they had never been.
 
     Args:
         ended_at: the epochs with which the run ended before it was extended.
+        before_step: called with the model and the number of each step before the step begins, as a hook might be.
     """
     torch.manual_seed(config.run.seed)
     model = build_model(config.model).double()
@@ -57,6 +63,7 @@ def reference(config: Config, skip: frozenset[int] = frozenset(), ended_at: Sequ
         if step in skip:
             losses.append(None)
             continue
+        before_step(model, step)
         loss = mean_loss(model, global_batch, config, step)
         optimizer.zero_grad()
         loss.backward()
