@@ -1,0 +1,73 @@
+"""A user's own optimizer, whose state begins as in a plain loop."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from app.checkpoint.state import flatten
+from app.config import TargetOptimizer
+from app.config.target import build_target
+from app.errors import ConfigError, Problem
+from app.parallel.dtensor import local
+
+
+def build_own(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that the user's target builds, prepared for checkpoints before its first step."""
+    optimizer = build_plain(config, params)
+    if not optimizer.state:  # Adagrad's constructor, for one, creates the state itself
+        _FirstSteps(optimizer)
+    return optimizer
+
+
+def build_plain(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that the user's target builds, as it is."""
+    optimizer = build_target(config.target, {"params": list(params), "lr": config.lr, **config.args}, "optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    raise refusal(config, f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+
+
+def refusal(config: TargetOptimizer, what: str) -> ConfigError:
+    """Return the error for an optimizer that cannot be used."""
+    return ConfigError([Problem("", "optimizer.target", f'"{config.target}" {what}')])
+
+
+class _FirstSteps:
+    """Let an optimizer create a parameter's state in the first step that has a gradient for this parameter.
+
+    Checkpoints need the state's structure before that step, so `NamedOptimizer` creates the state early, as zeros. Some
+    optimizers begin with other numbers (NAdam, Rprop, ASGD), which may depend on the step's learning rate. Therefore a
+    state that is still zero is discarded right before the parameter's first step, and the optimizer creates it anew.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._waiting: set[Tensor] = {param for group in optimizer.param_groups for param in group["params"]}
+        self._discarded: dict[Tensor, dict[str, Any]] = {}
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._waiting:
+            return
+        for param in self._waiting & optimizer.state.keys():
+            if param.grad is None:
+                continue
+            self._waiting.remove(param)
+            if _is_zero(optimizer.state[param]):
+                state = self._discarded[param] = optimizer.state.pop(param)
+                state.clear()  # frees the memory before the optimizer allocates as much
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for param, state in self._discarded.items():
+            # The attempt's state refers to the old dictionary, so the new tensors move into that one.
+            state.update(optimizer.state[param])
+            optimizer.state[param] = state
+        self._discarded.clear()
+
+
+def _is_zero(state: dict[str, Any]) -> bool:
+    """Return whether all tensors in a parameter's state are zero, as far as this rank holds them."""
+    tensors = sorted(flatten(state).values(), key=Tensor.numel)  # counters come first and are cheap to read
+    return not any(bool(local(tensor).any()) for tensor in tensors)

@@ -1,0 +1,165 @@
+"""Which optimizers may be named by `target`, and that those train and resume as in a plain loop."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
+from app.components.optimizer import build_optimizer, refuse_sparse, set_learning_rates
+from app.components.optimizer_trial import try_optimizer
+from app.components.schedule import build_schedule
+from app.config import CosineConfig, TargetOptimizer
+from app.errors import ConfigError
+
+OURS = "tests.unit.test_own_optimizer"
+CPU = torch.device("cpu")
+NUM_STEPS = 30
+SCHEDULE = build_schedule(CosineConfig(warmup_steps=6), NUM_STEPS)
+
+
+class Row(NamedTuple):
+    """An optimizer of torch, and what is expected of it."""
+
+    name: str
+    options: dict[str, Any] = {}
+    refused: str = ""  # in the message, "" if it is accepted
+    refused_if_sharded: str = ""
+
+
+DECAY = {"weight_decay": 0.1}
+WHOLE = "needs whole tensors for its updates"
+TABLE = [
+    Row("ASGD", {**DECAY, "t0": 3.0}),
+    Row("ASGD", {"maximize": True}),
+    Row("Adadelta", {**DECAY, "maximize": True}),
+    Row("Adafactor", DECAY, refused_if_sharded=WHOLE),
+    Row("Adagrad", DECAY),
+    Row("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    Row("Adam", DECAY),
+    Row("Adam", {"amsgrad": True, "maximize": True}),
+    Row("AdamW", DECAY),
+    Row("AdamW", {"amsgrad": True}),
+    Row("Adamax", DECAY),
+    Row("LBFGS", refused="LBFGS needs a closure"),
+    Row("Muon", DECAY, refused_if_sharded=WHOLE),
+    Row("Muon", {"nesterov": False}, refused_if_sharded=WHOLE),
+    Row("NAdam", DECAY),
+    Row("NAdam", {**DECAY, "decoupled_weight_decay": True, "maximize": True}),
+    Row("RAdam", DECAY),
+    Row("RAdam", {**DECAY, "decoupled_weight_decay": True}),
+    Row("RMSprop", DECAY),
+    Row("RMSprop", {"centered": True, "momentum": 0.9}),
+    Row("Rprop"),
+    Row("Rprop", {"maximize": True}),
+    Row("SGD", DECAY),
+    Row("SGD", {"momentum": 0.9}),
+    Row("SGD", {**DECAY, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    # Its momentum is undampened in a parameter's first step, and zeros do not say whether that has been.
+    Row("SGD", {"momentum": 0.9, "dampening": 0.5}, refused="SGD cannot go on from a checkpoint"),
+    Row("SparseAdam", refused="SparseAdam needs sparse gradients"),
+]
+IDS = ["-".join([row.name, *row.options]) for row in TABLE]
+
+
+class Model(nn.Module):
+    """Vectors, matrices and a kernel; or matrices alone, for Muon."""
+
+    def __init__(self, only_matrices: bool = False) -> None:
+        super().__init__()
+        shapes = [(5, 4), (3, 5)] if only_matrices else [(5, 4), (5,), (3, 5), (3, 2, 2, 2), ()]
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes)
+
+
+def of_torch(row: Row) -> tuple[TargetOptimizer, Callable[[], Model]]:
+    config = TargetOptimizer(target=f"torch.optim:{row.name}", args=row.options, lr=0.02)
+
+    def model() -> Model:
+        torch.manual_seed(3)
+        return Model(only_matrices=row.name == "Muon")
+
+    return config, model
+
+
+def attempt(config: TargetOptimizer, model: nn.Module, sharded: bool = False) -> None:
+    try_optimizer(config, model, CPU, torch.float32, sharded)
+
+
+def test_table_has_every_optimizer_of_torch() -> None:
+    found = {
+        name
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    }
+    assert found - {"Optimizer"} == {row.name for row in TABLE}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("row", TABLE, ids=IDS)
+def test_optimizer_of_torch_is_accepted_or_refused_by_name(row: Row, sharded: bool) -> None:
+    config, model = of_torch(row)
+    expected = row.refused or (row.refused_if_sharded if sharded else "")
+    if not expected:
+        attempt(config, model(), sharded)
+        return
+    with pytest.raises(ConfigError) as raised:
+        attempt(config, model(), sharded)
+    assert str(raised.value).startswith(f'optimizer.target: "torch.optim:{row.name}" {row.name} ')
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if not row.refused], ids=lambda row: "-".join([row[0], *row[1]]))
+def test_accepted_optimizer_equals_a_plain_loop_over_resumes(row: Row) -> None:
+    """Resumes come before the first step, and in the midst of warm-up, where one parameter has not been used yet."""
+    config, build = of_torch(row)
+    plain = build()
+    optimizer = getattr(torch.optim, row.name)(plain.parameters(), lr=config.lr, **row.options)
+    take_steps(plain, optimizer, 1, NUM_STEPS)
+
+    model, resumed, state = begin(config, build())
+    before = flatten(state).keys()
+    for first, last in ((1, 4), (5, 15), (16, NUM_STEPS)):
+        held = copied(state)
+        model, resumed, state = begin(config, build())
+        copy_state(held, state)
+        take_steps(model, resumed, first, last)
+        assert flatten(state).keys() == before
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        for key, value in optimizer.state[other].items():
+            if isinstance(value, Tensor):
+                assert torch.allclose(resumed.state[param][key], value, rtol=1e-9, atol=1e-12), key
+
+
+def begin(config: TargetOptimizer, model: Model) -> tuple[Model, torch.optim.Optimizer, State]:
+    """As a worker begins: with live references to all state before the first step."""
+    optimizer = build_optimizer(config, model)
+    named = NamedOptimizer(model, optimizer)
+    return model, optimizer, app_state({"model": ModelState(model, False), "optimizer": named})
+
+
+def copied(state: State) -> State:
+    """What a checkpoint would hold."""
+    return {name: {key: value.clone() for key, value in flatten(part).items()} for name, part in state.items()}
+
+
+def take_steps(model: Model, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    peak = optimizer.defaults["lr"]
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", peak)
+    for step in range(first, last + 1):
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(model.parameters()):
+            gradient = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            param.grad = None if index == 1 and step < 8 else gradient  # used late
+        set_learning_rates(optimizer, SCHEDULE, step)
+        optimizer.step()
