@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.checkpoint.state import flatten
 from app.config import TargetOptimizer
 from app.config.target import build_target
 from app.errors import ConfigError, Problem
-from app.parallel.dtensor import local
+
+_HAS_BEGUN = "has_begun"  # key in a parameter's state
 
 
 def build_own(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -38,36 +38,35 @@ class _FirstSteps:
     """Let an optimizer create a parameter's state in the first step that has a gradient for this parameter.
 
     Checkpoints need the state's structure before that step, so `NamedOptimizer` creates the state early, as zeros. Some
-    optimizers begin with other numbers (NAdam, Rprop, ASGD), which may depend on the step's learning rate. Therefore a
-    state that is still zero is discarded right before the parameter's first step, and the optimizer creates it anew.
+    optimizers begin with other numbers (NAdam, Rprop, ASGD), which may depend on the step's learning rate. Therefore
+    the zeros are discarded right before the parameter's first step, and the optimizer creates its state anew. A tensor
+    in the state, which is 1 from then on, carries through checkpoints whether that has happened.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._waiting: set[Tensor] = {param for group in optimizer.param_groups for param in group["params"]}
-        self._discarded: dict[Tensor, dict[str, Any]] = {}
+        self._beginning: dict[Tensor, dict[str, Any]] = {}  # the state of those whose first step is under way
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._waiting:
-            return
-        for param in self._waiting & optimizer.state.keys():
+        for param in list(self._waiting):
             if param.grad is None:
                 continue
-            self._waiting.remove(param)
-            if _is_zero(optimizer.state[param]):
-                state = self._discarded[param] = optimizer.state.pop(param)
+            state = optimizer.state.pop(param, {})
+            if _HAS_BEGUN in state:  # else this step is the one that creates the structure
+                self._waiting.remove(param)
+            if bool(state.get(_HAS_BEGUN, False)):
+                optimizer.state[param] = state
+            else:
                 state.clear()  # frees the memory before the optimizer allocates as much
+                self._beginning[param] = state
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for param, state in self._discarded.items():
+        for param, state in self._beginning.items():
             # The attempt's state refers to the old dictionary, so the new tensors move into that one.
-            state.update(optimizer.state[param])
-            optimizer.state[param] = state
-        self._discarded.clear()
-
-
-def _is_zero(state: dict[str, Any]) -> bool:
-    """Return whether all tensors in a parameter's state are zero, as far as this rank holds them."""
-    tensors = sorted(flatten(state).values(), key=Tensor.numel)  # counters come first and are cheap to read
-    return not any(bool(local(tensor).any()) for tensor in tensors)
+            if created := optimizer.state.pop(param, {}):
+                state.update(created)
+                state[_HAS_BEGUN] = torch.ones((), device=param.device)
+                optimizer.state[param] = state
+        self._beginning.clear()

@@ -283,7 +283,7 @@ class WorkerState:
             allocate(model, self.precision.device, weights, parallel.offloads)
             self._values.fill(buffers_outside_state(self._model))
         if kept:
-            NamedOptimizer(model, self.optimizer).adopt(kept["optimizer"])
+            NamedOptimizer(model, self.optimizer).adopt(kept.get("optimizer", {}))  # which may have no state
         state = self.state(parallel.unwrap(model))
         if kept and step:
             copy_state(kept, state)
