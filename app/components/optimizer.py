@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.components.own_optimizer import build_own
 from app.components.schedule import Schedule
 from app.config import (
     AdamConfig,
@@ -16,7 +17,6 @@ from app.config import (
     SgdConfig,
     TargetOptimizer,
 )
-from app.config.target import build_target
 from app.errors import ConfigError, Problem
 from app.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
 from app.parallel.precision import Precision
@@ -47,13 +47,7 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             groups = _groups(config, config.weight_decay, model)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case TargetOptimizer():
-            params = [param for param in model.parameters() if param.requires_grad]
-            arguments = {"params": params, "lr": config.lr, **config.args}
-            optimizer = build_target(config.target, arguments, "optimizer")
-            if isinstance(optimizer, torch.optim.Optimizer):
-                return optimizer
-            what = f'"{config.target}" gave a {type(optimizer).__name__}, not a torch.optim.Optimizer'
-            raise ConfigError([Problem("", "optimizer.target", what)])
+            return build_own(config, [param for param in model.parameters() if param.requires_grad])
     raise TypeError(type(config))
 
 
@@ -121,6 +115,17 @@ def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> lis
     matrices = [param for param in params if param.dim() >= 2]
     vectors = [param for param in params if param.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ConfigError for a layer that trains by sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            what = (
+                f"its layer {name} has sparse=True, but gradients here are dense, as are all updates. "
+                f"Build the {type(module).__name__} with sparse=False"
+            )
+            raise ConfigError([Problem("", "model", what)])
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:

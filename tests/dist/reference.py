@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 
 from app.components.schedule import learning_rate
 from app.components.seed import seed_generators, seed_validation
-from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig
+from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
+from app.config.target import load_target
 from app.data import SampleOrder, build_dataset
 from app.data.order import sample_keys, samples_digest
 from app.models import build_model
@@ -90,6 +91,9 @@ def expected_ledger(config: Config) -> Reference:
 
 
 def _optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(config, TargetOptimizer):
+        optimizer: torch.optim.Optimizer = load_target(config.target)(model.parameters(), lr=config.lr, **config.args)
+        return optimizer
     assert isinstance(config, AdamWConfig | SgdConfig)
     matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay}
     others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
