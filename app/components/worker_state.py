@@ -273,10 +273,7 @@ class WorkerState:
 
     def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
         """Shard a new model, whose groups are those of this world; it goes on with the old shards if it can."""
-        # These take a second to import, and sharded models alone need them.
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        from app.parallel.deferred import allocate
+        from app.parallel.deferred import allocate  # takes a second to import, and sharded models alone need it
 
         step = self.step
         kept: State = self._shards.take() if self._shards is not None and self._goes_on_with_shards else {}
@@ -284,8 +281,7 @@ class WorkerState:
         self._start_anew()
         layers = blocks_of(self._model)  # before their classes get other names
         model = parallel.wrap(self._model)
-        for name in getattr(self.task, "model_methods", ()):
-            register_fsdp_forward_method(model, name)
+        parallel.register_methods(model, getattr(self.task, "model_methods", ()))
         if self._config.memory.activation_checkpointing == "selective":
             refuse_parts_of_layers(layers)
         if self._values is not None:

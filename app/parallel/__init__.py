@@ -1,5 +1,6 @@
 """How one model is trained by many workers. Each strategy answers the same few questions; nobody asks for its kind."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import ClassVar, Protocol
@@ -31,6 +32,10 @@ class Parallel(Protocol):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to train, over the default process group."""
+        ...
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Let a task call these methods of the wrapped model, beside forward."""
         ...
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:

@@ -1,5 +1,6 @@
 """Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -57,6 +58,9 @@ class TorchDistributedDataParallelism:
         assert isinstance(model, DistributedDataParallel)
         # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
         return nullcontext() if last else model.no_sync()
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        return
 
     def store_gradients(self) -> None:
         return

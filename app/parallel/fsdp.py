@@ -4,7 +4,7 @@ Over all ranks of the world, or over `parallel.shard_size` neighbouring ones, a 
 over replicas (HSDP).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -18,13 +18,14 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.optim import Optimizer
 
 from app.config import FsdpConfig
 from app.errors import TrainingError
 from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
-from app.parallel.dtensor import is_sharded
+from app.parallel.dtensor import is_sharded, local
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
@@ -120,6 +121,12 @@ class FullyShardedDataParallelism:
         yield
         if last:
             self._usage.send()
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Let methods of the wrapped model beside forward gather its parameters, as forward does."""
+        for name in names:
+            setattr(model, name, self._usage.noting(getattr(model, name)))
+            register_fsdp_forward_method(model, name)  # around it, so that parameters are gathered by then
 
     def _gather_each_once(self, model: nn.Module) -> None:
         """Gather all units one after the other, in an attempt's first backward that reduces nothing. A collective."""
@@ -232,9 +239,25 @@ class _Usage:
                     "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
                     "larger ones in parallel.wrap or in the model's blocks(), or take parallel.kind=ddp"
                 )
-        for param, num_ranks in zip(params, numbers, strict=False):
-            if not num_ranks:
-                param.grad = None
+        seen = {*self._places.values()}
+        for place, (param, num_ranks) in enumerate(zip(params, numbers, strict=False)):
+            if num_ranks:
+                continue
+            if place not in seen and param.grad is not None and bool(local(param.grad).any()):
+                raise TrainingError(
+                    "parallel.kind=fsdp: the task calls the model by a method beside forward. Name the method in an "
+                    'attribute of the task, model_methods = ["..."]'
+                )
+            param.grad = None
+
+    def noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the model that takes note of the parameters that it is called with."""
+
+        def noted(*args: Any, **named: Any) -> Any:
+            self._gathered(0, self._model, args)
+            return method(*args, **named)
+
+        return noted
 
     def _gathered(self, number: int, unit: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():

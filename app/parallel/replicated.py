@@ -1,6 +1,6 @@
 """Data parallel with gradient buckets of our own: every worker holds the whole model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -42,6 +42,9 @@ class ReplicatedParallelism:
         self._buckets.expect(last)
         yield
         self._buckets.finish()
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        return
 
     def store_gradients(self) -> None:
         self._buckets.store()

@@ -16,6 +16,7 @@ from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import VOCABULARY, small
 
+COUPLED = "task.coupled=true"  # which layers a forward runs follows from all samples of its microbatch
 HERE = "tests.dist.test_unused_parameters"
 NUM_EXPERTS = 5
 
@@ -105,13 +106,13 @@ def test_unused_parameters_are_left_alone_as_in_a_plain_loop(
     model = f"model.target={HERE}:Alternating"
     turns = f"hooks=[{{target: '{HERE}:Turns'}}]"
     optimizer = "optimizer={kind: adamw, lr: 1.0e-2, weight_decay: 0.3, betas: [0.8, 0.9], max_grad_norm: 0.5}"
-    config = small(tmp_path, model, turns, optimizer, "batch.global_size=5", *words)
+    config = small(tmp_path, model, turns, optimizer, "batch.global_size=5", COUPLED, *words)
     check_run(drill(config, worlds, leave_after=[2] * (len(worlds) - 1)), reference(config, before_step=take_turn))
 
 
 def test_fsdp_adds_up_microbatches_of_different_experts_in_16_bits(tmp_path: Path) -> None:
     """Gradients of earlier microbatches are kept in fp32 then, and those of the last one come in bf16."""
-    config = small(tmp_path, f"model.target={HERE}:Alternating", "parallel.kind=fsdp", "precision.kind=bf16")
+    config = small(tmp_path, f"model.target={HERE}:Alternating", "parallel.kind=fsdp", "precision.kind=bf16", COUPLED)
     found = drill(config, [2, 1], leave_after=[4])
     expected = reference(config)
     assert [line["loss"] for line in found.history.lines] == pytest.approx(expected.losses, abs=0.05)
@@ -137,11 +138,11 @@ class Scattered(nn.Module):
 @pytest.mark.parametrize("parallel", ["{kind: fsdp}", "{kind: fsdp, shard_size: 2}"])
 def test_fsdp_refuses_ranks_that_run_different_layers(tmp_path: Path, parallel: str) -> None:
     """Layers of one size are taken for each other otherwise, without any error of torch's."""
-    config = small(tmp_path, f"model.target={HERE}:Scattered", f"parallel={parallel}")
+    config = small(tmp_path, f"model.target={HERE}:Scattered", f"parallel={parallel}", COUPLED)
     with pytest.raises(MemberFailed, match=r"TrainingError: .*the ranks did not run the same layers in one step"):
         drill(config, [2])
 
 
 def test_fsdp_trains_experts_that_are_gathered_with_the_model(tmp_path: Path) -> None:
-    config = small(tmp_path, f"model.target={HERE}:Scattered", "parallel={kind: fsdp, wrap: [Embedding]}")
+    config = small(tmp_path, f"model.target={HERE}:Scattered", "parallel={kind: fsdp, wrap: [Embedding]}", COUPLED)
     check_run(drill(config, [2, 3], leave_after=[4]), reference(config))

@@ -122,7 +122,9 @@ def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path
 
 @pytest.mark.parametrize("parallel", ["{reducer: steadfast}", "{reducer: torch}", "{kind: fsdp}"])
 def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
-    config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Branched", f"parallel={parallel}")
+    config = small(
+        tmp_path, "model.target=tests.dist.test_unusual_models:Branched", f"parallel={parallel}", "task.coupled=true"
+    )
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
 
 
