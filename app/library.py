@@ -21,7 +21,7 @@ from torch import nn
 from app.checkpoint.catalog import Catalog
 from app.checkpoint.initial import build_initial
 from app.checkpoint.weights import read_whole
-from app.config import Config, Target, TargetData, TargetOptimizer, load_config
+from app.config import Config, Target, TargetData, TargetOptimizer, TargetTask, load_config
 from app.config.schema import DataConfig
 from app.config.target import live_targets
 from app.config.variables import given_variables, taken_variables
@@ -79,7 +79,8 @@ def fit(
         dataset: map-style.
         validation: data of their own to validate on.
         collate: makes a batch of a list of samples.
-        task: an object with a method `loss(model, batch)` that returns `Sums`, or that function.
+        task: an object with a method `loss(model, batch)` that returns `Sums`, or that function; or with `embed(model,
+            batch)` and `loss(embeddings)`, see `Task`.
         optimizer: called with `params` and `lr`, such as `torch.optim.SGD`.
         schedule: called with a step, from 1, and `num_steps`; returns the share of `optimizer.lr`.
         hooks: objects or classes, beside those of the configuration.
@@ -101,7 +102,7 @@ def fit(
         update={
             **objects.model(model),
             **objects.data(config.data, dataset, validation, collate),
-            **objects.task(task),
+            **objects.task(config, task),
             **objects.optimizer(config, optimizer),
             **objects.schedule(schedule),
             "hooks": (*config.hooks, *objects.hooks(hooks)),
@@ -160,13 +161,13 @@ class _Objects:
             parts["collate"] = Target(target=self._name("data.collate", collate, collate))
         return {"data": TargetData(**parts)}
 
-    def task(self, given: Any) -> dict[str, Target]:
+    def task(self, config: Config, given: Any) -> dict[str, TargetTask]:
         if given is None:
             return {}
-        if isinstance(given, type):
-            return {"task": Target(target=self._name("task", given, given))}
-        task = given if hasattr(given, "loss") else SimpleNamespace(loss=given)
-        return {"task": Target(target=self._name("task", given, partial(_itself, task)))}
+        build = given
+        if not isinstance(given, type):
+            build = partial(_itself, given if hasattr(given, "loss") else SimpleNamespace(loss=given))
+        return {"task": TargetTask(target=self._name("task", given, build), coupled=config.task.coupled)}
 
     def optimizer(self, config: Config, given: Callable[..., Any] | None) -> dict[str, TargetOptimizer]:
         if given is None:

@@ -209,6 +209,12 @@ class Plan:
             if step not in self.skip:
                 yield from self.microbatches(step, rank)
 
+    @property
+    def last_step(self) -> int:
+        """Return the step of the last sample of a stream that ends."""
+        assert self.num_samples is not None
+        return step_of(self.num_samples - 1, self.global_size, self.ends)
+
     def num_samples_in(self, step: int) -> int:
         """Return the samples of all ranks in `step`: global_size, or fewer where the run ends, or has ended once."""
         start, stop = self.positions(step)

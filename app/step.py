@@ -46,6 +46,7 @@ class Stepper:
     max_grad_norm: float | None
     seed: int
     exact: bool  # the result is the same to the bit, whoever runs which microbatches
+    coupled: bool  # samples of a microbatch share a forward, because their losses depend on each other
     compiled: CompiledBlocks
     recompute: Recompute = field(default_factory=Recompute)
     _metric_names: tuple[str, ...] | None = None
@@ -74,7 +75,7 @@ class Stepper:
             self.recompute.begin(step, lambda fetched: self._run_apart(fetched, nominal))
             self._buffers.begin()
             self._statistics.begin(self.plan.num_microbatches_in(step))
-            for left, fetched in zip(num_left, batches, strict=False):
+            for left, fetched in zip(num_left, self._batches_of(step, batches), strict=False):
                 self.world.progress.mark("forward", left)
                 with self.recompute.holding(fetched.microbatch) as held:
                     loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0 and not held)
@@ -110,6 +111,10 @@ class Stepper:
             summation=self._summation,
         )
 
+    def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Return an iterator whose first items are this rank's microbatches of `step`."""
+        return batches
+
     def _run_microbatch(
         self, fetched: Fetched, nominal: int, totals: Totals, last: bool
     ) -> tuple[Tensor, Tensor | int]:
@@ -121,14 +126,14 @@ class Stepper:
             OutOfMemory: memory has run out in one of them.
         """
         seed_generators(self.seed, fetched.microbatch, self.precision.device)
-        parts = list(split(fetched, self.world.amendments.forward_size, self._num_parts(fetched)))
+        parts = self._parts_of(fetched)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.precision.device)
         count: Tensor | int = 0
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
             try:
                 sums = self._run(part, nominal, last=last and left == 0)
             except torch.OutOfMemoryError as error:
-                raise smaller(part.num_samples, error) from error
+                raise smaller(part.num_samples, error, self.coupled) from error
             totals.add(sums, part.weight)
             loss_sum += sums.loss_sum.detach() * part.weight
             count = count + sums.count * part.weight
@@ -150,15 +155,16 @@ class Stepper:
         with self.parallel.synchronize(self.model, last):
             pass  # which takes up what is in the buckets
 
-    def _num_parts(self, fetched: Fetched) -> int:
-        """Return in how many forwards a microbatch is run."""
+    def _parts_of(self, fetched: Fetched) -> list[Part]:
+        """Return what each forward of a microbatch runs."""
         size = self.world.amendments.forward_size
-        if size is None:
-            return 1
-        # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.
-        start, stop = fetched.microbatch.start, fetched.microbatch.stop
-        longest = self.plan.microbatch_size if self.plan.shard > 1 else stop - start
-        return -(-longest // size)
+        num_parts = 1
+        if size is not None:
+            # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.
+            start, stop = fetched.microbatch.start, fetched.microbatch.stop
+            longest = self.plan.microbatch_size if self.plan.shard > 1 else stop - start
+            num_parts = -(-longest // size)
+        return list(split(fetched, size, num_parts))
 
     def _run(self, part: Part, nominal: int, last: bool) -> Sums:
         # Weight 0 is for a pad, which keeps a rank in step with the others' collectives.
@@ -166,13 +172,16 @@ class Stepper:
         is_full = part.num_samples == (self.world.amendments.forward_size or self.plan.microbatch_size)
         with unchanged, self.compiled.running(is_full), self.parallel.synchronize(self.model, last):
             with self.precision.autocast():
-                sums = self.task.loss(self.model, part.batch)
+                sums = self._loss_of(part)
             self._statistics.forwarded(part.microbatch, part.share)
             self.world.progress.mark("backward")
             # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
             self.precision.backward(sums.loss_sum * (part.weight * self.parallel.loss_scale / nominal))
         self._statistics.put_back()
         return sums
+
+    def _loss_of(self, part: Part) -> Sums:
+        return self.task.loss(self.model, part.batch)
 
     def _whole_gradient(self, step: int, totals: Totals, nominal: int) -> tuple[int | Tensor, Tensor, Tensor]:
         """Make gradients those of the whole step: summed, divided by its count, and clipped. A collective.

@@ -1,5 +1,7 @@
 """The page: one attempt at the run, as one worker sees it."""
 
+from typing import Any
+
 from torch import nn
 
 from app.balance.shares import build_balance
@@ -10,17 +12,20 @@ from app.components.microbatch_size import fix_microbatch_size
 from app.components.periodic import Periodic
 from app.components.probes import Probes
 from app.components.schedule import build_schedule
+from app.components.task_check import check_task
 from app.components.validate import Validator
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.faults.guard import Guard
 from app.faults.inject import Faults
 from app.faults.recompute import build_recompute
+from app.global_step import GlobalStepper
 from app.parallel import Parallel, build_parallel
 from app.plan import Plan
 from app.run.directory import RunDirectory
 from app.run.ledger import past_losses
 from app.step import Stepper
+from app.tasks.own import GlobalTask
 from app.telemetry.recorder import Recorder
 from app.telemetry.startup import StartupTimer
 from app.world.control import ControlChannel
@@ -47,6 +52,7 @@ def train(
     fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
     plan = worker.plan(world)
     probes = _build_probes(config, runtime, world, directory, plan, worker)
+    check_task(config, worker, world, parallel, model)
     stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
     stepper.warm_up(worker.example())
@@ -113,7 +119,8 @@ def _build_stepper(
     probes: Probes,
 ) -> Stepper:
     twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
-    return Stepper(
+    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
+    stepper: Stepper = kind(
         model,
         worker.optimizer,
         probes.task(worker.task),
@@ -127,9 +134,11 @@ def _build_stepper(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
         exact=config.run.exact,
+        coupled=config.task.coupled,
         compiled=worker.compiled,
         recompute=twice,
     )
+    return stepper
 
 
 def _build_guard(

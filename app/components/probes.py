@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 
@@ -57,7 +58,7 @@ class Probes(Rider):
 
 
 class _ProbedTask:
-    def __init__(self, task: Task, faults: Faults, balance: Balance) -> None:
+    def __init__(self, task: Any, faults: Faults, balance: Balance) -> None:
         self._task = task
         self._faults = faults
         self._balance = balance
@@ -65,8 +66,16 @@ class _ProbedTask:
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         if self._faults.recomputed_step is not None:
             self._faults.before_recomputing(model)
-            return self._task.loss(model, batch)
+            sums: Sums = self._task.loss(model, batch)
+            return sums
         self._faults.before_forward(model)
         sums = self._faults.corrupt(self._task.loss(model, batch))
         self._balance.forwarded()
         return sums
+
+    def embed(self, model: nn.Module, batch: Batch) -> Any:
+        self._faults.before_forward(model)
+        return self._task.embed(model, batch)
+
+    def loss_of_embeddings(self, embeddings: Any) -> Sums:
+        return self._faults.corrupt(self._task.loss_of_embeddings(embeddings))

@@ -1,15 +1,20 @@
 """Validation: every held-out sample exactly once, whatever the world."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
+from app.components.embeddings import Embeddings
 from app.components.metrics import SummedMetrics
 from app.components.modes import evaluating
 from app.components.totals import Totals
 from app.components.trigger import Trigger
 from app.components.worker_state import WorkerState
 from app.config import Config
+from app.data import Fetched
 from app.parallel import Parallel
+from app.tasks.own import GlobalTask
 from app.world.control import agree_on_names, means
 from app.world.runtime import Outcome, World
 from app.world.sums import summation
@@ -70,19 +75,39 @@ class Validator:
         totals = Totals(precision.device, self._summation)
         metrics = SummedMetrics(self._worker.task, precision.device)
         with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
-            # The plan is one step whose global batch is the whole validation set.
-            for fetched in self._worker.loader.validation(iter(self._plan.microbatches(1, self._world.rank))):
-                # A pad has weight 0: every sample counts once, whatever the world.
-                weight = fetched.microbatch.weight
-                with precision.autocast(), metrics.counting(weight):
-                    sums = self._worker.task.loss(model, fetched.batch)
-                totals.add(sums, weight)
+            # A loss over the global batch is taken of one after the other, since it follows from their size; any other
+            # of one step whose global batch is the whole validation set.
+            for step in range(1, self._plan.last_step + 1):
+                fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.rank)))
+                self._measure_step(step, fetched, model, metrics, totals)
         names = agree_on_names(totals.metric_names, self._world.groups.control)
         count = self._summation.split(totals.count)
         numbers = torch.cat([totals.loss_sum, count, *totals.metrics(names)])
         self._world.groups.communicator.sum(numbers)
         self._world.groups.gate()
         return means(("loss", *names), numbers.tolist(), self._summation) | metrics.results(self._world.groups)
+
+    def _measure_step(
+        self, step: int, batches: Iterator[Fetched], model: nn.Module, metrics: SummedMetrics, totals: Totals
+    ) -> None:
+        assert self._plan is not None
+        task, precision = self._worker.task, self._worker.precision
+        begin, end = self._plan.positions(step)
+        embeddings = Embeddings(end - begin)
+        for fetched in batches:
+            microbatch, num_samples = fetched.microbatch, fetched.microbatch.stop - fetched.microbatch.start
+            # A pad has weight 0: every sample counts once, whatever the world.
+            with precision.autocast(), metrics.counting(microbatch.weight):
+                if isinstance(task, GlobalTask):
+                    found = task.embed(model, fetched.batch)
+                    embeddings.put(found, microbatch.start - begin, num_samples, microbatch.weight)
+                else:
+                    totals.add(task.loss(model, fetched.batch), microbatch.weight)
+        if isinstance(task, GlobalTask):
+            # Every rank takes the same loss, and the leader's counts.
+            counts = int(self._world.leader)
+            with metrics.counting(counts):
+                totals.add(task.loss_of_embeddings(embeddings.gather(self._world.groups)), counts)
 
 
 class _AfterValidation:

@@ -49,6 +49,7 @@ from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
 from app.run.owner import read_owner
 from app.tasks import build_task
+from app.tasks.own import GlobalTask
 from app.world.control import gather_numbers
 from app.world.device import Gpu, gather_gpus
 from app.world.hardware import kind_of, refuse_mixed
@@ -74,6 +75,7 @@ class WorkerState:
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
         self.task = build_task(config.task)
+        self.task_checked = False  # see `check_task`
         self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
@@ -259,7 +261,10 @@ class WorkerState:
 
     def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
         """Shard a new model, whose groups are those of this world; it goes on with the old shards if it can."""
-        from app.parallel.deferred import allocate  # takes a second to import, and sharded models alone need it
+        # These take a second to import, and sharded models alone need them.
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        from app.parallel.deferred import allocate
 
         step = self.step
         kept: State = self._shards.take() if self._shards is not None and self._goes_on_with_shards else {}
@@ -267,6 +272,8 @@ class WorkerState:
         self._start_anew()
         layers = blocks_of(self._model)  # before their classes get other names
         model = parallel.wrap(self._model)
+        for name in getattr(self.task, "model_methods", ()):
+            register_fsdp_forward_method(model, name)
         if self._config.memory.activation_checkpointing == "selective":
             refuse_parts_of_layers(layers)
         if self._values is not None:
@@ -369,11 +376,15 @@ class WorkerState:
         )
 
     def validation_plan(self, world: World) -> Plan | None:
-        """Return the plan of one step over all samples that are held out; None if none are."""
+        """Return the plan of the samples that are held out, None if none are: one step, or global batches.
+
+        A loss over the global batch follows from the number of its samples.
+        """
         size = self.loader.num_validation
         if not size:
             return None
-        return Plan.even(size, self.batch.samples_per_microbatch, world.size, world.shard)
+        step_size = self.batch.global_size if isinstance(self.task, GlobalTask) else size
+        return Plan.even(step_size, self.batch.samples_per_microbatch, world.size, world.shard, num_samples=size)
 
     def example(self) -> Batch:
         """Return a microbatch of real samples, on the device."""

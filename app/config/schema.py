@@ -209,7 +209,15 @@ class MlpConfig(Section):
     """share of activations dropped in training"""
 
 
-class TaskConfig(Section):
+class CoupledConfig(Section):
+    """Key that every task has."""
+
+    coupled: bool = False
+    """the loss of a microbatch is not the sum of its samples' losses, as with negatives of the microbatch or mixup: its
+    samples then always share one forward, also where memory runs out, and `batch.microbatch_size` is a number"""
+
+
+class TaskConfig(CoupledConfig):
     kind: Literal["language_modeling", "classification", "regression"] = "language_modeling"
     chunk_tokens: PositiveInt | None = None
     """for language_modeling: of how many tokens the logits are held at a time; they are computed again in the backward.
@@ -221,6 +229,10 @@ class TaskConfig(Section):
         if chunk_tokens is not None and info.data.get("kind") != "language_modeling":
             raise ValueError(f"must be null with task.kind={info.data.get('kind')}: only language_modeling has tokens")
         return chunk_tokens
+
+
+class TargetTask(CoupledConfig, Target):
+    """Task of the user's own."""
 
 
 class LoaderConfig(Section):
@@ -702,7 +714,7 @@ class Config(Section):
     scaling: ScalingConfig = ScalingConfig()
     batch: BatchConfig = BatchConfig()
     model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
-    task: TaskConfig | Target = Field(TaskConfig(), discriminator="kind")
+    task: TaskConfig | TargetTask = Field(TaskConfig(), discriminator="kind")
     data: AnyData = Field(TextData(), discriminator="kind")
     optimizer: OptimizerKind = Field(AdamWConfig(), discriminator="kind")
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
@@ -844,6 +856,14 @@ class Config(Section):
             message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
             raise PydanticCustomError("rule", message, context)
         return batch
+
+    @field_validator("task")
+    @classmethod
+    def coupled_samples_share_a_forward(cls, task: CoupledConfig, info: ValidationInfo) -> CoupledConfig:
+        if task.coupled and info.data.get("batch", BatchConfig()).microbatch_size == "auto":
+            message = "must be a number with task.coupled=true: the loss follows from the samples of a microbatch"
+            raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
+        return task
 
     @field_validator("data")
     @classmethod

@@ -47,8 +47,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     each = functools.partial(map_tensors, function)
     if isinstance(batch, Mapping):
         return dict(zip(batch, map(each, batch.values()), strict=True))
+    return map_parts(each, batch)
+
+
+def map_parts(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Return a tuple, list or dataclass with `function` applied to each of its parts; anything else as it is."""
     if _has_parts(batch) or isinstance(batch, list):
-        return _like(batch, list(map(each, _parts(batch))))
+        return _like(batch, list(map(function, _parts(batch))))
     return batch
 
 

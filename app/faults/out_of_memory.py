@@ -17,12 +17,22 @@ class OutOfMemory(Exception):
         return f"{self.error}; forwards go on with {self.forward_size} samples"
 
 
-def smaller(num_samples: int, error: torch.OutOfMemoryError) -> OutOfMemory:
+def smaller(num_samples: int, error: torch.OutOfMemoryError, coupled: bool = False) -> OutOfMemory:
     """Return what to raise after a forward or backward of so many samples has run out of memory.
 
+    Args:
+        coupled: whether samples of a microbatch have to share a forward.
+
     Raises:
-        TrainingError: it was of one sample, and there is nothing smaller.
+        TrainingError: the forward was of one sample, or its samples are coupled.
     """
+    if coupled and num_samples > 1:
+        raise TrainingError(
+            f"a forward of {num_samples} samples does not fit into memory: {error}. task.coupled=true keeps samples of "
+            "a microbatch in one forward, because smaller forwards would change the loss. Lower "
+            "batch.microbatch_size, which changes the loss too, or take memory.activation_checkpointing=full or "
+            "precision.kind=bf16"
+        ) from error
     if num_samples == 1:
         raise TrainingError(
             f"a forward of one sample does not fit into memory: {error}. What may help: "

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from app.config import Target, TaskConfig
+from app.config import TargetTask, TaskConfig
 from app.config.target import build_target
 from app.data.batches import Batch
-from app.errors import ConfigError, DataError, Problem, UsageError
+from app.errors import DataError, UsageError
 from app.models.gpt import Gpt
 
 # The mark of a masked target, as in cross_entropy's default.
@@ -39,14 +39,19 @@ class Sums:
 
 
 class Task(Protocol):
-    """What a model is trained for.
+    """Objective of the training.
 
     The built-in ones take batches of (inputs, targets), or mappings as Hugging Face's models do: `labels` are the
     targets, and all else goes to the model by name. Of a model's outputs they read `logits`, if they have them.
 
+    A loss over the whole global batch has two methods instead: `embed(model, batch)` returns tensors with a row for
+    each sample, and `loss(embeddings)` returns `Sums` over the rows of all microbatches, in the order of the grid.
+    `embed` also returns the labels, if the loss needs them.
+
     Optional attributes:
         metrics: torchmetrics' by name, which `loss` updates where `not model.training`; validation reports them.
         sample: a method (model, device) -> str | None, which may show in text what the model has learnt.
+        model_methods: names of methods of the model beside forward that `loss` calls, which fsdp has to know.
     """
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums: ...
@@ -144,17 +149,15 @@ _TASKS: dict[str, type[Task]] = {
 }
 
 
-def build_task(config: TaskConfig | Target) -> Task:
-    """Build the task that the config names. Raises ConfigError if the user's own has no loss."""
+def build_task(config: TaskConfig | TargetTask) -> Task:
+    """Return the task that the configuration names. Raises ConfigError if an object of the user's own is none."""
     if isinstance(config, TaskConfig):
         if config.kind == "language_modeling":
             return LanguageModeling(config.chunk_tokens)
         return _TASKS[config.kind]()
-    task: Task = build_target(config.target, config.args, "task")
-    if not callable(getattr(task, "loss", None)):
-        what = f'"{config.target}" gave a {type(task).__name__} without loss(model, batch)'
-        raise ConfigError([Problem("", "task.target", what)])
-    return task
+    from app.tasks.own import own_task  # needs the types of this module
+
+    return own_task(build_target(config.target, config.args, "task"), config.target)
 
 
 def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

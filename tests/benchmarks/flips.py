@@ -226,6 +226,7 @@ class Rank:
             max_grad_norm=self._config.optimizer.max_grad_norm,
             seed=self._config.run.seed,
             exact=self._config.run.exact,
+            coupled=self._config.task.coupled,
             compiled=worker.compiled,
             recompute=recompute,
         )

@@ -10,9 +10,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from app.components.schedule import build_schedule
 from app.components.worker_state import WorkerState
 from app.config import Config
+from app.global_step import GlobalStepper
 from app.parallel import arrange, build_parallel
 from app.plan import Plan
 from app.step import Stepper
+from app.tasks.own import GlobalTask
 from app.world.control import StepResult
 from app.world.runtime import World, form_world
 from tests.dist.gang import Gang, Member
@@ -69,7 +71,8 @@ def train_by_hand(
     plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
-    stepper = Stepper(
+    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
+    stepper: Stepper = kind(
         model,
         worker.optimizer,
         worker.task,
@@ -83,6 +86,7 @@ def train_by_hand(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.run.seed,
         exact=config.run.exact,
+        coupled=config.task.coupled,
         compiled=worker.compiled,
     )
     batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

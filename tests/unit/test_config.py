@@ -101,6 +101,8 @@ BAD = [
      "one GPU, found 2; for more, raise num_workers"),
     ("run: {seed: 1}\nparallel: {kind: data_parallel}", "x.yaml:2: parallel.kind: data_parallel is one process: "
      "scaling.num_workers must be 1, found up to 8"),
+    ("batch: {microbatch_size: auto}\ntask: {coupled: true}", "x.yaml:1: batch.microbatch_size: must be a number with "
+     "task.coupled=true: the loss follows from the samples of a microbatch"),
     ("task: {kind: regression, chunk_tokens: 8}", "x.yaml:1: task.chunk_tokens: must be null with "
      "task.kind=regression: only language_modeling has tokens, found 8"),
     ("task: {chunk_tokens: 8}\nscaling: {num_workers: 1}\nparallel: {kind: data_parallel}",

@@ -63,3 +63,10 @@ def test_each_time_half_of_the_samples_are_tried() -> None:
     assert sizes == [5, 3, 2, 1]
     with pytest.raises(TrainingError, match="a forward of one sample does not fit"):
         smaller(1, error)
+
+
+def test_coupled_samples_get_no_smaller_forward() -> None:
+    error = torch.OutOfMemoryError("no room")
+    assert smaller(4, error).forward_size == 2
+    with pytest.raises(TrainingError, match=r"a forward of 4 samples does not fit .* task\.coupled=true keeps samples"):
+        smaller(4, error, coupled=True)

@@ -35,6 +35,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     users = {str(file.relative_to(APP)) for file in APP.rglob("*.py") if PRIVATE.search(file.read_text())}
     assert users == {
         "world/groups.py",
+        "world/no_collectives.py",
         "world/flight_recorder.py",
         "world/compilation.py",
         "parallel/dtensor.py",
@@ -55,6 +56,12 @@ def test_process_groups() -> None:
     assert isinstance(distributed_c10d._world.group_count, int)
     assert callable(dist.ProcessGroup._get_backend)
     assert callable(dist.ProcessGroup.allreduce)  # what the control channel calls in place of dist.all_reduce
+
+
+def test_the_default_group_may_be_replaced_for_a_while() -> None:
+    assert isinstance(type(distributed_c10d._world).default_pg, property)
+    assert isinstance(distributed_c10d._world.pg_map, dict)
+    assert isinstance(distributed_c10d._world.pg_group_ranks, dict)
 
 
 def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:

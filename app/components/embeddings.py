@@ -1,0 +1,80 @@
+"""Embeddings of the samples of one step, gathered from all ranks in the order of the grid of microbatches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.data.batches import map_tensors, tensors_of
+from app.errors import UsageError
+from app.world.groups import Groups
+
+
+class Embeddings:
+    """Table of the embeddings of a step: a row for each sample, filled by each rank for its own samples.
+
+    Args:
+        num_rows: samples of the step, of all ranks together.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._structure: Any = None  # any embeddings, for the containers that tensors are in
+        self.tensors: list[Tensor] = []  # (num_rows, ...) each, in full precision
+
+    def put(self, embeddings: Any, first_row: int, num_samples: int, weight: int) -> None:
+        """Write the embeddings of some samples; those of weight 0 only say which shape rows have.
+
+        Raises:
+            UsageError: a tensor has no row for each sample, or rows of another shape than those before it.
+        """
+        found = list(tensors_of(embeddings))
+        for tensor in found:
+            if not tensor.dim() or len(tensor) != num_samples:
+                raise UsageError(
+                    f"the task's embed returned a tensor of shape {tuple(tensor.shape)} for a batch of {num_samples} "
+                    "samples; it must have a row for each of them (a number of the whole batch: .expand(num_samples))"
+                )
+        if self._structure is None:
+            self._structure = embeddings
+            self.tensors = [
+                tensor.new_zeros(self._num_rows, *tensor.shape[1:], dtype=_sent(tensor)) for tensor in found
+            ]
+        for table, tensor in zip(self.tensors, found, strict=True):
+            if table.shape[1:] != tensor.shape[1:]:
+                raise UsageError(
+                    f"the task's embed returned rows of shape {tuple(tensor.shape[1:])} after rows of shape "
+                    f"{tuple(table.shape[1:])}; all samples need rows of one shape"
+                )
+            if weight:
+                table[first_row : first_row + num_samples] = tensor
+
+    def gather(self, groups: Groups) -> Any:
+        """Return the embeddings of all ranks, in containers as `put` has been given. A collective.
+
+        Raises:
+            PeerLost: the world has been aborted.
+        """
+        for table in self.tensors:
+            if table.is_floating_point():
+                table.add_(0.0)  # turns -0.0 into 0.0, as the sum over several ranks does, so that one rank has it too
+            groups.communicator.sum(table)
+        # A loss of what an aborted collective left, labels out of range say, could end the process on a GPU.
+        groups.gate()
+        whole = iter(self.tensors)
+        restored: list[Tensor] = []
+        for given in tensors_of(self._structure):
+            table = next(whole)
+            restored.append(table.bool() if given.dtype == torch.bool else table)
+        self.tensors = restored
+        each = iter(restored)
+        return map_tensors(lambda _: next(each), self._structure)
+
+
+def _sent(tensor: Tensor) -> torch.dtype:
+    """Return the format that rows are gathered in: 16 bits would round the gradient of the loss."""
+    if tensor.dtype == torch.bool:
+        return torch.uint8
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return torch.float32
+    return tensor.dtype

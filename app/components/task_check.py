@@ -1,0 +1,183 @@
+"""Check, before the first step, that a task of the user's own trains here as in a plain loop."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from app.components.buffers import Buffers
+from app.components.metrics import SummedMetrics
+from app.components.modes import evaluating
+from app.components.seed import seed_generators
+from app.components.worker_state import WorkerState
+from app.config import Config, Target, TaskConfig
+from app.data.batches import Batch, tensors_of
+from app.data.loader import own_randomness
+from app.data.parts import rows_of, uncuttable
+from app.errors import ConfigError, Problem, UsageError
+from app.parallel import Parallel
+from app.parallel.dtensor import reshard
+from app.plan import Microbatch
+from app.tasks import Sums
+from app.tasks.own import GlobalTask, OwnTask
+from app.world.control import gather_numbers
+from app.world.runtime import World
+
+_NUM_ROWS = 4  # samples in a forward
+_NUM_SEEDS = 6  # for a loss that draws: mixup by a random permutation leaves the two halves apart in one draw of six
+# Difference that rounding explains, as a share of the losses that are compared.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_TF32_TOLERANCE = 2e-3
+
+
+def check_task(config: Config, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
+    """Run a task of the user's own on a few samples and refuse one that would train differently. A collective.
+
+    The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in forwards of
+    their own; the rows of an embedding must not depend on each other. Evaluation mode leaves out BatchNorm, whose
+    statistics are those of a microbatch by design, and dropout. `task.coupled` leaves out the comparison, not the call.
+
+    Raises:
+        UsageError: the task returns no `Sums`, calls a collective, or its loss couples samples.
+        ConfigError: a key needs the loss of each microbatch, and the task has a loss over the global batch.
+    """
+    if isinstance(config.task, TaskConfig) and not isinstance(config.model, Target):
+        return
+    if isinstance(worker.task, GlobalTask):
+        _refuse_what_needs_each_loss(config)
+    # Once for a run of the command: newcomers to a world find members that have checked the same code.
+    is_checked = bool(gather_numbers(int(worker.task_checked), world.groups.control).max())
+    worker.task_checked = True
+    if is_checked:
+        return
+    world.progress.enter("validation")
+    with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
+        _Trial(config, worker, unwrapped).run()
+
+
+class _Trial:
+    """Evaluates a task on rows of one batch of real samples."""
+
+    def __init__(self, config: Config, worker: WorkerState, model: nn.Module) -> None:
+        self._task = worker.task.copied() if isinstance(worker.task, OwnTask) else worker.task
+        self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
+        self._model = model
+        self._precision = worker.precision
+        self._coupled = config.task.coupled
+        self._loader = worker.loader
+        self._num_train = worker.order.num_train
+        self._num_rows = min(_NUM_ROWS, worker.batch.samples_per_microbatch, self._num_train)
+        is_tf32 = config.precision.tf32 and worker.precision.device.type == "cuda"
+        self._tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCES[worker.precision.compute_dtype]
+
+    def run(self) -> None:
+        """Evaluate the task, and compare its loss with the losses of parts of the same samples."""
+        num_rows, half = self._num_rows, self._num_rows // 2
+        whole = self._loader.example(num_rows)
+        loss = self._loss(whole, seed=0)
+        # What has no row for each sample never runs in parts.
+        if self._coupled or not half or uncuttable(whole, num_rows) is not None:
+            return
+        halves = [rows_of(whole, rows, num_rows) for rows in (range(half), range(half, num_rows))]
+        if isinstance(self._task, GlobalTask):
+            self._compare_rows(self._task, whole, *halves)
+            return
+        parts = [self._loss(part, seed=0) for part in halves]
+        self._compare_counts(loss, parts)
+        if not self._is_equal([loss], [self._loss(whole, seed=1)]):
+            self._exchange_halves()
+        elif not self._is_equal([loss], parts):
+            found, expected = float(loss.loss_sum), sum(float(part.loss_sum) for part in parts)
+            self._refuse(f"the loss of {num_rows} samples is {found:.6g}, and {expected:.6g} as the sum of its halves")
+
+    def _exchange_halves(self) -> None:
+        """Compare losses whose draws are equal, because seeds and shapes are, with halves of the batch exchanged."""
+        half = self._num_rows // 2
+        size = 4 * half
+        if size > self._num_train:
+            return
+        batch = self._loader.example(size)
+        a, b, c, d = (range(start, start + half) for start in range(0, size, half))
+        for seed in range(_NUM_SEEDS):
+            ab, cd, ad, cb = (
+                self._loss(rows_of(batch, [*left, *right], size), seed)
+                for left, right in ((a, b), (c, d), (a, d), (c, b))
+            )
+            if not self._is_equal([ab, cd], [ad, cb]):
+                self._refuse("the loss of one half of a batch follows from the samples of the other half")
+
+    def _loss(self, batch: Batch, seed: int) -> Sums:
+        seed_generators(seed, Microbatch(0, 0, 0, 0), self._precision.device)
+        with self._precision.autocast():
+            sums = self._task.loss(self._model, batch)
+        reshard(self._model)
+        return sums
+
+    def _compare_rows(self, task: GlobalTask, *batches: Batch) -> None:
+        found: list[list[Tensor]] = []
+        for batch in (*batches, batches[0]):
+            seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._precision.device)
+            with self._precision.autocast():
+                found.append([tensor.double() for tensor in tensors_of(task.embed(self._model, batch))])
+            reshard(self._model)
+        whole, first, second, again = found
+        for of_whole, of_first, of_second, redrawn in zip(whole, first, second, again, strict=True):
+            limit = self._tolerance * float(of_whole.abs().max())
+            halves = torch.cat([of_first, of_second])
+            if _differ(of_whole, redrawn, limit):
+                continue  # embeddings that draw at random cannot be compared
+            if halves.shape != of_whole.shape or _differ(of_whole, halves, limit):
+                self._refuse("the embedding of a sample follows from the other samples of its batch")
+
+    def _compare_counts(self, whole: Sums, parts: Sequence[Sums]) -> None:
+        count, expected = float(whole.count), sum(float(part.count) for part in parts)
+        if abs(count - expected) > 1e-6 * abs(expected):
+            raise UsageError(
+                f"{self._name}.loss counts {count:g} in {self._num_rows} samples, and {expected:g} in their halves "
+                "together. The count of Sums is how many losses are in loss_sum: of a mean loss over a batch return "
+                "Sums(loss * len(batch), len(batch))"
+            )
+
+    def _is_equal(self, found: Sequence[Sums], expected: Sequence[Sums]) -> bool:
+        losses = [float(sums.loss_sum) for sums in (*found, *expected)]
+        difference = sum(losses[: len(found)]) - sum(losses[len(found) :])
+        # Not the other way round: of losses that are not finite nothing can be said.
+        return not abs(difference) > self._tolerance * sum(map(abs, losses))
+
+    def _refuse(self, what: str) -> None:
+        raise UsageError(
+            f"{self._name}: {what}. So the loss follows from batch.microbatch_size, and changes where memory runs out "
+            "and a microbatch runs in smaller forwards. Negatives of the batch, mixup and means over the batch are "
+            "such losses. For a loss over the whole global batch give the task embed(model, batch) and "
+            "loss(embeddings). For one over each microbatch as it is, set task.coupled=true"
+        )
+
+
+def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
+    return bool((one - other).abs().max() > limit)
+
+
+@contextmanager
+def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Module]:
+    """Give the model in evaluation mode; buffers, random generators and metrics are as before afterwards."""
+    device = worker.precision.device
+    with ExitStack() as unchanged:
+        unchanged.enter_context(Buffers(model).undone())
+        unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
+        unchanged.enter_context(own_randomness(0))
+        unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
+        unchanged.enter_context(evaluating(model))
+        unchanged.enter_context(torch.no_grad())
+        yield model
+
+
+def _refuse_what_needs_each_loss(config: Config) -> None:
+    problems: list[Problem] = []
+    why = "with a task that has embed and loss(embeddings): no microbatch has a loss of its own"
+    if config.audit.recompute is not None:
+        problems.append(Problem("", "audit.recompute", f"must be null {why}"))
+    if config.batch.balance == "speed":
+        problems.append(Problem("", "batch.balance", f"must be even or weights by label {why}"))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,95 @@
+"""One optimizer step of a task whose loss is over the embeddings of the whole global batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from app.components.embeddings import Embeddings
+from app.components.seed import seed_generators
+from app.data import Fetched
+from app.data.batches import tensors_of
+from app.data.parts import Part
+from app.errors import UsageError
+from app.faults.out_of_memory import smaller
+from app.plan import Microbatch
+from app.step import Stepper
+from app.tasks import Sums
+from app.tasks.own import GlobalTask
+
+
+@dataclass
+class GlobalStepper(Stepper):
+    """Stepper by the method of GradCache (Gao et al. 2021, arXiv:2101.06983), over ranks as over microbatches.
+
+    First every rank embeds its microbatches without gradients, and the embeddings of all ranks are gathered in the
+    order of the grid. Then each rank takes the loss of all of them and its gradient, the same on all ranks. At last
+    each rank embeds its microbatches again, with the same random draws, and the backward of each continues from its
+    rows of that gradient. So the loss sees the whole global batch, whatever the number of workers.
+    """
+
+    task: GlobalTask  # or, with faults on purpose, what stands around one
+    _begin: int = field(default=0, init=False)  # position of the first sample of the step
+    _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
+    _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # of each tensor of the embeddings
+
+    def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        own = list(islice(batches, self.plan.num_forwards(step, self.world.rank)))
+        self._differentiate(step, self._embed(step, own))
+        return iter(own)
+
+    def _embed(self, step: int, own: list[Fetched]) -> Embeddings:
+        """Embed this rank's microbatches without gradients."""
+        self._begin, end = self.plan.positions(step)
+        embeddings = Embeddings(end - self._begin)
+        with torch.no_grad(), self._buffers.undone():
+            for fetched in own:
+                self.world.progress.mark("forward")
+                seed_generators(self.seed, fetched.microbatch, self.precision.device)
+                for part in self._parts_of(fetched):
+                    try:
+                        with self.precision.autocast():
+                            found = self.task.embed(self.model, part.batch)
+                    except torch.OutOfMemoryError as error:
+                        raise smaller(part.num_samples, error, self.coupled) from error
+                    embeddings.put(found, self._row(part), part.num_samples, part.weight)
+        return embeddings
+
+    def _differentiate(self, step: int, embeddings: Embeddings) -> None:
+        """Take the loss of the embeddings of all ranks, and its gradient. A collective."""
+        self.world.progress.mark("gradients")
+        whole = embeddings.gather(self.world.groups)
+        wanted = [tensor for tensor in embeddings.tensors if tensor.is_floating_point()]
+        for tensor in wanted:
+            tensor.requires_grad_()
+        # Randomness of the loss is that of a microbatch behind the last one.
+        behind = Microbatch(step, sum(self.plan.shares), self._begin, self._begin)
+        seed_generators(self.seed, behind, self.precision.device)
+        sums = self.task.loss_of_embeddings(whole)
+        if not sums.loss_sum.requires_grad:
+            raise UsageError("the task's loss(embeddings) does not depend on the embeddings, so nothing can be learned")
+        found = iter(torch.autograd.grad(sums.loss_sum, wanted, allow_unused=True))
+        self._gradients = [next(found) if tensor.is_floating_point() else None for tensor in embeddings.tensors]
+        self._sums = replace(sums, loss_sum=sums.loss_sum.detach())
+
+    def _loss_of(self, part: Part) -> Sums:
+        """Return a loss of value 0 whose gradient is that of the step's loss by way of this part's embeddings.
+
+        The value, count and metrics of the step are those of the grid's first microbatch, which one rank runs.
+        """
+        row = self._row(part)
+        inner = self._sums.loss_sum.new_zeros(())
+        embeddings = self.task.embed(self.model, part.batch)
+        for tensor, gradient in zip(tensors_of(embeddings), self._gradients, strict=True):
+            if gradient is not None:
+                rows = gradient[row : row + part.num_samples]
+                inner = inner + (tensor.to(rows.dtype) * rows).sum()
+        nothing = inner - inner.detach()
+        if part.microbatch.index == 0 and part.first == 0 and part.weight:
+            return replace(self._sums, loss_sum=nothing + self._sums.loss_sum)
+        return Sums(nothing, 0)
+
+    def _row(self, part: Part) -> int:
+        return part.microbatch.start - self._begin + part.first

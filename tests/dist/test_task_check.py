@@ -1,0 +1,181 @@
+"""Tasks of a user's own whose loss would follow from the size of a microbatch are refused before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from app.config import Config
+from app.run.directory import RunDirectory
+from app.run.ledger import read_ledger
+from app.tasks import Sums
+from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
+from tests.dist.small import small
+
+HERE = "tests.dist.test_task_check"
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+
+
+class Points:
+    """Points of two classes."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
+
+    def forward(self, points: Tensor) -> Tensor:
+        logits: Tensor = self.layers(points)
+        return logits
+
+    def score(self, points: Tensor) -> Tensor:
+        return self.forward(points)
+
+
+class Own:
+    """Cross entropy: the sum over samples. Counts its calls, which no check may change."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        self.calls += 1
+        assert model.training or torch.is_inference_mode_enabled() or not torch.is_grad_enabled()
+        points, labels = batch
+        return Sums(F.cross_entropy(model(points), labels, reduction="sum"), len(points))
+
+
+class Noisy(Own):
+    """Adds noise that is drawn for each sample, as diffusion does."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        points, labels = batch
+        return super().loss(model, (points + torch.randn_like(points), labels))
+
+
+class InBatch(Own):
+    """Contrasts the samples of the microbatch with each other."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        embedded = F.normalize(model(batch[0]), dim=-1)
+        targets = torch.arange(len(embedded))
+        return Sums(F.cross_entropy(embedded @ embedded.T, targets, reduction="sum"), len(embedded))
+
+
+class Mixup(Own):
+    """Mixes samples of the microbatch in pairs that are drawn at random."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        points, labels = batch
+        share = float(np.random.beta(0.8, 0.8))
+        other = torch.randperm(len(points))
+        mixed = model(share * points + (1 - share) * points[other])
+        losses = [F.cross_entropy(mixed, each, reduction="sum") for each in (labels, labels[other])]
+        return Sums(share * losses[0] + (1 - share) * losses[1], len(points))
+
+
+class MeanOfBatch(Own):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        return Sums(F.cross_entropy(model(batch[0]), batch[1]), 1)
+
+
+class MethodOfModel(Own):
+    """Calls a method of the model beside forward."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        return Sums(F.cross_entropy(model.score(batch[0]), batch[1], reduction="sum"), len(batch[0]))  # type: ignore[operator]
+
+
+class MethodThatIsNamed(MethodOfModel):
+    model_methods = ("score",)
+
+
+def own(storage: Path, task: str, *words: str) -> Config:
+    sections = [f"model={{target: '{HERE}:Net'}}", f"data={{target: '{HERE}:Points'}}", "batch.microbatch_size=4"]
+    return small(storage, *sections, "batch.global_size=16", "run.steps=3", f"task.target={HERE}:{task}", *words)
+
+
+@KINDS
+@pytest.mark.parametrize("task", ["Own", "Noisy"])
+def test_a_loss_that_is_a_sum_over_samples_trains(tmp_path: Path, task: str, kind: str) -> None:
+    """BatchNorm couples the samples of a microbatch in training, by design."""
+    assert drill(own(tmp_path, task, f"parallel.kind={kind}"), worlds=[2]).summary["status"] == "finished"
+
+
+REFUSED = {
+    "InBatch": r"InBatch: the loss of 4 samples is \S+, and \S+ as the sum of its halves",
+    "Mixup": "Mixup: the loss of one half of a batch follows from the samples of the other half",
+    "MeanOfBatch": r"MeanOfBatch\.loss counts 1 in 4 samples, and 2 in their halves together",
+}
+
+
+@KINDS
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_loss_that_couples_samples_is_refused_before_the_first_step(tmp_path: Path, task: str, kind: str) -> None:
+    config = own(tmp_path, task, f"parallel.kind={kind}")
+    with pytest.raises(MemberFailed, match=f"UsageError: {REFUSED[task]}"):
+        drill(config, worlds=[2])
+    assert not read_ledger(RunDirectory.of(config).store).lines
+
+
+def test_a_coupled_task_keeps_its_forwards_when_memory_runs_out(tmp_path: Path) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 2, rank: 0}]"
+    with pytest.raises(MemberFailed, match=r"TrainingError: a forward of 4 samples does not fit .* task\.coupled=true"):
+        drill(own(tmp_path, "InBatch", "task.coupled=true", oom), worlds=[1, 1])
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_coupled_task_trains_on_its_microbatches_as_they_are(tmp_path: Path, task: str) -> None:
+    runs = []
+    for number, worlds in enumerate([[1], [3, 2]]):
+        words = ["task.coupled=true", "run.steps=6"]
+        run = drill(own(tmp_path / str(number), task, *words), worlds=worlds, leave_after=[2] * (len(worlds) - 1))
+        runs.append([line["loss"] for line in run.history.lines])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-9)
+
+
+def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
+    """Weights are those of a run without the check, and a task that counts its calls has counted its microbatches."""
+    checked = drill(own(tmp_path / "checked", "Own"), worlds=[1])
+    unchecked = drill(own(tmp_path / "unchecked", "Own"), worlds=[1], patch=_check_nothing)
+    assert checked.summary["model_sha256"] == unchecked.summary["model_sha256"]
+    assert drill(own(tmp_path / "counted", "Counting"), worlds=[1]).summary["status"] == "finished"
+
+
+def _check_nothing() -> None:
+    import app.train
+
+    app.train.check_task = lambda *_: None  # type: ignore[attr-defined]
+
+
+class Counting(Own):
+    """Fails unless it is called once for each microbatch of the run."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        sums = super().loss(model, batch)
+        assert not model.training or self.calls <= 12
+        return sums
+
+
+def test_a_method_of_a_sharded_model_is_refused_unless_it_is_named(tmp_path: Path) -> None:
+    message = r"UsageError: MethodOfModel\.loss calls a part or a method of the model, whose weights are shards"
+    with pytest.raises(MemberFailed, match=message):
+        drill(own(tmp_path / "not named", "MethodOfModel", "parallel.kind=fsdp"), worlds=[2])
+    named = drill(own(tmp_path / "named", "MethodThatIsNamed", "parallel.kind=fsdp"), worlds=[2])
+    plain = drill(own(tmp_path / "plain", "Own"), worlds=[1])
+    assert [line["loss"] for line in named.history.lines] == pytest.approx(
+        [line["loss"] for line in plain.history.lines], rel=1e-9
+    )
