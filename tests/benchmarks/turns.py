@@ -78,7 +78,7 @@ class TurnTakingTask(LanguageModeling):
         self._num_forwards, self._num_calls = num_forwards, -num_before * num_forwards
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        if len(batch[0]) > 1:  # a single sample is the warm-up before the first step
+        if model.training and len(batch[0]) > 1:  # neither the check of the task nor the warm-up before the first step
             self._turns = self._turns or self._build(dist.get_rank())
             if self._num_calls >= 0 and self._num_calls % self._num_forwards == 0:
                 self._turns.step_begins()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,9 +11,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from app.components.schedule import build_schedule
 from app.components.worker_state import WorkerState
 from app.config import Config
+from app.data import Fetched
 from app.global_step import GlobalStepper
-from app.parallel import arrange, build_parallel
-from app.plan import Plan
+from app.parallel import Parallel, arrange, build_parallel
+from app.plan import Plan, even_shares
 from app.step import Stepper
 from app.tasks.own import GlobalTask
 from app.world.control import StepResult
@@ -66,8 +68,20 @@ def train_by_hand(
     worker = worker or WorkerState(config, CPU)
     world = arrange(world, config.parallel)
     parallel = build_parallel(config.parallel, world, worker.precision)
+    stepper, batches = build_stepper(world, config, worker, parallel, shares)
+    assert not worker.compiled.refused
+    results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
+    assert next(batches, None) is None, "microbatches were left over"
+    return parallel.unwrap(stepper.model), results
+
+
+def build_stepper(
+    world: World, config: Config, worker: WorkerState, parallel: Parallel, shares: tuple[int, ...] | None = None
+) -> tuple[Stepper, Iterator[Fetched]]:
+    """Return what takes the steps of the run, and its batches; shares are even if none are given. A collective."""
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
+    shares = shares or even_shares(batch.num_microbatches, world.size)
     plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
@@ -89,8 +103,4 @@ def train_by_hand(
         coupled=config.task.coupled,
         compiled=worker.compiled,
     )
-    batches = worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
-    assert not worker.compiled.refused
-    results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
-    assert next(batches, None) is None, "microbatches were left over"
-    return parallel.unwrap(stepper.model), results
+    return stepper, worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

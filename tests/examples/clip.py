@@ -37,11 +37,11 @@ class Captioned(Dataset[dict[str, Tensor]]):
 class TwoTowers(nn.Module):
     """One tower for images, one for captions; a learned scale of their products."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, hidden: int = 128) -> None:
         super().__init__()
-        self.image = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, width))
+        self.image = nn.Sequential(nn.Linear(64, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.characters = nn.Embedding(256, 64)
-        self.caption = nn.Sequential(nn.Linear(64 * _CAPTION_LENGTH, 128), nn.GELU(), nn.Linear(128, width))
+        self.caption = nn.Sequential(nn.Linear(64 * _CAPTION_LENGTH, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.log_scale = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, images: Tensor, captions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
