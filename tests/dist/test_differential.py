@@ -41,19 +41,20 @@ def test_a_program_equals_its_plain_loop_through_resizes_and_a_death(
 ) -> None:
     death = f"faults.inject=[{{kind: kill_at, step: {KILLED_IN}, rank: 1}}]"
     run = train_through(program.config(tmp_path, f"parallel.kind={kind}", death))
-    lines = [run.history.committed[step] for step in range(1, STEPS + 1)]
-    assert {(line["attempt"], line["world_size"]) for line in lines} == {(1, 1), (2, 2), (3, 3), (4, 2)}
     assert program.plain is not None
     expected = plainly(program.plain)
-    # The loss of the step before may have been on its way to the dead worker; all its numbers are in the weights.
-    assert {line["step"] for line in lines if not line.get("confirmed", True)} <= {KILLED_IN - 1}
-    found = [loss if line["loss"] is None else line["loss"] for line, loss in zip(lines, expected.losses, strict=True)]
-    assert found == pytest.approx(expected.losses, rel=1e-6, abs=1e-9)
+    # Steps that the death made the survivors do again have two lines, and both are compared.
+    lines = run.history.lines
+    assert {(line["attempt"], line["world_size"]) for line in lines} == {(1, 1), (2, 2), (3, 3), (4, 2)}
+    assert set(run.history.committed) == set(range(1, STEPS + 1))
+    for line in lines:
+        # The numbers of a step may have been on their way to the dead worker; the weights show what the step was.
+        if line.get("confirmed", True):
+            assert line["loss"] == pytest.approx(expected.losses[line["step"] - 1], rel=1e-6, abs=1e-9), line
+    assert len({line["step"] for line in lines if line["loss"] is not None}) >= STEPS - 1
     assert run.weights.keys() == expected.weights.keys()
     for name, tensor in expected.weights.items():
-        torch.testing.assert_close(
-            run.weights[name], tensor, rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert torch.allclose(run.weights[name].double(), tensor.double(), rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.parametrize(("program", "kind"), params(accepted=False))
