@@ -26,6 +26,7 @@ from app.config.schema import DataConfig
 from app.config.target import live_targets
 from app.config.variables import given_variables, taken_variables
 from app.data import Dataset
+from app.data.randomness import kept_randomness
 from app.errors import TrainingError, UsageError
 from app.launch.detect import under_torchrun
 from app.launch.torchrun import Ending, Place, train_here
@@ -111,7 +112,8 @@ def fit(
     taken_variables(config.cluster, os.environ)  # they are here already; what is missing is an error
     os.environ.update(given_variables(config.cluster))
     place = _place(config)
-    with live_targets(objects.callables), closing(Console(verbose)) as console:
+    # Without it a search that draws a rate before each call would draw the same one from the second call on.
+    with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
         if place.rank == 0:
             console.stage("starting", started_s)
         if isinstance(model, nn.Module):

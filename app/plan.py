@@ -199,7 +199,7 @@ class Plan:
         stop = first + shares[rank]
         share = [self._microbatch(step, index) for index in range(first, stop)]
         num_pads = self.num_forwards(step, rank) - len(share)
-        return share + [self._pad(step, stop)] * num_pads
+        return share + [self._pad(step)] * num_pads
 
     def stream(self, rank: int, first_step: int, last_step: int) -> Iterator[Microbatch]:
         """Yield all that `rank` runs from `first_step` to `last_step`, both included, without the steps to skip."""
@@ -239,15 +239,17 @@ class Plan:
         stop = min(start + self.microbatch_size, end)
         # The last step before an end has fewer samples than the grid has room for.
         if start >= stop:
-            return self._pad(step, index)
+            return self._pad(step)
         return Microbatch(step, index, start, stop)
 
-    def _pad(self, step: int, index: int) -> Microbatch:
-        # As the step's first microbatch, of which there is one in a short step too. A single sample would do for the
-        # collectives, and not for a model that takes statistics of its batch, nor for code compiled for one shape. It
-        # costs no time, as others run a microbatch meanwhile.
+    def _pad(self, step: int) -> Microbatch:
+        # A pad replays the step's first microbatch, which a short step has too. A single sample would satisfy the
+        # collectives, but not a model that takes statistics of its batch, nor code compiled for one shape. A pad costs
+        # no time, as other ranks run a microbatch meanwhile.
         begin, end = self.positions(step)
-        return Microbatch(step, index, begin, min(begin + self.microbatch_size, end), weight=0)
+        # Under the first microbatch's index the replay draws the same random numbers. So a pad uses no parameter of the
+        # model that the first microbatch itself does not use.
+        return Microbatch(step, 0, begin, min(begin + self.microbatch_size, end), weight=0)
 
     def _check(self, shares: Shares) -> None:
         num_microbatches = _ceil_div(self.global_size, self.microbatch_size)

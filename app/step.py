@@ -14,7 +14,6 @@ from app.components.schedule import Schedule
 from app.components.seed import seed_generators
 from app.components.totals import Totals
 from app.data import Fetched
-from app.data.batches import Batch
 from app.data.parts import Part, split
 from app.errors import TrainingError
 from app.faults.out_of_memory import smaller
@@ -211,6 +210,7 @@ class Stepper:
         # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
         # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
         self.world.groups.gate()
+        self.parallel.detach_unused()
         return global_count, grad_norm, grad_norms
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
@@ -220,16 +220,3 @@ class Stepper:
         global_count = count.clone()
         self.world.groups.communicator.sum(global_count)
         return global_count
-
-    def warm_up(self, batch: Batch) -> None:
-        """Run a forward and backward that are thrown away, before the first step of an attempt. A collective."""
-        # DDP lays its buckets out anew after its first backward, and with three or more ranks the layout decides in
-        # which order gradients are added: without a warm-up no restart is identical to an undisturbed run.
-        if not self.parallel.rebuilds_buckets:
-            return
-        # Statistics of normalization layers must not learn from it.
-        with self._buffers.undone():
-            with self.precision.autocast():
-                loss = self.task.loss(self.model, batch).loss_sum
-            self.precision.backward(loss * 0.0)
-        self.parallel.clear_gradients(self.optimizer)

@@ -55,7 +55,6 @@ def train(
     check_task(config, worker, world, parallel, model)
     stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
     validator = Validator(config, worker, parallel, world)
-    stepper.warm_up(worker.example())
     timer.mark("restored")
 
     # Step until the run or the attempt ends. All ranks are told of every request at the same step.

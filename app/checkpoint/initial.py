@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from app.config import Config, RunConfig
+from app.data.randomness import seed_host
 from app.errors import UsageError
 from app.models import build_model
 from app.parallel.dtensor import sharded_like
@@ -57,7 +58,7 @@ def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
 
     Weights from a file are read only where no checkpoint holds all that they are needed for.
     """
-    torch.manual_seed(config.run.seed)
+    _seed(config.run.seed)
     model = build_model(config.model)
     return model, load_initial(model, config.run) if config.checkpoint.trainable_only else Loaded()
 
@@ -70,8 +71,13 @@ def build_initial_sharded(config: Config) -> tuple[nn.Module, InitialValues]:
     """
     from app.parallel.deferred import build_without_memory  # takes a second to import, and sharded models alone need it
 
-    torch.manual_seed(config.run.seed)
+    _seed(config.run.seed)
     return build_without_memory(partial(build_model, config.model))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)  # the accelerators' generators too
+    seed_host(seed)
 
 
 def load_initial(model: nn.Module, run: RunConfig) -> Loaded:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from app.errors import UsageError
 from app.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 
 # Tensors by name; a value may be a dictionary of them in turn.
@@ -149,7 +150,16 @@ def _materialize(optimizer: torch.optim.Optimizer) -> None:
             if parameter.grad is None:  # else it is zero: no step has begun
                 parameter.grad = torch.zeros_like(parameter)
                 lent.append(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = "the model's parameters"
+        if any(map(is_sharded, lent)):
+            what = "parameters that fsdp has sharded (take parallel.kind=ddp)"
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"optimizer {type(optimizer).__name__} cannot update {what}: {raised}") from error
     for parameter in lent:
         parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -19,7 +19,7 @@ from app.checkpoint.memory_server import free_bytes
 from app.components.buffers import Buffers
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.data.loader import own_randomness
+from app.data.randomness import own_randomness
 from app.faults.out_of_memory import smaller
 from app.parallel import Parallel
 from app.plan import largest_microbatch

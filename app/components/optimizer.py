@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app.components.own_optimizer import build_own
 from app.components.schedule import Schedule
 from app.config import (
     AdamConfig,
@@ -16,7 +17,6 @@ from app.config import (
     SgdConfig,
     TargetOptimizer,
 )
-from app.config.target import build_target
 from app.errors import ConfigError, Problem
 from app.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
 from app.parallel.precision import Precision
@@ -47,13 +47,7 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             groups = _groups(config, config.weight_decay, model)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
         case TargetOptimizer():
-            params = [param for param in model.parameters() if param.requires_grad]
-            arguments = {"params": params, "lr": config.lr, **config.args}
-            optimizer = build_target(config.target, arguments, "optimizer")
-            if isinstance(optimizer, torch.optim.Optimizer):
-                return optimizer
-            what = f'"{config.target}" gave a {type(optimizer).__name__}, not a torch.optim.Optimizer'
-            raise ConfigError([Problem("", "optimizer.target", what)])
+            return build_own(config, [param for param in model.parameters() if param.requires_grad])
     raise TypeError(type(config))
 
 
@@ -123,6 +117,17 @@ def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> lis
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ConfigError for a layer that trains by sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            what = (
+                f"its layer {name} has sparse=True, but gradients here are dense, as are all updates. "
+                f"Build the {type(module).__name__} with sparse=False"
+            )
+            raise ConfigError([Problem("", "model", what)])
+
+
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
     """Set every parameter group's rate for `step`. Return that of the first group."""
     for group in optimizer.param_groups:
@@ -145,6 +150,9 @@ def rescale_gradients(
     """
     # One pass over the gradients does both: it reads and writes as many bytes as the model has.
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    if not gradients:  # the step has used no parameter
+        nothing = torch.zeros(1, device=precision.device)
+        return nothing[0], nothing
     norms = _norms(gradients)
     correction = correction / precision.loss_scale
     norm = unsharded(torch.linalg.vector_norm(norms)) * correction
@@ -157,8 +165,6 @@ def rescale_gradients(
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
-    if not gradients:
-        return torch.zeros(1)
     # The foreach kernels do not know sharded tensors.
     norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
     return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms

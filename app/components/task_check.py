@@ -14,8 +14,8 @@ from app.components.seed import seed_generators
 from app.components.worker_state import WorkerState
 from app.config import Config, Target, TaskConfig
 from app.data.batches import Batch, tensors_of
-from app.data.loader import own_randomness
 from app.data.parts import rows_of, uncuttable
+from app.data.randomness import own_randomness
 from app.errors import ConfigError, Problem, UsageError
 from app.parallel import Parallel
 from app.parallel.dtensor import reshard

@@ -8,6 +8,7 @@ from torch import nn
 from app.components.embeddings import Embeddings
 from app.components.metrics import SummedMetrics
 from app.components.modes import evaluating
+from app.components.seed import seed_validation
 from app.components.totals import Totals
 from app.components.trigger import Trigger
 from app.components.worker_state import WorkerState
@@ -28,6 +29,7 @@ class Validator:
         self._parallel = parallel
         self._world = world
         self._plan = worker.validation_plan(world)
+        self._seed = config.run.seed
         self._config = config.checkpoint
         self._summation = summation(config.run.exact)
         self._step = -1  # of the last validation
@@ -96,6 +98,7 @@ class Validator:
         embeddings = Embeddings(end - begin)
         for fetched in batches:
             microbatch, num_samples = fetched.microbatch, fetched.microbatch.stop - fetched.microbatch.start
+            seed_validation(self._seed, microbatch, precision.device)
             # A pad has weight 0: every sample counts once, whatever the world.
             with precision.autocast(), metrics.counting(microbatch.weight):
                 if isinstance(task, GlobalTask):

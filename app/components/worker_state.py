@@ -32,12 +32,13 @@ from app.checkpoint.writer import Writer
 from app.components.buffers import Buffers, refuse_running_statistics, refuse_synchronized
 from app.components.hooks import Hooks
 from app.components.modes import prepare_for_training
-from app.components.optimizer import build_optimizer
+from app.components.optimizer import build_optimizer, refuse_sparse
+from app.components.optimizer_trial import try_optimizer
 from app.components.trigger import Interval
-from app.config import Config, Every
+from app.config import Config, Every, TargetOptimizer
 from app.data import Dataset, Loader, SampleOrder, build_dataset
 from app.data.batches import Batch, stack, tensors_of
-from app.data.loader import own_randomness
+from app.data.randomness import own_randomness
 from app.errors import NotDeferrable, UsageError
 from app.parallel import Parallel, strategy_of
 from app.parallel.activations import checkpoint_activations, refuse_parts_of_layers
@@ -74,9 +75,12 @@ class WorkerState:
         self.precision = self._build_precision(device)  # until `join` knows the world
         self.compiled = CompiledBlocks(config.compile)
         self.uncompiled: dict[int, str] = {}  # by rank of the world, why it compiles nothing though it should
-        self.task = build_task(config.task)
+        # Code of the user's may draw while it builds these, as `random_split` does: every rank must draw the same.
+        with own_randomness(config.run.seed):
+            self.task = build_task(config.task)
         self.task_checked = False  # see `check_task`
-        self.dataset = build_dataset(config.data)
+        with own_randomness(config.run.seed):
+            self.dataset = build_dataset(config.data)
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
@@ -100,6 +104,8 @@ class WorkerState:
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
+        if isinstance(config.optimizer, TargetOptimizer):
+            self._try_optimizer(config.optimizer)
         self._warm_up()
 
     def _build_precision(self, device: torch.device) -> Precision:
@@ -115,6 +121,11 @@ class WorkerState:
         if self._optimizer is None:
             self._optimizer = build_optimizer(self._config.optimizer, self._model)
         return self._optimizer
+
+    def _try_optimizer(self, config: TargetOptimizer) -> None:
+        """Refuse an optimizer of the user's own that would train differently here than in a plain loop."""
+        sharded = not strategy_of(self._config.parallel).survivors_hold_all
+        try_optimizer(config, self._model, self.precision.device, self.precision.param_dtype, sharded)
 
     def _warm_up(self) -> None:
         """Import what the first step needs, before joining, so that running workers do not wait for this one."""
@@ -150,6 +161,7 @@ class WorkerState:
         if leaves_out_base and not self.base:
             self.base = base_sha256(model)
         refuse_synchronized(model)
+        refuse_sparse(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         if self._config.run.exact:
             refuse_running_statistics(model)
@@ -281,7 +293,7 @@ class WorkerState:
             allocate(model, self.precision.device, weights, parallel.offloads)
             self._values.fill(buffers_outside_state(self._model))
         if kept:
-            NamedOptimizer(model, self.optimizer).adopt(kept["optimizer"])
+            NamedOptimizer(model, self.optimizer).adopt(kept.get("optimizer", {}))  # which may have no state
         state = self.state(parallel.unwrap(model))
         if kept and step:
             copy_state(kept, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from app.data.copies import build_copies
 from app.data.datasets import Collate, Dataset, build_collate, build_validation
 from app.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from app.data.processes import options_of_processes
+from app.data.randomness import own_randomness
 from app.errors import DataError, as_exception
 from app.plan import Microbatch
 from app.world.device import cores_of_a_worker
@@ -53,7 +53,9 @@ class Loader:
         self._copies = build_copies(device, dtype)
         collate = build_collate(config)
         self._train = _Microbatches(dataset, order.train, seed, collate)
-        held_out = build_validation(config, dataset)
+        # Seeded as the training data were, so that two parts of one `random_split` do not overlap.
+        with own_randomness(seed):
+            held_out = build_validation(config, dataset)
         has_own = config.validation is not None
         self.num_validation = len(held_out) if has_own else order.num_validation
         self._validation = _Microbatches(held_out, _as_they_are if has_own else order.validation, seed, collate)
@@ -241,24 +243,6 @@ def _data_loader(
         generator=torch.Generator(),
         **options_of_processes(num_workers, prefetch_factor),
     )
-
-
-@contextlib.contextmanager
-def own_randomness(key: int) -> Iterator[None]:
-    """Seed every generator that an augmentation may draw from, and restore their states at the end."""
-    # Without loader processes these are the training loop's generators, and dropout draws from one of them.
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _in_words(layout: list[Leaf]) -> str:

@@ -24,8 +24,6 @@ class Parallel(Protocol):
     # Any survivor can give the state to a newcomer, and one rank can write it. Otherwise the lost take their shards
     # along, and every rank writes its own.
     survivors_hold_all: ClassVar[bool]
-    # The first backward of an attempt lays buckets out anew, so one is run ahead and thrown away.
-    rebuilds_buckets: ClassVar[bool]
     # Cancels whatever mean the strategy takes over ranks: gradients are sums here.
     loss_scale: float
     # Parameters, gradients and the optimizer's state are in the host's memory, and on the device while they are used.
@@ -41,6 +39,14 @@ class Parallel(Protocol):
 
     def store_gradients(self) -> None:
         """Make what ranks have summed the gradients of the parameters, once it has arrived."""
+        ...
+
+    def detach_unused(self) -> None:
+        """Set the `grad` of each parameter that no rank has used in the step to None. Behind the gate.
+
+        Raises:
+            TrainingError: the step is not what one process would have computed.
+        """
         ...
 
     def clear_gradients(self, optimizer: Optimizer) -> None:

@@ -1,8 +1,9 @@
 """Gradients in flat buffers that live as long as the model, and travel while the backward still runs."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import torch
@@ -17,6 +18,52 @@ _FIRST_BYTES = _MIB  # the first bucket is small, so that something travels soon
 _CAP_MB = 25
 
 
+@dataclass(eq=False)
+class Bucket:
+    """Flat buffer of the gradients of some parameters, with one flag behind them for each parameter.
+
+    A flag is 1 where the rank has used the parameter in the step, else 0. It travels with the gradients, so that every
+    rank knows which parameters no rank has used.
+    """
+
+    params: list[nn.Parameter]
+    flat: Tensor  # (elements + parameters,)
+    unused: list[int] = field(default_factory=list)  # places of the parameters that this rank has not used in the step
+
+    @classmethod
+    def of(cls, params: list[nn.Parameter]) -> Self:
+        """Return a bucket of parameters of one format and device, whose gradients become views of it."""
+        bucket = cls(params, params[0].new_zeros(sum(param.numel() for param in params) + len(params)))
+        bucket.attach(range(len(params)))
+        return bucket
+
+    @property
+    def gradient(self) -> Tensor:
+        """Return the elements of all gradients, (elements,)."""
+        return self.flat[: -len(self.params)]
+
+    @property
+    def used(self) -> Tensor:
+        """Return the flags, (parameters,)."""
+        return self.flat[-len(self.params) :]
+
+    def attach(self, places: Sequence[int]) -> None:
+        """Make the gradients of the parameters at these places views of the bucket."""
+        if places:
+            views = self.gradient.split([param.numel() for param in self.params])
+            for place in places:
+                self.params[place].grad = views[place].view_as(self.params[place])
+
+    def detach_unused(self) -> None:
+        """Take the gradients from the parameters that no rank has used. The flags have been summed."""
+        # A parameter that this rank has used needs no look at the flags.
+        if self.unused:
+            used = self.used.tolist()
+            for place in self.unused:
+                if not used[place]:
+                    self.params[place].grad = None
+
+
 class Reduction(Protocol):
     """How the gradients in a bucket are added up, over the forwards of a rank and over ranks."""
 
@@ -26,16 +73,16 @@ class Reduction(Protocol):
         """Begin a step, or an attempt, with nothing in the buckets."""
         ...
 
-    def take(self, index: int, flat: Tensor) -> None:
+    def take(self, bucket: Bucket) -> None:
         """Add to the bucket's sum what a backward has left in it."""
         ...
 
-    def launch(self, index: int, flat: Tensor, communicator: Communicator) -> None:
-        """Launch the sum over ranks."""
+    def launch(self, bucket: Bucket, communicator: Communicator) -> None:
+        """Launch the sum over ranks, of the flags too."""
         ...
 
-    def store(self, flats: list[Tensor]) -> None:
-        """Make the sums over ranks the gradients. They have been waited for."""
+    def store(self, buckets: list[Bucket]) -> None:
+        """Write the sums over ranks into the buckets. They have been waited for."""
         ...
 
 
@@ -47,13 +94,13 @@ class PlainSum:
     def begin(self) -> None:
         return
 
-    def take(self, index: int, flat: Tensor) -> None:
+    def take(self, bucket: Bucket) -> None:
         return
 
-    def launch(self, index: int, flat: Tensor, communicator: Communicator) -> None:
-        communicator.sum(flat)
+    def launch(self, bucket: Bucket, communicator: Communicator) -> None:
+        communicator.sum(bucket.flat)
 
-    def store(self, flats: list[Tensor]) -> None:
+    def store(self, buckets: list[Bucket]) -> None:
         return
 
 
@@ -64,31 +111,37 @@ class FixedPointSum:
 
     def __init__(self, fixed_point: FixedPoint) -> None:
         self._fixed_point = fixed_point
-        self._totals: dict[int, Tensor] = {}  # by bucket
-        self._begun: set[int] = set()  # those with a term of this step
+        self._totals: dict[Bucket, Tensor] = {}  # the flags behind what the format needs
+        self._begun: set[Bucket] = set()  # those with a term of this step
 
     def begin(self) -> None:
         self._fixed_point.begin()
         self._begun.clear()
 
-    def take(self, index: int, flat: Tensor) -> None:
-        if index not in self._totals:
-            self._totals[index] = self._fixed_point.empty(flat)
-        self._fixed_point.add(self._totals[index], flat, first=index not in self._begun)
-        self._begun.add(index)
+    def take(self, bucket: Bucket) -> None:
+        if bucket not in self._totals:
+            self._totals[bucket] = self._fixed_point.empty(bucket.flat)
+        total = self._totals[bucket][: -len(bucket.params)]
+        self._fixed_point.add(total, bucket.gradient, first=bucket not in self._begun)
+        self._begun.add(bucket)
 
-    def launch(self, index: int, flat: Tensor, communicator: Communicator) -> None:
-        communicator.sum(self._totals[index])
+    def launch(self, bucket: Bucket, communicator: Communicator) -> None:
+        total = self._totals[bucket]
+        total[-len(bucket.params) :].copy_(bucket.used)
+        communicator.sum(total)
 
-    def store(self, flats: list[Tensor]) -> None:
-        for index, flat in enumerate(flats):
-            self._fixed_point.store(self._totals[index], flat)
+    def store(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            total = self._totals[bucket]
+            self._fixed_point.store(total[: -len(bucket.params)], bucket.gradient)
+            bucket.used.copy_(total[-len(bucket.params) :])
 
 
 class GradientBuckets:
-    """The gradients of a model. Each parameter's `grad` is a view of a bucket, for ever.
+    """The gradients of a model. Each parameter's `grad` is a view of a bucket, from the begin of a step to its update.
 
-    A parameter that a backward does not reach has a gradient of zero, so that all ranks agree on what it is.
+    A parameter that this rank does not use in a step has a gradient of zero there, to which other ranks may add. If no
+    rank uses the parameter, its `grad` is None when the optimizer steps, as in a plain loop.
 
     Args:
         parameters: those that require a gradient, in the order in which a forward uses them.
@@ -102,15 +155,20 @@ class GradientBuckets:
         self._reduction = reduction
         self._communicator: Communicator | None = None
         self._bucket_of: dict[Tensor, int] = {}
-        self._flats: list[Tensor] = []
-        self._sizes: list[int] = []  # parameters of each bucket
         self._armed = False
         self._last = False  # the backward under way is the last one of the step
         self._held = False  # what backwards leave stays in the buckets
+        self._reached: set[Tensor] = set()  # parameters that a backward of this step has reached
         self._missing: list[int] = []  # by bucket, the parameters whose gradient is not whole yet
         self._num_filled = 0
-        for members in _split(parameters, cap_bytes):
-            self._add_bucket(members)
+        self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
+        for index, bucket in enumerate(self._buckets):
+            for param in bucket.params:
+                self._bucket_of[param] = index
+                param.register_post_accumulate_grad_hook(self._accumulated)
+        self._flats = [bucket.flat for bucket in self._buckets]
+        self._flags = [bucket.used for bucket in self._buckets]
+        self.clear()
 
     @classmethod
     def of(cls, model: nn.Module, cap_mb: int | None, fixed_point: FixedPoint | None = None) -> Self:
@@ -132,23 +190,35 @@ class GradientBuckets:
         """Take up each bucket as soon as the backward that follows has filled it, and send it if it is the `last`."""
         self._armed = (last or self._reduction.takes_each) and not self._held
         self._last = last
-        self._missing = list(self._sizes)
+        self._missing = [len(bucket.params) for bucket in self._buckets]
         self._num_filled = 0
 
     def finish(self) -> None:
         """Take up what that backward has not filled: buckets with parameters that it did not reach."""
-        while self._armed and self._num_filled < len(self._flats):
+        while self._armed and self._num_filled < len(self._buckets):
+            if self._last:
+                self._flag_unused(self._buckets[self._num_filled])
             self._filled()
         self._armed = False
 
     def store(self) -> None:
         """Make the sums over ranks the gradients. They have been waited for."""
-        self._reduction.store(self._flats)
+        self._reduction.store(self._buckets)
+
+    def detach_unused(self) -> None:
+        """Take the gradients from the parameters that no rank has used in the step, until `clear`. Behind the gate."""
+        for bucket in self._buckets:
+            bucket.detach_unused()
 
     def clear(self) -> None:
         """Set all gradients to zero, in place."""
-        if self._flats:
+        for bucket in self._buckets:
+            bucket.attach(bucket.unused)
+            bucket.unused = []
+        self._reached.clear()
+        if self._buckets:
             torch._foreach_zero_(self._flats)
+            torch._foreach_add_(self._flags, 1)  # used, unless `finish` finds otherwise
         self._reduction.begin()
 
     @contextmanager
@@ -162,21 +232,11 @@ class GradientBuckets:
 
     def digest(self) -> Tensor:
         """Return a digest of the bits of all gradients as they are now, () int64."""
-        return digest(self._flats)
-
-    def _add_bucket(self, members: list[nn.Parameter]) -> None:
-        flat = members[0].new_zeros(sum(param.numel() for param in members))
-        start = 0
-        for param in members:
-            param.grad = flat[start : start + param.numel()].view_as(param)
-            start += param.numel()
-            self._bucket_of[param] = len(self._flats)
-            param.register_post_accumulate_grad_hook(self._accumulated)
-        self._flats.append(flat)
-        self._sizes.append(len(members))
+        return digest([bucket.gradient for bucket in self._buckets])
 
     def _accumulated(self, param: Tensor) -> None:
         # Called by autograd, on its own thread on CUDA.
+        self._reached.add(param)
         if not self._armed:
             return
         bucket = self._bucket_of[param]
@@ -187,16 +247,23 @@ class GradientBuckets:
                 "bucket may be on its way already. Use use_reentrant=False, or parallel.reducer=torch"
             )
         # In order, because ranks match collectives by it, and need not fill buckets in the same one.
-        while self._num_filled < len(self._flats) and self._missing[self._num_filled] == 0:
+        while self._num_filled < len(self._buckets) and self._missing[self._num_filled] == 0:
             self._filled()
 
     def _filled(self) -> None:
-        flat = self._flats[self._num_filled]
-        self._reduction.take(self._num_filled, flat)
+        bucket = self._buckets[self._num_filled]
+        self._reduction.take(bucket)
         if self._last:
             assert self._communicator is not None
-            self._reduction.launch(self._num_filled, flat, self._communicator)
+            self._reduction.launch(bucket, self._communicator)
         self._num_filled += 1
+
+    def _flag_unused(self, bucket: Bucket) -> None:
+        """Note which of the bucket's parameters no backward of the step has reached."""
+        for place, param in enumerate(bucket.params):
+            if param not in self._reached:
+                bucket.unused.append(place)
+                bucket.used[place] = 0
 
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakKeyDictionary()

@@ -1,7 +1,6 @@
 """Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
@@ -9,11 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from app.config import DdpConfig
-from app.errors import TrainingError
 from app.parallel.precision import Precision
 from app.world.runtime import World
-
-_UNUSED = "parameters that were not used in producing loss"  # what torch says of them
 
 
 class _Transparent(DistributedDataParallel):
@@ -30,7 +26,6 @@ class TorchDistributedDataParallelism:
     """The `Parallel` of torch's own DistributedDataParallel, for those who need its communication hooks."""
 
     survivors_hold_all: ClassVar[bool] = True
-    rebuilds_buckets: ClassVar[bool] = True
     offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
@@ -51,27 +46,22 @@ class TorchDistributedDataParallelism:
             gradient_as_bucket_view=True,
             # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
             init_sync=False,
+            # Torch leaves the parameters alone that no rank has used in a step. Its buckets then stay as they were laid
+            # out at first, so that a restart adds gradients up in the order of an undisturbed run.
+            find_unused_parameters=True,
             # Every rank keeps its own running statistics, as with our own buckets; checkpoints hold the leader's.
             forward_sync_buffers=False,
         )
 
-    @contextmanager
-    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
+    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)
-        try:
-            # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
-            with nullcontext() if last else model.no_sync():
-                yield
-        except RuntimeError as error:
-            if _UNUSED not in str(error):
-                raise
-            # Torch advises an argument of its own, which nobody can give here.
-            raise TrainingError(
-                "a step did not use all parameters of the model, which parallel.reducer=torch cannot do with; "
-                "parallel.reducer=steadfast, the default, can"
-            ) from error
+        # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
+        return nullcontext() if last else model.no_sync()
 
     def store_gradients(self) -> None:
+        return
+
+    def detach_unused(self) -> None:
         return
 
     def clear_gradients(self, optimizer: Optimizer) -> None:

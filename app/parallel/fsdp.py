@@ -4,12 +4,13 @@ Over all ranks of the world, or over `parallel.shard_size` neighbouring ones, a 
 over replicas (HSDP).
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,10 +22,13 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from app.config import FsdpConfig
+from app.errors import TrainingError
 from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
+from app.parallel.dtensor import is_sharded
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
+_PRIME = 1_000_003  # of the hash of an order of units, whose square a sum over a million ranks can hold
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,7 +36,6 @@ class FullyShardedDataParallelism:
     """The `Parallel` of torch's fully_shard."""
 
     survivors_hold_all: ClassVar[bool] = False
-    rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
 
     def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
@@ -40,10 +43,13 @@ class FullyShardedDataParallelism:
         self._world = world
         self._precision = precision
         self.offloads = config.cpu_offload
+        self._usage: _Usage
+        self._accumulates_apart: bool  # gradients of several backwards in another format than each of them has
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
         policy = self._formats()
+        self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
         # None keeps what only the root has until its backward, which comes at once.
         reshard = None if self._config.reshard_after_forward else False
@@ -55,7 +61,10 @@ class FullyShardedDataParallelism:
             # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # Ranks may use different parameters of a unit, and all of them reduce the whole unit.
+            module.set_reduce_scatter_unused_params(True)
         self._prefetch(sharded[1:])  # the first is the model itself
+        self._usage = _Usage(model, sharded, self._world, self._precision.device)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -98,18 +107,38 @@ class FullyShardedDataParallelism:
             unit.set_modules_to_forward_prefetch([*units[number + 1 : number + 1 + num]])
             unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
-    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
         # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
         model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
-        return nullcontext()
+        if last:
+            self._usage.fill()
+        elif self._accumulates_apart:
+            self._gather_each_once(model)
+        yield
+        if last:
+            self._usage.send()
+
+    def _gather_each_once(self, model: nn.Module) -> None:
+        """Gather all units one after the other, in an attempt's first backward that reduces nothing. A collective."""
+        # FSDP then converts what it has of each unit's gradients, and cannot where a unit has never been gathered.
+        self._accumulates_apart = False
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
 
     def store_gradients(self) -> None:
         return
 
+    def detach_unused(self) -> None:
+        self._usage.detach_unused()
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
+        self._usage.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -128,3 +157,96 @@ class FullyShardedDataParallelism:
 
     def writes(self, world: World) -> bool:
         return world.in_first_replica
+
+
+class _Usage:
+    """Record of which parameters a step uses, and of the order in which each rank runs the units.
+
+    Units reduce gradients of zeros for the parameters that a rank has not used. One small sum over all ranks, launched
+    behind the last backward of a step, then tells every rank which parameters no rank has used.
+
+    Args:
+        units: of the model, itself among them, in the order of a forward.
+        device: where the sum is taken.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[FSDPModule], world: World, device: torch.device) -> None:
+        self._model = model
+        self._units = units
+        self._world = world
+        self._device = device
+        self._places: dict[Tensor, int] = {}  # of gathered parameters that train, among those of the model
+        self._used: set[int] = set()  # places of those that this rank has used
+        self._order = 0  # hash of the units that this rank has run
+        self._seen: set[nn.Module] = set()  # units that have been gathered once
+        self._sums: Tensor
+        for number, unit in enumerate(units):
+            assert isinstance(unit, nn.Module)
+            # Behind the hook of fully_shard, which has then gathered the unit.
+            unit.register_forward_pre_hook(partial(self._gathered, number))
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._used.clear()
+        self._order = 0
+
+    def fill(self) -> None:
+        """Add gradients of zeros where earlier backwards have left some in the reduction's format, but not all.
+
+        A unit reduces gradients of one format alone, and those of the last backward are in the parameters' format.
+        """
+        if not self._used or len(self._used) == len(self._places):
+            return
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
+                    for each in group.fsdp_params:
+                        if each.unsharded_accumulated_grad is None and each.unsharded_param.requires_grad:
+                            zeros = torch.zeros_like(each.unsharded_param, dtype=each.reduce_dtype)
+                            each.unsharded_accumulated_grad = zeros
+
+    def send(self) -> None:
+        """Launch the sum over ranks, behind the last backward of a step."""
+        numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
+        for place in self._used:
+            numbers[place] = 1
+        replica = self._world.rank // self._world.shard
+        stop = len(numbers) - 2 * (self._world.replicate - replica - 1)
+        numbers[stop - 2 : stop] = self._order, self._order**2
+        self._sums = torch.tensor(numbers).to(self._device, non_blocking=True)  # the host need not wait for the device
+        self._world.groups.communicator.sum(self._sums)
+
+    def detach_unused(self) -> None:
+        """Take the gradients from the parameters that no rank has used in the step.
+
+        Raises:
+            TrainingError: ranks of one replica have not run the same units.
+        """
+        params = list(self._model.parameters())
+        numbers = self._sums.tolist()
+        orders = numbers[len(params) :]
+        for order, square in zip(orders[::2], orders[1::2], strict=True):
+            if self._world.shard * square != order**2:  # equal if, and only if, all terms are
+                raise TrainingError(
+                    "parallel.kind=fsdp: the ranks did not run the same layers in one step, and a layer that is "
+                    "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
+                    "larger ones in parallel.wrap or in the model's blocks(), or take parallel.kind=ddp"
+                )
+        for param, num_ranks in zip(params, numbers, strict=False):
+            if not num_ranks:
+                param.grad = None
+
+    def _gathered(self, number: int, unit: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._order = (31 * self._order + number + 1) % _PRIME
+        if unit in self._seen:
+            return
+        self._seen.add(unit)
+        for place, param in enumerate(self._model.parameters()):
+            if param.requires_grad and param not in self._places and not is_sharded(param):
+                self._places[param] = place
+                param.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, param: Tensor) -> None:
+        self._used.add(self._places[param])

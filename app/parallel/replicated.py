@@ -18,7 +18,6 @@ class ReplicatedParallelism:
     """The `Parallel` of models that every worker holds whole. The model is trained as it is, without a wrapper."""
 
     survivors_hold_all: ClassVar[bool] = True
-    rebuilds_buckets: ClassVar[bool] = False
     loss_scale = 1.0
     offloads = False
 
@@ -46,6 +45,9 @@ class ReplicatedParallelism:
 
     def store_gradients(self) -> None:
         self._buckets.store()
+
+    def detach_unused(self) -> None:
+        self._buckets.detach_unused()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         # Not by the optimizer: it would take the parameters' views of the buckets away.

@@ -15,6 +15,7 @@ import app.checkpoint.restore
 import app.checkpoint.snapshots
 import app.components.validate
 import app.parallel.buckets
+import app.parallel.ddp
 import app.step
 import app.worker
 import app.world.clock
@@ -24,7 +25,6 @@ from app.data.order import Int64s, SampleOrder
 from app.parallel.buckets import PlainSum
 from app.parallel.fixed_point import FixedPoint
 from app.plan import Microbatch, Plan
-from app.step import Stepper
 from app.tasks import LanguageModeling, Sums
 from app.world.sums import Plain
 from tests.dist.small import Tokens
@@ -122,8 +122,11 @@ def load_no_optimizer() -> None:
     _replace(app.checkpoint.snapshots, "load_shards", broken)
 
 
-def skip_the_warm_up() -> None:
-    _replace(Stepper, "warm_up", lambda honest: lambda self, batch: None)
+def find_no_unused_parameters() -> None:
+    def broken(honest: Any) -> Any:
+        return lambda model, **how: honest(model, **{**how, "find_unused_parameters": False})
+
+    _replace(app.parallel.ddp, "_Transparent", broken)
 
 
 def refuse_to_take_times() -> None:

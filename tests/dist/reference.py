@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from app.components.schedule import learning_rate
-from app.components.seed import seed_generators
-from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig
+from app.components.seed import seed_generators, seed_validation
+from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
+from app.config.target import load_target
 from app.data import SampleOrder, build_dataset
 from app.data.order import sample_keys, samples_digest
 from app.models import build_model
@@ -41,11 +42,17 @@ class GlobalBatch(NamedTuple):
     positions: NDArray[np.int64]
 
 
-def reference(config: Config, skip: frozenset[int] = frozenset(), ended_at: Sequence[int] = ()) -> Reference:
+def reference(
+    config: Config,
+    skip: frozenset[int] = frozenset(),
+    ended_at: Sequence[int] = (),
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+) -> Reference:
     """The run that the configuration describes, done the plain way; steps to skip are as if they had never been.
 
     Args:
         ended_at: the epochs with which the run ended before it was extended.
+        before_step: called with the model and the number of each step before the step begins, as a hook might be.
     """
     torch.manual_seed(config.run.seed)
     model = build_model(config.model).double()
@@ -57,6 +64,7 @@ def reference(config: Config, skip: frozenset[int] = frozenset(), ended_at: Sequ
         if step in skip:
             losses.append(None)
             continue
+        before_step(model, step)
         loss = mean_loss(model, global_batch, config, step)
         optimizer.zero_grad()
         loss.backward()
@@ -83,6 +91,9 @@ def expected_ledger(config: Config) -> Reference:
 
 
 def _optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(config, TargetOptimizer):
+        optimizer: torch.optim.Optimizer = load_target(config.target)(model.parameters(), lr=config.lr, **config.args)
+        return optimizer
     assert isinstance(config, AdamWConfig | SgdConfig)
     matrices = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay}
     others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
@@ -91,12 +102,17 @@ def _optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimiz
     return torch.optim.AdamW([matrices, others], betas=config.betas, eps=config.eps)
 
 
-def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int = 0) -> Tensor:
-    """The sum of all losses, divided once by the count of all. Dropout is drawn for each microbatch of a step."""
+def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int | None = None) -> Tensor:
+    """The sum of all losses, divided once by the count of all. Each microbatch of a step draws numbers of its own, and
+    so does each of validation, where `step` is None."""
     task = build_task(config.task)
     loss_sum, count = torch.zeros((), dtype=torch.float64), 0
     for index, microbatch in enumerate(microbatches(batch, config)):
-        seed_generators(config.run.seed, Microbatch(step, index, 0, 0), CPU)
+        if step is None:
+            start = index * config.batch.samples_per_microbatch
+            seed_validation(config.run.seed, Microbatch(1, index, start, 0), CPU)
+        else:
+            seed_generators(config.run.seed, Microbatch(step, index, 0, 0), CPU)
         sums = task.loss(model, microbatch)
         loss_sum, count = loss_sum + sums.loss_sum, count + int(sums.count)
     return loss_sum / count

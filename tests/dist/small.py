@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.config import Config, parse_config
-from app.tasks import IGNORED
+from app.data.batches import Batch
+from app.tasks import IGNORED, LanguageModeling, Sums
 
 CONTEXT, VOCABULARY = 6, 19
 
@@ -55,6 +56,34 @@ class Tokens:
         if self._masked:
             targets[: CONTEXT if index % 4 == 0 else index % 4] = IGNORED
         return inputs, targets
+
+
+class Drawing(LanguageModeling):
+    """Weighs each loss by numbers from all generators that code of users draws from, in validation too."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        sums = super().loss(model, batch)
+        weight = float(np.random.rand()) + random.random() + float(torch.rand(()))
+        return Sums(sums.loss_sum * weight, sums.count)
+
+
+DRAWING = "task.target=tests.dist.small:Drawing"
+
+
+class Split(Tokens):
+    """One of two parts of all samples, which the constructor draws from one of the generators."""
+
+    def __init__(self, part: int, generator: str) -> None:
+        super().__init__(num_samples=66)
+        match generator:
+            case "torch":
+                order = torch.randperm(66).tolist()
+            case "numpy":
+                order = np.random.permutation(66).tolist()
+            case _:
+                order = random.sample(range(66), 66)
+        self.ids = order[:52] if part == 0 else order[52:]
+        self._tokens = self._tokens[self.ids]
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -20,7 +20,7 @@ from tests.dist.checks import check_ledger, largest_difference
 from tests.dist.drill import Drilled, Members, drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.dist.small import DRAWING, small
 
 EXACT = "run.exact=true"
 
@@ -90,6 +90,16 @@ def test_in_32_bits_it_is_as_near_to_the_true_result_as_an_ordinary_run(tmp_path
     exact = drill(small(tmp_path / "exact", EXACT, "precision.kind=fp32"), worlds=[2])
     assert largest_difference(exact.weights, expected) <= 2 * largest_difference(ordinary.weights, expected)
     assert result_of(exact) != result_of(ordinary)
+
+
+def test_a_loss_that_draws_from_all_generators_gives_one_hash_at_any_number_of_workers(tmp_path: Path) -> None:
+    """As timm's Mixup draws from numpy; the second run is the first one again."""
+    results: list[Result] = []
+    schedules: list[list[Members]] = [[1], [1], [2], [3, 1]]
+    for number, worlds in enumerate(schedules):
+        config = small(tmp_path / str(number), EXACT, "precision.kind=fp32", DRAWING)
+        results.append(result_of(drill(config, worlds=worlds, leave_after=[5][: len(worlds) - 1])))
+    assert all(result == results[0] for result in results)
 
 
 def test_a_step_that_is_left_out_changes_no_bit_of_the_others(tmp_path: Path) -> None:

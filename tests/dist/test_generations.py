@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.dist.checks import check_checkpoint, check_equal, check_identical, check_run, largest_difference
+from app.components.worker_state import WorkerState
+from app.config import Config
+from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.dist.small import DRAWING, small
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -85,6 +89,32 @@ def test_any_sequence_of_worlds_will_do(tmp_path: Path, kind: str) -> None:
     check_run(run, reference(config))
     assert [line["world_size"] for line in run.history.lines] == [2] * 2 + [1] * 3 + [5] * 3 + [2] * 5
     assert run.history.lines[-1]["num_samples"] == 9
+
+
+def test_a_loss_that_draws_from_all_generators_draws_the_same_in_any_world(tmp_path: Path, kind: str) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}", DRAWING)
+    check_run(drill(config, worlds=[2, 1, 3], leave_after=[3, 3]), reference(config))
+
+
+@pytest.mark.parametrize("generator", ["torch", "numpy", "random"])
+def test_a_dataset_that_draws_its_samples_when_it_is_built_is_the_same_on_every_rank(
+    tmp_path: Path, generator: str
+) -> None:
+    def config(storage: Path) -> Config:
+        parts = [
+            f"{{target: 'tests.dist.small:Split', args: {{part: {part}, generator: {generator}}}" for part in (0, 1)
+        ]
+        return small(storage, f"data={parts[0]}, validation: {parts[1]}}}}}")
+
+    alone, resized = (
+        drill(config(tmp_path / "1"), worlds=[1]),
+        drill(config(tmp_path / "2"), worlds=[2, 3], leave_after=[3]),
+    )
+    check_equal(resized.weights, alone.weights)
+    assert resized.summary["metrics"]["loss"] == pytest.approx(alone.summary["metrics"]["loss"], abs=EQUAL)
+    worker = WorkerState(config(tmp_path), torch.device("cpu"))
+    parts: tuple[Any, Any] = worker.dataset, worker.loader._validation._dataset
+    assert not {*parts[0].ids} & {*parts[1].ids}
 
 
 def test_a_wish_is_heard_although_every_step_is_checkpointed(tmp_path: Path, kind: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.models import build_model
+from app.models.gpt import Gpt
 from tests.dist.checks import check_equal, check_identical
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
@@ -71,3 +74,20 @@ def test_a_first_start_without_the_file_is_refused(tmp_path: Path, kind: str) ->
         drill(config, worlds=[2])
     said = f"UsageError: run.init_from: {tmp_path}/weights.pt cannot be loaded into this model: [Errno 2] No such file"
     assert str(failure.value).count(said) == (1 if kind == "ddp" else 2)
+
+
+class Drawn(Gpt):
+    """A model whose constructor draws from the generators of numpy and Python."""
+
+    def __init__(self) -> None:
+        super().__init__(small("nowhere").model)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.from_numpy(np.random.randn(*self.embed.weight.shape)))
+            self.embed.weight.mul_(random.random())
+
+
+@KINDS
+def test_a_model_that_draws_from_all_generators_begins_with_the_same_weights(tmp_path: Path, kind: str) -> None:
+    words = "model={target: 'tests.dist.test_initial:Drawn'}", f"parallel.kind={kind}"
+    runs = [drill(small(tmp_path / f"{size}", *words), worlds=[size], stop_after=3) for size in (1, 3)]
+    check_equal(runs[0].weights, runs[1].weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,8 +50,11 @@ def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_pat
     counts = Counts()
     resume = partial(train, str(tmp_path), "half", 12, hooks=[counts])
     thread = threading.Thread(target=lambda: results.append(resume()))  # no signals come here
+    states = generator_states()
     thread.start()
     thread.join()
+    # A search for a rate draws from them between two calls.
+    assert generator_states() == states
     (resumed,) = results
     assert counts.steps.item() == 12
     assert (resumed.summary["step"], resumed.summary["attempts"], resumed.summary["lost_steps"]) == (12, 2, 0)
@@ -66,6 +71,10 @@ def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_pat
     torch.testing.assert_close(trained(unasked), trained(resumed), rtol=0.0, atol=0.0)
     with pytest.raises(RunConflict, match=r"model\.args\.parameters"):
         resume(hidden=9, return_finished=True)
+
+
+def generator_states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
 
 
 def trained(result: app.Result) -> dict[str, torch.Tensor]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.dist.checks import check_equal, check_identical, check_run
+from tests.dist.checks import check_equal, check_identical, check_ledger, check_losses, check_run
 from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.dist.small import VOCABULARY, small
 
+HERE, OWN = "tests.dist.test_optimizers", "tests.unit.test_own_optimizer"
 SGD = ["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.01"]
 
 
@@ -57,3 +60,54 @@ def test_muon_over_a_resize_is_equivalent_and_over_a_stop_identical(tmp_path: Pa
     assert held == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
     by_muon = {name for name in undisturbed.optimizer if name.endswith("momentum_buffer")}
     assert len(by_muon) == 8  # four matrices in each of two blocks; embeddings and head are AdamW's
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["torch.optim:NAdam", "torch.optim:ASGD", f"{OWN}:TowardsStart"])
+def test_optimizer_whose_state_does_not_begin_as_zeros_equals_one_process(tmp_path: Path, name: str, kind: str) -> None:
+    """It is resized within warm-up, stopped, and resumed from its checkpoint by new processes."""
+    config = small(tmp_path, f"parallel.kind={kind}", f"optimizer.target={name}", "optimizer.lr=0.003")
+    drill(config, worlds=[3, 2], leave_after=[1], stop_after=5)
+    check_run(drill(config, worlds=[3]), reference(config))
+
+
+def test_rprop_resumes_exactly_under_ddp_and_is_refused_under_fsdp(tmp_path: Path) -> None:
+    words = ["optimizer.target=torch.optim:Rprop", "optimizer.lr=0.003"]
+    config = small(tmp_path / "ddp", *words)
+    drill(config, worlds=[3, 2], leave_after=[1], stop_after=5)
+    resumed = drill(config, worlds=[3])
+    # Not the weights: a key's bias has no gradient but rounding errors, whose sign moves it, and no loss depends on it.
+    check_losses(resumed, reference(config))
+    check_ledger(resumed, reference(config))
+    with pytest.raises(
+        MemberFailed, match=r"optimizer Rprop cannot update parameters that fsdp has sharded \(take par"
+    ):
+        drill(small(tmp_path / "fsdp", *words, "parallel.kind=fsdp"), worlds=[2])
+
+
+def test_optimizer_without_state_goes_on_with_shards_in_memory(tmp_path: Path) -> None:
+    words = ["parallel={kind: fsdp, shard_size: 2}", f"optimizer.target={OWN}:Plainest", "optimizer.lr=0.003"]
+    run = drill(small(tmp_path, *words), worlds=[range(4), range(2)], leave_after=[5])
+    check_run(run, reference(small(tmp_path, *words)))
+    assert not run.optimizer
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.target=torch.optim:LBFGS"], "LBFGS needs a closure"),
+        (["optimizer.target=torch.optim:Adafactor", "parallel.kind=fsdp"], "Adafactor needs whole tensors"),
+        ([f"model.target={HERE}:Sparse"], "its layer 0 has sparse=True"),
+    ],
+)
+def test_run_that_would_be_another_is_refused_before_its_first_step(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(MemberFailed, match=message):
+        drill(small(tmp_path, *words), worlds=[1])
+    assert not list(tmp_path.rglob("ledger*"))
+
+
+class Sparse(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(VOCABULARY, 12, sparse=True), nn.Linear(12, VOCABULARY))

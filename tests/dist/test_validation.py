@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from app.checkpoint.catalog import Catalog
 from app.models import build_model
 from app.run.directory import RunDirectory
-from tests.dist.checks import EQUAL, check_weights
+from tests.dist.checks import EQUAL, check_identical, check_weights
 from tests.dist.drill import drill
 from tests.dist.reference import GlobalBatch, mean_loss, reference
-from tests.dist.small import VOCABULARY, small
+from tests.dist.small import DRAWING, VOCABULARY, small
 
 
 def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
@@ -69,6 +69,29 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
         {"step": True, "dropout": True, "backbone": not frozen},
     ]
     assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
+
+
+def test_a_validation_loss_that_draws_is_one_figure_at_any_number_of_workers(tmp_path: Path) -> None:
+    config = small(tmp_path / "1", DRAWING, "validation.every=5 steps")
+    figures = [drill(config, worlds=[1]).told("validation", "loss")]
+    for size in (2, 3):
+        figures.append(
+            drill(small(tmp_path / f"{size}", DRAWING, "validation.every=5 steps"), worlds=[size]).told(
+                "validation", "loss"
+            )
+        )
+    assert len(figures[0]) == 3
+    assert figures[1] == pytest.approx(figures[0], abs=EQUAL)
+    assert figures[2] == pytest.approx(figures[0], abs=EQUAL)
+    assert figures[0][-1] == pytest.approx(reference(config).validation_loss, abs=EQUAL)
+
+
+def test_validation_changes_no_number_that_training_draws(tmp_path: Path) -> None:
+    words = DRAWING, "data.args.all_generators=true"
+    often = drill(small(tmp_path / "often", *words, "validation.every=1 steps"), worlds=[2])
+    once = drill(small(tmp_path / "once", *words, "validation.every=null"), worlds=[2])
+    assert len(often.told("validation", "loss")) == 14
+    check_identical(often, once)
 
 
 def test_metrics_of_a_checkpoint_are_of_its_own_step(tmp_path: Path) -> None:

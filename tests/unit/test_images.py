@@ -14,8 +14,9 @@ import torch
 import tests.examples.operators  # noqa: F401 - before torchvision
 from app.config import ImageFolderData, ImageFolderSource
 from app.data.datasets import build_dataset, build_validation
-from app.data.loader import Loader, own_randomness
+from app.data.loader import Loader
 from app.data.order import SampleOrder
+from app.data.randomness import own_randomness
 from app.errors import ConfigError, DataError
 from tests.unit.test_data import CPU, microbatches
 

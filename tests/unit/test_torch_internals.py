@@ -138,6 +138,29 @@ def test_collectives_that_send_nothing() -> None:
         dist.destroy_process_group()
 
 
+def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_of_their_sum() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        layer = torch.nn.Linear(4, 4)
+        unit = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        unit.set_requires_gradient_sync(False)
+        layer(torch.ones(1, 4)).sum().backward()
+        (group,) = unit._get_fsdp_state()._fsdp_param_groups
+        assert len(group.fsdp_params) == 2
+        for param in group.fsdp_params:
+            assert param.unsharded_param.dtype == torch.bfloat16
+            assert param.reduce_dtype == torch.float32
+            assert param.unsharded_accumulated_grad is not None
+            assert param.unsharded_accumulated_grad.dtype == torch.float32
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_the_allocator_of_cuda_remembers() -> None:
     recorded = parameters(torch.cuda.memory._record_memory_history)
     assert {"stacks", "max_entries"} <= set(recorded)
