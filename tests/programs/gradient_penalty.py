@@ -55,5 +55,4 @@ PROGRAM = Program(
     "gradient penalty with double backward (WGAN-GP)",
     plain,
     words=(optimized_by("torch.optim:RMSprop"),),
-    advice="under fsdp the gradient is taken in the model's forward",
 )
