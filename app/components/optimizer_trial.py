@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from app.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
 from app.components.own_optimizer import build_own, build_plain, refusal
 from app.config import TargetOptimizer
-from app.data.loader import own_randomness
+from app.data.randomness import own_randomness
 from app.errors import ConfigError
 
 _NUM_STEPS = 9
