@@ -184,6 +184,20 @@ class _Usage:
             assert isinstance(unit, nn.Module)
             # Behind the hook of fully_shard, which has then gathered the unit.
             unit.register_forward_pre_hook(partial(self._gathered, number))
+        self._follow_methods()
+
+    def _follow_methods(self) -> None:
+        """Have methods of the model that register_fsdp_forward_method has wrapped count as its forward does."""
+        # They run no hooks of the module: they call this method of its state, which forward's own hook is bound to.
+        state = self._units[0]._get_fsdp_state()
+        gather = state._pre_forward
+
+        def gather_and_note(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            inputs = gather(module, args, kwargs)
+            self._gathered(0, module, args)
+            return inputs
+
+        state._pre_forward = gather_and_note  # type: ignore[method-assign]
 
     def clear(self) -> None:
         """Begin a step."""

@@ -21,6 +21,7 @@ from tests.dist.deaths import MortalRuntime, Plot
 from tests.dist.drill import Drilled, drill, what_is_left
 from tests.dist.gang import Gang, Member, MemberFailed
 from tests.dist.like_nccl import Death
+from tests.programs import methods, part_of_model
 from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, STEPS, Program, Trained
 
@@ -65,6 +66,15 @@ def test_a_program_is_refused_in_one_line_before_the_first_step(tmp_path: Path, 
     message = str(failed.value).partition("process 1:")[0].strip().splitlines()[-1]
     assert re.fullmatch(r"app\.errors\.\w+: .*", message), failed.value
     assert program.refused[kind] in message
+    assert not read_ledger(RunDirectory.of(config).store).lines
+
+
+@pytest.mark.parametrize("program", [methods.PROGRAM, part_of_model.PROGRAM], ids=lambda program: program.name)
+def test_the_reducer_of_torch_refuses_a_loss_that_does_not_call_the_model(tmp_path: Path, program: Program) -> None:
+    """Torch's reducer would leave each worker with the gradients of its own microbatches."""
+    config = program.config(tmp_path, "parallel={kind: ddp, reducer: torch}")
+    with pytest.raises(MemberFailed, match=r"TrainingError: parallel\.reducer=torch: the task's loss calls"):
+        drill(config, worlds=[2])
     assert not read_ledger(RunDirectory.of(config).store).lines
 
 

@@ -161,6 +161,35 @@ def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_o
         dist.destroy_process_group()
 
 
+def test_a_method_that_fsdp_takes_for_a_forward_gathers_by_the_method_of_its_state() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Named(torch.nn.Linear):
+        def judge(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.forward(inputs)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = Named(4, 4)
+        state = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))._get_fsdp_state()
+        gather, gathered = state._pre_forward, []
+
+        def noted(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            gathered.append(module)
+            return gather(module, args, kwargs)
+
+        state._pre_forward = noted  # type: ignore[method-assign]
+        register_fsdp_forward_method(layer, "judge")
+        layer.judge(torch.ones(1, 4))
+        assert gathered == [layer]
+        layer(torch.ones(1, 4))
+        assert gathered == [layer], "forward has a hook of its own"
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_the_allocator_of_cuda_remembers() -> None:
     recorded = parameters(torch.cuda.memory._record_memory_history)
     assert {"stacks", "max_entries"} <= set(recorded)
