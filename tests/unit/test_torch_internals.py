@@ -180,7 +180,7 @@ def test_a_method_that_fsdp_takes_for_a_forward_gathers_by_the_method_of_its_sta
             gathered.append(module)
             return gather(module, args, kwargs)
 
-        state._pre_forward = noted  # type: ignore[method-assign]
+        state._pre_forward = noted
         register_fsdp_forward_method(layer, "judge")
         layer.judge(torch.ones(1, 4))
         assert gathered == [layer]
