@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -112,13 +113,13 @@ class _Trial:
         with self._precision.autocast():
             sums = self._task.loss(self._model, batch)
         reshard(self._model)
-        return sums
+        return replace(sums, loss_sum=sums.loss_sum.detach())
 
     def _compare_rows(self, task: GlobalTask, *batches: Batch) -> None:
         found: list[list[Tensor]] = []
         for batch in (*batches, batches[0]):
             seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._precision.device)
-            with self._precision.autocast():
+            with torch.no_grad(), self._precision.autocast():
                 found.append([tensor.double() for tensor in tensors_of(task.embed(self._model, batch))])
             reshard(self._model)
         whole, first, second, again = found
@@ -168,7 +169,7 @@ def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Modul
         unchanged.enter_context(own_randomness(0))
         unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
         unchanged.enter_context(evaluating(model))
-        unchanged.enter_context(torch.no_grad())
+        # Gradients stay enabled, as a loss may take some itself.
         yield model
 
 

@@ -1,7 +1,7 @@
 """Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
@@ -9,12 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from app.config import DdpConfig
+from app.errors import TrainingError
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
 
 class _Transparent(DistributedDataParallel):
     """Shows the attributes and methods of the model that it wraps, as the plain model has them in validation."""
+
+    has_run = False  # its forward, since `synchronize` has begun
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.has_run = True
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -54,10 +61,19 @@ class TorchDistributedDataParallelism:
             forward_sync_buffers=False,
         )
 
-    def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        assert isinstance(model, DistributedDataParallel)
+    @contextmanager
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
+        assert isinstance(model, _Transparent)
+        model.has_run = False
         # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
-        return nullcontext() if last else model.no_sync()
+        with nullcontext() if last else model.no_sync():
+            yield
+        if not model.has_run:  # so the reducer has summed nothing
+            raise TrainingError(
+                "parallel.reducer=torch: the task's loss calls a part or a method of the model instead of the model, "
+                "and torch's reducer sums the gradients of calls of the model alone. Call the model, or take "
+                "parallel.reducer=steadfast, the default"
+            )
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         return

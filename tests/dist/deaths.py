@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Plot:
 
     worlds: list[list[int]]
     deaths: dict[int, tuple[int, Death]]  # attempt -> (member, place)
+    leave_after: dict[int, int] = field(default_factory=dict)  # attempt -> steps after which its last rank wishes to
 
 
 def plot_replicas(seed: int, num_collectives: int) -> Plot:
@@ -190,7 +191,10 @@ class MortalRuntime(DrillRuntime):
     """The schedule, where members of a world may die."""
 
     def __init__(self, member: Member, plotted: Plot, directory: RunDirectory) -> None:
-        schedule = [Attempt(number, world, None, None) for number, world in enumerate(plotted.worlds, 1)]
+        schedule = [
+            Attempt(number, world, plotted.leave_after.get(number), None)
+            for number, world in enumerate(plotted.worlds, 1)
+        ]
         super().__init__(member, schedule, directory)
         self._deaths = plotted.deaths
 

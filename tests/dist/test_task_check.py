@@ -53,7 +53,6 @@ class Own:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
         self.calls += 1
-        assert model.training or torch.is_inference_mode_enabled() or not torch.is_grad_enabled()
         points, labels = batch
         return Sums(F.cross_entropy(model(points), labels, reduction="sum"), len(points))
 

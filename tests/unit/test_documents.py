@@ -8,10 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.documents import EVENTS, REFERENCE, ROOT, events_page
+from tests.documents import EVENTS, PROGRAMS_PAGE, REFERENCE, ROOT, events_page, programs_page
+from tests.programs.catalog import PROGRAMS
 from tests.reference import reference_page
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/reference.md", "docs/operations.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/reference.md",
+    "docs/operations.md",
+    "docs/programs.md",
+]
 
 
 def quoted(page: str) -> Iterator[str]:
@@ -27,6 +35,15 @@ def test_the_page_of_events_is_what_would_be_written_now() -> None:
 
 def test_the_reference_is_what_would_be_written_now() -> None:
     assert REFERENCE.read_text() == reference_page(), "run: make docs"
+
+
+def test_the_page_of_programs_is_what_would_be_written_now() -> None:
+    assert PROGRAMS_PAGE.read_text() == programs_page(), "run: make docs"
+
+
+def test_every_program_is_in_the_differential_suite() -> None:
+    modules = {path.stem for path in (ROOT / "tests/programs").glob("*.py")} - {"__init__", "catalog", "program"}
+    assert {program.name for program in PROGRAMS} == modules
 
 
 @pytest.mark.parametrize(

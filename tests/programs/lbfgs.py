@@ -1,0 +1,16 @@
+"""An optimizer that evaluates the loss several times a step, by a closure."""
+
+from __future__ import annotations
+
+from tests.programs.nadam import Model, Task, data
+from tests.programs.program import BOTH, Program, optimized_by
+
+__all__ = ["Model", "Task", "data"]
+
+PROGRAM = Program(
+    __name__,
+    "LBFGS",
+    words=(optimized_by("torch.optim:LBFGS"),),
+    refused=dict.fromkeys(BOTH, "closure"),
+    advice="another optimizer",
+)

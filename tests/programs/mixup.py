@@ -1,0 +1,69 @@
+"""Mixup in the loss, by draws of numpy as timm's has them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from app import Sums
+from tests.programs.program import (
+    GLOBAL_SIZE,
+    Program,
+    Trained,
+    batches,
+    build,
+    integers,
+    numbers,
+    optimized_by,
+    seed_loss,
+)
+
+
+def Model() -> nn.Module:  # noqa: N802
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data() -> TensorDataset:
+    return TensorDataset(numbers(33, 4), integers(3, 33))
+
+
+def mixed(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of the batch mixed with itself in another order, summed over samples."""
+    share = np.random.beta(0.4, 0.4)
+    others = np.random.permutation(len(inputs))
+    logits = model(share * inputs + (1 - share) * inputs[others])
+    own = cross_entropy(logits, labels, reduction="sum")
+    return share * own + (1 - share) * cross_entropy(logits, labels[others], reduction="sum")
+
+
+def plain() -> Trained:
+    model, dataset, losses = build(Model), data(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, microbatches in batches(len(dataset)):
+        optimizer.zero_grad()
+        terms = []
+        for index, ids in enumerate(microbatches):
+            seed_loss(step, index)
+            terms.append(mixed(model, *dataset[ids]))
+        loss = torch.stack(terms).sum() / GLOBAL_SIZE
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained.of(losses, model)
+
+
+class Task:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        return Sums(mixed(model, *batch), len(batch[0]))
+
+
+PROGRAM = Program(
+    __name__,
+    "mixup in the loss, by draws of numpy",
+    plain,
+    words=("task.coupled=true", optimized_by("torch.optim:SGD", 0.1, momentum=0.9)),
+    advice="`task.coupled: true`",
+)

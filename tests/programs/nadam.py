@@ -1,0 +1,44 @@
+"""An optimizer whose state does not begin as zeros."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from app import Sums
+from tests.programs.program import Program, Trained, build, numbers, optimized_by, whole_batches
+
+
+def Model() -> nn.Module:  # noqa: N802
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def data() -> TensorDataset:
+    inputs = numbers(33, 4)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def plain() -> Trained:
+    model, dataset, losses = build(Model), data(), []
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    for ids in whole_batches(len(dataset)):
+        inputs, wanted = dataset[ids]
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), wanted)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained.of(losses, model)
+
+
+class Task:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        inputs, wanted = batch
+        return Sums(mse_loss(model(inputs), wanted, reduction="sum"), wanted.numel())
+
+
+PROGRAM = Program(
+    __name__, "NAdam, whose state does not begin as zeros", plain, words=(optimized_by("torch.optim:NAdam"),)
+)

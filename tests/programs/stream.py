@@ -1,0 +1,31 @@
+"""Data that come as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from tests.programs import nadam
+from tests.programs.nadam import Model, Task
+from tests.programs.program import BOTH, Program
+
+__all__ = ["Model", "Task"]
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        dataset = nadam.data()
+        return (dataset[index] for index in range(len(dataset)))
+
+
+data = Stream
+
+
+PROGRAM = Program(
+    __name__,
+    "`IterableDataset`",
+    refused=dict.fromkeys(BOTH, "a Stream, an IterableDataset: which of its samples have been used cannot be known"),
+    advice="a map-style dataset",
+)
