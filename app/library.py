@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,23 @@ from torch import nn
 from app.checkpoint.catalog import Catalog
 from app.checkpoint.initial import build_initial
 from app.checkpoint.weights import read_whole
-from app.config import Config, Target, TargetData, TargetOptimizer, TargetTask, load_config
-from app.config.schema import DataConfig
+from app.config import (
+    CollateConfig,
+    Config,
+    DataConfig,
+    HeldOut,
+    SamplesConfig,
+    Target,
+    TargetData,
+    TargetOptimizer,
+    TargetTask,
+    ValidationTarget,
+    load_config,
+)
 from app.config.target import live_targets
 from app.config.variables import given_variables, taken_variables
 from app.data import Dataset
+from app.data.order import Order
 from app.data.randomness import kept_randomness
 from app.errors import TrainingError, UsageError
 from app.launch.detect import under_torchrun
@@ -63,6 +75,8 @@ def fit(
     dataset: Dataset | None = None,
     validation: Dataset | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    validation_collate: Callable[[list[Any]], Any] | None = None,
+    order: Order | Literal["shuffled", "sequential"] | None = None,
     task: Any = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[..., float] | None = None,
@@ -79,7 +93,9 @@ def fit(
         model: a copy of it is trained, from its weights, under torchrun those of rank 0; or what makes one.
         dataset: map-style.
         validation: data of their own to validate on.
-        collate: makes a batch of a list of samples.
+        collate: makes a batch of a list of training samples; without it they are stacked.
+        validation_collate: the same for validation, which does not take `collate`.
+        order: "sequential", or a function of your own, `app.data.order.Order`; by default samples are shuffled.
         task: an object with a method `loss(model, batch)` that returns `Sums`, or that function; or with `embed(model,
             batch)` and `loss(embeddings)`, see `Task`.
         optimizer: called with `params` and `lr`, such as `torch.optim.SGD`.
@@ -102,7 +118,7 @@ def fit(
     config = config.model_copy(
         update={
             **objects.model(model),
-            **objects.data(config.data, dataset, validation, collate),
+            **objects.data(config.data, dataset, validation, collate, validation_collate, order),
             **objects.task(config, task),
             **objects.optimizer(config, optimizer),
             **objects.schedule(schedule),
@@ -112,6 +128,7 @@ def fit(
     taken_variables(config.cluster, os.environ)  # they are here already; what is missing is an error
     os.environ.update(given_variables(config.cluster))
     place = _place(config)
+    _check_num_workers(config, place)
     # Without it a search that draws a rate before each call would draw the same one from the second call on.
     with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
         if place.rank == 0:
@@ -145,23 +162,33 @@ class _Objects:
         dataset: Dataset | None,
         validation: Dataset | None,
         collate: Callable[[list[Any]], Any] | None,
+        validation_collate: Callable[[list[Any]], Any] | None,
+        order: Order | Literal["shuffled", "sequential"] | None,
     ) -> dict[str, DataConfig]:
-        if (dataset, validation, collate) == (None, None, None):
-            return {}
-        parts = {name: getattr(config, name) for name in DataConfig.model_fields}
-        if validation is not None:
-            parts["validation"] = Target(target=self._name("data.validation", validation, partial(_itself, validation)))
         if dataset is not None:
-            parts["target"] = self._name("data", dataset, partial(_itself, dataset))
-        elif isinstance(config, TargetData):
-            parts |= {"target": config.target, "args": config.args, "collate": config.collate}
-        elif collate is None:
-            return {"data": config.model_copy(update={"validation": parts["validation"]})}
-        else:
-            raise UsageError("collate goes with a dataset of your own")
+            kept = {name: getattr(config, name) for name in SamplesConfig.model_fields if hasattr(config, name)}
+            config = TargetData(target=self._name("data", dataset, partial(_itself, dataset)), **kept)
+        update: dict[str, Any] = {}
+        if validation is not None:
+            target = self._name("data.validation", validation, partial(_itself, validation))
+            update["validation"] = ValidationTarget(target=target)
         if collate is not None:
-            parts["collate"] = Target(target=self._name("data.collate", collate, collate))
-        return {"data": TargetData(**parts)}
+            if not isinstance(config, SamplesConfig):
+                raise UsageError("collate goes with a dataset of your own")
+            update["collate"] = Target(target=self._name("data.collate", collate, collate))
+        if validation_collate is not None:
+            held_out = update.get("validation") or config.validation or HeldOut()
+            if not isinstance(held_out, CollateConfig):
+                raise UsageError("validation_collate goes with a dataset of your own")
+            own = Target(target=self._name("data.validation.collate", validation_collate, validation_collate))
+            update["validation"] = held_out.model_copy(update={"collate": own})
+        if callable(order):
+            update["order"] = Target(target=self._name("data.order", order, order))
+        elif order is not None:
+            if order not in ("shuffled", "sequential"):
+                raise UsageError(f'order={order!r}: must be "shuffled", "sequential" or a function')
+            update["order"] = order
+        return {"data": config.model_copy(update=update)}
 
     def task(self, config: Config, given: Any) -> dict[str, TargetTask]:
         if given is None:
@@ -214,6 +241,18 @@ def _place(config: Config) -> Place:
         return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())
     place = _torchruns_place(config.scaling.gpus_per_worker)
     return Place(place.device, dist.PrefixStore(f"fit-{number}", place.store), place.rank, place.world_size)
+
+
+def _check_num_workers(config: Config, place: Place) -> None:
+    """Raise UsageError if the configuration asks for other numbers of workers than there are."""
+    low, high = config.scaling.num_workers
+    if "num_workers" not in config.scaling.model_fields_set or low <= place.world_size <= high:
+        return
+    wanted = low if low == high else [low, high]
+    raise UsageError(
+        f"scaling.num_workers={wanted}, found {place.world_size}: fit trains in the processes of torchrun, else in "
+        f"this one alone. Start the program by torchrun --nproc-per-node {low}, or train by main.py --config"
+    )
 
 
 @cache  # a process meets the others once

@@ -12,7 +12,7 @@ from torch import Tensor
 from app.checkpoint.catalog import Catalog
 from app.checkpoint.weights import read_whole
 from app.config import Config, parse_config
-from app.data import SampleOrder, build_dataset
+from app.data import SampleOrder, build_dataset, build_order
 from app.run.directory import RunDirectory
 from app.run.ledger import History, read_ledger
 from app.storage import LocalStore
@@ -47,7 +47,7 @@ def check_stopped(running: Running, lost_steps: int = 0) -> None:
 
 
 def order_of(config: Config) -> SampleOrder:
-    return SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, config.run.seed)
+    return build_order(config.data, len(build_dataset(config.data)), config.run.seed)
 
 
 def check_identical(one: Path, other: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from app.commands.options import add_run_argument, run_on_cluster
-from app.config import Config
+from app.config import Config, Target
 from app.errors import DataError, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.units import plural
@@ -37,7 +37,11 @@ def run(options: Namespace) -> int:
             raise
         print(json.dumps({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
         return error.exit_code
-    print(json.dumps({"run": directory.uri, "proved": True, **found}) if options.json else _table(directory, found))
+    print(
+        json.dumps({"run": directory.uri, "proved": True, **found})
+        if options.json
+        else _table(directory, config, found)
+    )
     return 0
 
 
@@ -55,12 +59,15 @@ def _num_samples(config: Config, given: int | None) -> int:
         raise UsageError(f"{error}. Where the data are not at hand, give their length: --samples N") from error
 
 
-def _table(directory: RunDirectory, found: dict[str, int]) -> str:
+def _table(directory: RunDirectory, config: Config, found: dict[str, int]) -> str:
     left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
+    once = "with every training sample at one place of each"
+    if isinstance(config.data.order, Target):
+        once = f"read in the order of {config.data.order.target}"
     rows = {
         "steps": f"1 to {found['steps']}, each once; {plural(found['redone'], 'line')} redone by a later attempt",
         "samples": f"{found['samples']} used, {found['epoch_samples']} in an epoch",
-        "epochs": f"{found['epochs']} finished, with every training sample at one place of each",
+        "epochs": f"{found['epochs']} finished, {once}",
         "digests": f"{found['digests']} compared, all as planned; {plural(found['unconfirmed'], 'step')} unconfirmed",
         "left out": left_out if found["left_out"] else "nothing",
     }

@@ -41,11 +41,11 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     """Return what the configuration comes to. Raises DataError if its data cannot be read."""
     import torch
 
-    from app.data import Loader, SampleOrder, build_dataset
+    from app.data import Loader, build_dataset, build_order
     from app.telemetry.memory import bytes_of_worlds, memory_of_whole
 
     dataset = build_dataset(config.data)
-    order = SampleOrder(len(dataset), config.data.held_out_fraction, config.run.seed)
+    order = build_order(config.data, len(dataset), config.run.seed)
     loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
     measured = config.batch.microbatch_size == "auto"
     if measured:

@@ -36,7 +36,7 @@ from app.components.optimizer import build_optimizer, refuse_sparse
 from app.components.optimizer_trial import try_optimizer
 from app.components.trigger import Interval
 from app.config import Config, Every, TargetOptimizer
-from app.data import Dataset, Loader, SampleOrder, build_dataset
+from app.data import Dataset, Loader, build_dataset, build_order
 from app.data.batches import Batch, stack, tensors_of
 from app.data.randomness import own_randomness
 from app.errors import NotDeferrable, UsageError
@@ -84,9 +84,11 @@ class WorkerState:
         # What a sample adds to the loss count if nothing of it is masked, and whether something may be.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
-        self.order = SampleOrder(len(self.dataset), config.data.held_out_fraction, config.run.seed)
+        self.order = build_order(config.data, len(self.dataset), config.run.seed)
         param_dtype = self.precision.param_dtype  # not a matter of the world
         self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
+        size = config.batch.microbatch_size
+        self.loader.check_validation(2 if size == "auto" else min(size, self.order.num_train))
         self.fingerprint = fingerprint(self.dataset)
         self.batch = config.batch  # its microbatch_size is a number once `fix_microbatch_size` was called
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold

@@ -116,6 +116,12 @@ Balance = Annotated[
     Discriminator(lambda value: BALANCES[isinstance(value, dict)]),
 ]
 
+ORDERS = ("a known order", "an order by target")
+Order = Annotated[
+    Annotated[Literal["shuffled", "sequential"], Tag(ORDERS[0])] | Annotated[Target, Tag(ORDERS[1])],
+    Discriminator(lambda value: ORDERS[isinstance(value, dict | Target)]),
+]
+
 Unit = Literal["steps", "epochs", "minutes", "seconds"]
 
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.config.base import BALANCES, Section
+from app.config.base import BALANCES, ORDERS, Section
 from app.config.document import Document, Dumper, Keys, decoded
 from app.config.schema import Config
 from app.errors import ConfigError, Problem
@@ -19,10 +19,14 @@ from app.errors import ConfigError, Problem
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUOTED = re.compile(r"'(.*?)'")  # a name in what pydantic says it expected
 # Pydantic names the member of a union among the keys of an error; nobody wrote these as keys.
-UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES)
+UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES, *ORDERS)
 # What users of other trainers look for in vain: the nearest name would lead them astray, so they are told what there is
 # in its place.
+_OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
+    "data.shuffle": _OWN_ORDER,
+    "data.sampler": _OWN_ORDER,
+    "data.batch_sampler": _OWN_ORDER,
     "parallel.find_unused_parameters": (
         "parameters that a step does not use are fine without it, with reducer=steadfast, the default"
     ),

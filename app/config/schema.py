@@ -16,6 +16,7 @@ from app.config.base import (
     Every,
     Fraction,
     Interval,
+    Order,
     Pattern,
     Range,
     Section,
@@ -285,21 +286,68 @@ class HuggingFaceSource(Section):
     """the columns that a sample consists of; all if none are named"""
 
 
-Source = Annotated[
-    TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target, Field(discriminator="kind")
+Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target
+
+
+class CollateConfig(Section):
+    collate: Target | None = None
+    """a function of a list of samples that returns a batch; with args, or as a class, what makes one; null stacks the
+    samples"""
+
+
+class HeldOut(CollateConfig):
+    """The samples of data.validation_fraction."""
+
+    kind: Literal["held_out"] = "held_out"
+
+
+class ValidationImages(CollateConfig, ImageFolderSource):
+    pass
+
+
+class ValidationHuggingFace(CollateConfig, HuggingFaceSource):
+    pass
+
+
+class ValidationTarget(CollateConfig, Target):
+    pass
+
+
+AnyValidation = Annotated[
+    HeldOut | TextSource | TokensSource | ValidationImages | ValidationHuggingFace | ValidationTarget,
+    Field(discriminator="kind"),
 ]
 
 
 class DataConfig(LoaderConfig):
+    order: Order = "shuffled"
+    """the order in which an epoch reads its samples: shuffled, anew in each epoch; sequential, as the dataset has them;
+    or that of a function of your own, Order in app/data/order.py (a class, or one with args, is called and returns it).
+    Unless shuffled, the last samples of the dataset are the ones held out"""
     validation_fraction: Fraction = 0.1
-    """share of the samples held out of training, chosen by the seed"""
-    validation: Source | None = None
-    """data of their own to validate on, in place of that share; of the same kind, they come at the same size"""
+    """share of the samples held out of training, chosen by the seed where the order is shuffled"""
+    validation: AnyValidation | None = None
+    """data of their own to validate on, in place of that share; of the same kind, they come at the same size.
+    data.collate makes batches for training alone; {collate: ...} without a kind makes those of that share"""
 
     @property
     def held_out_fraction(self) -> float:
         """The share of the training data that is held out of them."""
-        return self.validation_fraction if self.validation is None else 0.0
+        return 0.0 if self.has_own_validation else self.validation_fraction
+
+    @property
+    def has_own_validation(self) -> bool:
+        """Return whether validation reads other data than those that the samples are held out of."""
+        return self.validation is not None and not isinstance(self.validation, HeldOut)
+
+    @field_validator("validation")
+    @classmethod
+    def something_is_held_out(cls, validation: Section | None, info: ValidationInfo) -> Section | None:
+        if isinstance(validation, HeldOut) and info.data.get("validation_fraction") == 0:
+            context = {"key": "data.validation.collate"}
+            message = "has no samples: data.validation_fraction is 0, and data.validation names no data"
+            raise PydanticCustomError("rule", message, context)
+        return validation
 
 
 class TextData(DataConfig, TextSource):
@@ -310,11 +358,8 @@ class TokensData(DataConfig, TokensSource):
     pass
 
 
-class SamplesConfig(DataConfig):
+class SamplesConfig(DataConfig, CollateConfig):
     """Samples that are read one by one, and made a batch."""
-
-    collate: Target | None = None
-    """a function of a list of samples that returns a batch; with args, or as a class, what makes one"""
 
 
 class ImageFolderData(SamplesConfig, ImageFolderSource):
@@ -708,6 +753,13 @@ HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discrimin
 _LISTS = ("trackers", "hooks")  # sections that are lists of sections
 
 
+def _kind_of_validation(section: dict[str, Any]) -> str:
+    """Return the kind of data to validate on where the section names none."""
+    if "target" in section:
+        return "target"
+    return "held_out" if set(section) == {"collate"} else "text"
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -762,10 +814,16 @@ class Config(Section):
         for name, section in self:
             if isinstance(section, Target):
                 found[f"{name}.target"] = section.target
-        for name in ("validation", "collate"):
-            section = getattr(self.data, name, None)
-            if isinstance(section, Target):
-                found[f"data.{name}.target"] = section.target
+        validation = self.data.validation
+        parts = {
+            "collate": getattr(self.data, "collate", None),
+            "order": self.data.order,
+            "validation": validation,
+            "validation.collate": getattr(validation, "collate", None),
+        }
+        for name, part in parts.items():
+            if isinstance(part, Target):
+                found[f"data.{name}.target"] = part.target
         for name in _LISTS:
             for index, section in enumerate(getattr(self, name)):
                 if isinstance(section, Target):
@@ -784,7 +842,7 @@ class Config(Section):
                 complete[name] = {"kind": kind, **section}
         data = complete.get("data")
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
-            own = {"kind": "target" if "target" in data["validation"] else "text", **data["validation"]}
+            own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
             # Or a model would be measured, without a word, on samples of another size than it is trained on.
             sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
             complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from app.config.base import Target
 from app.errors import ConfigError, Problem
 
 _PROGRAM = Path(__file__).parents[1]
@@ -55,6 +56,14 @@ def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
     except ValueError:
         pass  # some builtins have no signature
     return builder(**args)
+
+
+def build_function(section: Target, path: str) -> Any:
+    """Return the function that a target is; one with args, or a class, is called with them, and returns it."""
+    found = load_target(section.target, f"{path}.target")
+    if section.args or isinstance(found, type):
+        return build_target(section.target, section.args, path)
+    return found
 
 
 @contextmanager

@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from app.config import (
     DataConfig,
+    HeldOut,
     HuggingFaceSource,
     ImageFolderSource,
-    SamplesConfig,
     Source,
     TextSource,
     TokensSource,
 )
-from app.config.target import build_target, load_target
+from app.config.base import Section
+from app.config.target import build_function, build_target
 from app.data.batches import Batch
 from app.data.huggingface import open_huggingface
 from app.data.images import open_image_folder
@@ -38,6 +39,8 @@ class Dataset(Protocol):
         counts_vary: False promises that no target is ever masked, which spares a collective in every step.
         read_batch: a method (ids) -> samples already collated, for a dataset that draws nothing at random.
         without_augmentation: a method () -> the same samples as they are, on which validation measures.
+        set_epoch: a method (epoch), called before samples of another epoch are read; epochs count from 0, and
+            validation is in epoch 0. Not with read_batch.
         classes: names of what its labels stand for; data to validate on must have the same.
     """
 
@@ -115,6 +118,17 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
 
 def _checked(dataset: Any, name: str) -> Dataset:
     """Return a dataset that others have made. Raises DataError if it cannot be trained on."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"{name} gave a {type(dataset).__name__}, whose batches, order and workers would not be used. Give its "
+            "dataset; data.order, data.collate, batch and data.num_workers say the rest"
+        )
+    for attribute in ("sampler", "batch_sampler"):
+        if getattr(dataset, attribute, None) is not None:
+            raise DataError(
+                f"{name} gave a {type(dataset).__name__} with a {attribute}, which would not be used: name a function "
+                "that orders or draws the samples as data.order, and remove it"
+            )
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{name} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
@@ -132,7 +146,7 @@ def _checked(dataset: Any, name: str) -> Dataset:
 def build_validation(config: DataConfig, dataset: Dataset) -> Dataset:
     """Return what validation reads, unaugmented: data of their own, or the training data. Raises DataError."""
     held_out = dataset
-    if config.validation is not None:
+    if config.validation is not None and not isinstance(config.validation, HeldOut):
         held_out = build_dataset(config.validation, "data.validation")
         _check_classes(dataset, held_out)
     if not hasattr(held_out, "without_augmentation"):
@@ -153,15 +167,18 @@ def _check_classes(dataset: Dataset, held_out: Dataset) -> None:
         raise DataError(f"data.validation has other classes than data: {differing or 'in another order'}")
 
 
-def build_collate(config: DataConfig) -> Collate | None:
-    """Return the user's own function that makes a batch of samples; None if there is none."""
-    if not isinstance(config, SamplesConfig) or config.collate is None:
+def build_collate(section: Section | None, key: str, dataset: Dataset) -> Collate | None:
+    """Return the user's own function that makes batches of `dataset` as the section at `key` says; None if it does not.
+
+    Raises:
+        DataError: the dataset makes batches itself, so that the function would not be called.
+    """
+    config = getattr(section, "collate", None)
+    if config is None:
         return None
-    collate = load_target(config.collate.target, "data.collate.target")
-    # With arguments it is a factory or a class, as DataCollatorForLanguageModeling; without, it may be the function.
-    if config.collate.args or isinstance(collate, type):
-        made: Collate = build_target(config.collate.target, config.collate.args, "data.collate")
-        return made
+    if hasattr(dataset, "read_batch"):
+        raise DataError(f"{key}: {type(dataset).__name__}.read_batch makes the batches; remove one of the two")
+    collate: Collate = build_function(config, key)
     return collate
 
 

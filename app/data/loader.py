@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +26,14 @@ from app.world.device import cores_of_a_worker
 # Positions ordered at once: numpy's overhead for eight is that for hundreds.
 _WINDOW = 1024
 _PROCESSES_OF_A_GPU = 2
+_VALIDATION_COLLATE = "data.validation.collate"
 
 
 class Fetched(NamedTuple):
     """A microbatch with its tensors. num_samples and digest are 0 for a pad, which counts for nothing."""
 
     microbatch: Microbatch
-    batch: Batch  # its tensors are (microbatch, *shape in the sample), unless `data.collate` makes others
+    batch: Batch  # its tensors are (microbatch, *shape in the sample), unless a `collate` makes others
     num_samples: int
     digest: int
 
@@ -51,14 +52,18 @@ class Loader:
     ) -> None:
         """`dtype` is what floating point tensors are converted to: that of the model's parameters."""
         self._copies = build_copies(device, dtype)
-        collate = build_collate(config)
-        self._train = _Microbatches(dataset, order.train, seed, collate)
+        self._collate = build_collate(config, "data.collate", dataset)
+        self._train = _Microbatches(dataset, order.train, seed, self._collate, "data.collate", order.num_train)
         # Seeded as the training data were, so that two parts of one `random_split` do not overlap.
         with own_randomness(seed):
             held_out = build_validation(config, dataset)
-        has_own = config.validation is not None
-        self.num_validation = len(held_out) if has_own else order.num_validation
-        self._validation = _Microbatches(held_out, _as_they_are if has_own else order.validation, seed, collate)
+        self.num_validation = len(held_out) if config.has_own_validation else order.num_validation
+        ids = _as_they_are if config.has_own_validation else order.validation
+        self._validation_collate = build_collate(config.validation, _VALIDATION_COLLATE, held_out)
+        epoch_length = max(1, self.num_validation)
+        self._validation = _Microbatches(
+            held_out, ids, seed, self._validation_collate, _VALIDATION_COLLATE, epoch_length
+        )
         self._sampler = _Sampler()
         on_gpu = device.type == "cuda"
         num_workers = num_loader_processes(config, on_gpu)
@@ -78,13 +83,39 @@ class Loader:
             fetching = iter(self._loader)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise DataError(
-                f"loader processes cannot take the dataset ({error}); data.num_workers=0 has none"
+                f"loader processes cannot take the dataset, its collate function or order ({error}); "
+                "data.num_workers=0 has none"
             ) from error
         return map(self._to_device, fetching)
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch each microbatch of validation positions. Raises DataError if a sample cannot be batched."""
         return self._fetch_in_place(self._validation, microbatches)
+
+    def check_validation(self, size: int) -> None:
+        """Check that validation samples can be stacked where only training has a function that makes batches.
+
+        Without it the run would fail at its first validation. Reads one microbatch of `size` samples of each.
+
+        Raises:
+            DataError: they cannot be, or lack entries that training batches have by name.
+        """
+        if self._collate is None or self._validation_collate is not None or not self.num_validation:
+            return
+        # At least two: a single sample can always be stacked.
+        fetched = self._validation[Microbatch(1, 0, 0, min(max(size, 2), self.num_validation))]
+        if isinstance(fetched, DataError):
+            raise DataError(f"{_VALIDATION_COLLATE} is missing, as data.collate is for training alone: {fetched}")
+        batch = self.example(size)
+        if not isinstance(batch, Mapping):
+            return
+        names = set(fetched.batch) if isinstance(fetched.batch, Mapping) else set()
+        if missing := sorted(map(str, set(batch) - names)):
+            raise DataError(
+                f"{_VALIDATION_COLLATE} is missing, as data.collate is for training alone: validation samples that are "
+                f"stacked lack {', '.join(missing)}, which its batches have. Name a function that makes batches, or "
+                "torch.utils.data:default_collate if they are right as they are"
+            )
 
     def example(self, size: int) -> Batch:
         """Return the first `size` training samples as a batch. Raises DataError."""
@@ -136,19 +167,33 @@ class _Sampler:
 class _Microbatches:
     """A dataset indexed by microbatch. This is what the DataLoader sees, and what its processes hold."""
 
-    def __init__(self, dataset: Dataset, ids: Callable[[Int64s], Int64s], seed: int, collate: Collate | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        ids: Callable[[Int64s], Int64s],
+        seed: int,
+        collate: Collate | None,
+        key: str,
+        epoch_length: int,
+    ) -> None:
+        """Read samples by `ids`. `key` is where the configuration names `collate`."""
         self._dataset = dataset
         self._ids = ids
         self._seed = seed
         self._collate = collate
+        self._key = key
+        self._epoch_length = epoch_length
+        self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, its ids, its keys
         self._layout: list[Leaf] = []
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
-        ids, keys = self._ordered(microbatch.start, microbatch.stop)
         try:
-            batch = self._read_batch(ids) if self._read_batch else self._read(ids.tolist(), keys.tolist())
+            ids, keys = self._ordered(microbatch.start, microbatch.stop)
+            batch = (
+                self._read_batch(ids) if self._read_batch else self._read(microbatch.start, ids.tolist(), keys.tolist())
+            )
         except DataError as error:
             # Raised in a loader process, its message would be buried in that process's traceback.
             return error
@@ -171,9 +216,10 @@ class _Microbatches:
     def not_finite(self, start: int, stop: int) -> list[int]:
         ids, keys = self._ordered(start, stop)
         found = []
-        for index, key in zip(ids.tolist(), keys.tolist(), strict=True):
-            with own_randomness(key), contextlib.suppress(Exception):  # this only looks for more to tell
-                numbers = [torch.as_tensor(number) for number in tensors_of(stack([self._dataset[index]]))]
+        for position, (index, key) in enumerate(zip(ids.tolist(), keys.tolist(), strict=True), start):
+            with contextlib.suppress(Exception):  # this only looks for more to tell
+                sample = self._sample(position, index, key)
+                numbers = [torch.as_tensor(number) for number in tensors_of(stack([sample]))]
                 if not all(bool(number.isfinite().all()) for number in numbers):
                     found.append(index)
         return found
@@ -191,18 +237,23 @@ class _Microbatches:
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
 
-    def _read(self, ids: list[int], keys: list[int]) -> Batch:
-        """Read samples one by one and make them a batch."""
+    def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
+        """Read the samples at positions from `start` on, one by one, and make them a batch."""
         samples: list[Any] = []
-        for index, key in zip(ids, keys, strict=True):
-            with own_randomness(key):
-                samples.append(self._dataset[index])
+        for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
+            samples.append(self._sample(position, index, key))
         if self._collate is not None:
             # It may draw too, as one that masks at random: what it draws belongs to the batch's first sample.
             with own_randomness(keys[0]):
                 return self._collate(samples)
         self._check_layout(ids, samples)
         return stack(samples)
+
+    def _sample(self, position: int, index: int, key: int) -> Any:
+        if self._set_epoch is not None:
+            self._set_epoch(position // self._epoch_length)
+        with own_randomness(key):
+            return self._dataset[index]
 
     def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
         for index, sample in zip(ids, samples, strict=True):
@@ -214,7 +265,7 @@ class _Microbatches:
                 self._layout = layout
             if layout != self._layout:
                 expected = f"expected {_in_words(self._layout)} as those before it"
-                remedy = "For samples of different sizes name a function that pads them as data.collate"
+                remedy = f"For samples of different sizes name a function that pads them as {self._key}"
                 raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")
 
 

@@ -1,16 +1,23 @@
 """Map positions in the data to samples: a pure function of the seed, in O(1) memory and without any state.
 
-Training positions are one endless stream; position p belongs to epoch p // num_train. Every epoch is a fresh
-keyed permutation, so each sample comes once an epoch whoever reads it, and a run resumes from one integer.
+Training positions are one endless stream; position p belongs to epoch p // num_train. A run resumes from one integer.
+By default every epoch is a fresh keyed permutation, so each sample comes once an epoch whichever worker reads it;
+`data.order` puts another pure function in its place.
 """
 
 import functools
 import math
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.config import DataConfig
+from app.config.target import build_function
+from app.errors import DataError
+
 Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
 UInt64s = NDArray[np.uint64]
 
 _WORD_MASK = (1 << 64) - 1
@@ -22,6 +29,39 @@ _ROUNDS = 6
 _SPLIT = 0
 _EPOCH = 1
 _DIGEST = 2
+_DRAW = 3
+
+_NUM_TRIED = 256  # positions at which an order of the user's own is tried out
+
+
+class Order(Protocol):
+    """Order of the user's own: the sample that each position of an epoch reads.
+
+    It must be a pure function, element by element: a result depends on the values at its own index alone, not on the
+    number of positions asked for, earlier calls, the worker or the time. Every worker and loader process calls it for
+    the positions that it reads next, also after a resume, and `audit` calls it again for all of them.
+
+    It may return a sample several times and another one never, as draws with replacement do. An epoch has as many
+    positions as there are training samples. `uniform` draws random numbers keyed by position.
+
+    A rule about whole batches (buckets of equal lengths, a curriculum by step) follows from the position too: with
+    position = epoch * num_samples + place, the step is position // batch.global_size + 1, unless a run counted in
+    epochs was extended.
+    """
+
+    def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int, /) -> Int64s:
+        """Return the samples to read.
+
+        Args:
+            seed: `run.seed`.
+            epoch: int64 (n,), from 0. Neighbours may belong to different epochs.
+            place: int64 (n,), in range(num_samples): the position within the epoch.
+            num_samples: number of training samples. Held-out samples are behind them in the dataset.
+
+        Returns:
+            Integers (n,) in range(num_samples).
+        """
+        ...
 
 
 class Permutation:
@@ -86,6 +126,81 @@ class SampleOrder:
         """Return the sample ids at positions of the validation stream: one fixed order, again and again."""
         assert self.num_validation, "no samples are held out"
         return self._split(self.num_train + positions % self.num_validation)
+
+
+class OwnOrder(SampleOrder):
+    """Order given by `data.order`, with the last samples of the dataset held out."""
+
+    def __init__(self, num_samples: int, validation_fraction: float, seed: int, order: Order, name: str) -> None:
+        """Try `order` out; errors call it `name`. Raises DataError if it cannot be used."""
+        super().__init__(num_samples, validation_fraction, seed)
+        self._seed = seed
+        self._order = order
+        self._name = name
+        self._try_out()
+
+    def train(self, positions: Int64s) -> Int64s:
+        epoch, place = np.divmod(positions, self.num_train)
+        ids = np.asarray(self._order(self._seed, epoch, place, self.num_train))
+        if ids.shape != positions.shape or ids.dtype.kind not in "iu":
+            self._refuse(
+                f"gave {ids.dtype} {ids.shape} for {len(positions)} positions; expected int64 {positions.shape}"
+            )
+        wrong = (ids < 0) | (ids >= self.num_train)
+        if wrong.any():
+            first = int(wrong.argmax())
+            where = f"at place {place[first]} of epoch {epoch[first]}"
+            self._refuse(f"gave sample {ids[first]} {where}; training samples are 0 to {self.num_train - 1}")
+        return ids.astype(np.int64, copy=False)
+
+    def validation(self, positions: Int64s) -> Int64s:
+        assert self.num_validation, "no samples are held out"
+        return self.num_train + positions % self.num_validation
+
+    def _try_out(self) -> None:
+        """Check on positions around the end of an epoch that the order is a pure function, element by element."""
+        positions = np.arange(max(0, self.num_train - _NUM_TRIED // 2), self.num_train + _NUM_TRIED // 2)
+        found = self.train(positions)
+        half = len(positions) // 2
+        parts = np.concatenate([self.train(positions[half:]), self.train(positions[:half])])
+        differ = np.flatnonzero(np.roll(parts, half) != found)
+        if len(differ):
+            epoch, place = divmod(int(positions[differ[0]]), self.num_train)
+            self._refuse(
+                f"gives another sample at place {place} of epoch {epoch} when it is called again, or for fewer "
+                "positions at once. It must be a pure function of each seed, epoch and place; app.data.order.uniform "
+                "draws such numbers"
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise DataError(f"data.order: {self._name} {what}")
+
+
+def build_order(config: DataConfig, num_samples: int, seed: int) -> SampleOrder:
+    """Build the order of a dataset of `num_samples`, held-out samples included.
+
+    Raises:
+        ConfigError: the target of `data.order` cannot be loaded.
+        DataError: what it gives is no order.
+    """
+    match config.order:
+        case "shuffled":
+            return SampleOrder(num_samples, config.held_out_fraction, seed)
+        case "sequential":
+            return OwnOrder(num_samples, config.held_out_fraction, seed, _sequential, "sequential")
+    order: Order = build_function(config.order, "data.order")
+    return OwnOrder(num_samples, config.held_out_fraction, seed, order, config.order.target)
+
+
+def _sequential(seed: int, epoch: Int64s, place: Int64s, num_samples: int, /) -> Int64s:
+    return place
+
+
+def uniform(seed: int, epoch: Int64s, place: Int64s) -> Float64s:
+    """Return random numbers in [0, 1), float64 (n,), keyed by seed, epoch and place, for an `Order`."""
+    key = _mix(_mix(epoch.astype(np.uint64) + _key(_DRAW, seed)) + place.astype(np.uint64) * _GOLDEN_GAMMA)
+    # 52 bits, not 53: the largest number times any total is then less than the total, also after rounding.
+    return (key >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def sample_keys(ids: Int64s, positions: Int64s, seed: int) -> UInt64s:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from app.components.worker_state import WorkerState
-from app.config import Config
+from app.config import Config, ScalingConfig
 from app.errors import RunConflict, SteadfastError, TrainingError
 from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
@@ -31,7 +31,14 @@ from app.worker import start_worker, train_in_worlds
 from app.world.device import torchrun_device
 from app.world.groups import is_peer_loss
 from app.world.runtime import Signals, World, form_world
+from app.world.timeouts import Timeouts
 
+# Keys of what Ray does for a run, by section.
+_RAY_KEYS = {
+    "cluster": ("address", "pip"),
+    "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
+    "recovery": ("mode", "max_failures", "stall_s"),
+}
 # What torchrun calls a run that the user has not named. A restart of it cannot be told from another command.
 _NO_RUN_ID = "none"
 
@@ -153,6 +160,8 @@ def train_here(
         if place.rank == 0:
             try:
                 ownership = _claim(directory, console)
+                if unused := unused_keys(config, place.world_size):
+                    console.line(f"not used without Ray: {', '.join(unused)}")
                 begun = _begun(directory, started_s, command_s)
                 answer = _begin(config, directory, ownership, console, begun, return_finished)
             except SteadfastError as error:
@@ -181,7 +190,8 @@ def _train(
     ownership: Ownership | None,
 ) -> Ending:
     position = place.store, place.rank, place.world_size, answer["attempt"], place.device
-    form = partial(form_world, *position, Amendments.of_line(answer["amendments"]))
+    timeouts = Timeouts(config.recovery.silence_s)
+    form = partial(form_world, *position, Amendments.of_line(answer["amendments"]), timeouts=timeouts)
     outcome = None
     with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
@@ -193,6 +203,22 @@ def _train(
         console.finish({**summary, "tensorboard": directory.curves()})
     finished = outcome is not None and outcome.kind == "finished"
     return Ending(0 if finished else EXIT_STOPPED, worker=worker)
+
+
+def unused_keys(config: Config, world_size: int) -> list[str]:
+    """Return the keys that the configuration sets and that have no effect without Ray."""
+    found: list[str] = []
+    if config.scaling.num_workers not in ((world_size, world_size), ScalingConfig().num_workers):
+        found.append(f"scaling.num_workers (torchrun starts the workers, here {world_size})")
+    for name, keys in _RAY_KEYS.items():
+        section = getattr(config, name)
+        default = type(section)()
+        found += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
+    if config.run.exact:  # which has so many threads in each worker
+        found = [key for key in found if key != "scaling.cpus_per_worker"]
+    if config.audit.recompute is not None and world_size == 1:
+        found.append("audit.recompute (it needs a second worker)")
+    return found
 
 
 def _claim(directory: RunDirectory, console: Console) -> Ownership:

@@ -16,7 +16,7 @@ from app.components.schedule import learning_rate
 from app.components.seed import seed_generators, seed_validation
 from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
 from app.config.target import load_target
-from app.data import SampleOrder, build_dataset
+from app.data import SampleOrder, build_dataset, build_order
 from app.data.order import sample_keys, samples_digest
 from app.models import build_model
 from app.plan import Microbatch
@@ -119,7 +119,7 @@ def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int | 
 
 
 def order_of(config: Config) -> SampleOrder:
-    return SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, config.run.seed)
+    return build_order(config.data, len(build_dataset(config.data)), config.run.seed)
 
 
 def global_batches(config: Config, ended_at: Sequence[int] = ()) -> list[GlobalBatch]:

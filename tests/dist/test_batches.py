@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -13,6 +14,7 @@ from app.data.batches import Batch
 from app.tasks import IGNORED, LanguageModeling, Sums
 from tests.dist.checks import check_equal, check_identical, check_ledger
 from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
 from tests.dist.reference import expected_ledger
 from tests.dist.small import VOCABULARY, Tokens, small
 
@@ -76,6 +78,7 @@ def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_change
     words = [
         f"data.target={here}:RaggedTexts",
         f"data.collate={{target: '{here}:padded'}}",
+        f"data.validation.collate={{target: '{here}:padded'}}",
         f"model.target={here}:NamedModel",
         "run.epochs=3",
     ]
@@ -83,3 +86,11 @@ def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_change
     run = drill(config, worlds=[2, 1, 3], leave_after=[4, 4])
     check_ledger(run, expected_ledger(config))
     check_equal(run.weights, drill(small(tmp_path / "alone", *words), worlds=[1]).weights)
+
+
+def test_samples_that_validation_cannot_stack_are_told_before_the_first_step(tmp_path: Path) -> None:
+    here = "tests.dist.test_batches"
+    words = [f"data.target={here}:RaggedTexts", f"model.target={here}:NamedModel"]
+    with pytest.raises(MemberFailed, match=r"DataError: data\.validation\.collate is missing"):
+        drill(small(tmp_path, *words, f"data.collate={{target: '{here}:padded'}}"), worlds=[2])
+    assert not list(tmp_path.rglob("step-*"))

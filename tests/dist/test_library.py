@@ -86,11 +86,41 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
     words = [f"run.storage={tmp_path}"]
     with pytest.raises(UsageError, match="collate goes with a dataset"):
         app.fit("ddp.yaml", words, collate=list)
+    with pytest.raises(UsageError, match="validation_collate goes with a dataset"):
+        app.fit("ddp.yaml", [*words, "data.validation={source: '*.md'}"], validation_collate=list)
+    with pytest.raises(UsageError, match=r"order='reversed': must be"):
+        app.fit("ddp.yaml", words, order="reversed")  # type: ignore[arg-type]
+    for wanted in ("2", "[2, 4]"):
+        with pytest.raises(
+            UsageError, match=r"scaling\.num_workers=\[?2.*, found 1: .*torchrun --nproc-per-node 2, or"
+        ):
+            app.fit("ddp.yaml", [*words, f"scaling.num_workers={wanted}"])
     with pytest.raises(UsageError, match="overrides go with a file"):
         app.fit(app.load_config("ddp.yaml"), words)
     with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
         app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
     assert not list(tmp_path.iterdir())
+
+
+def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:
+    read: list[list[float]] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> app.Sums:
+        read.append(batch.flatten().tolist())
+        return app.Sums(model(batch).sum(), len(batch))
+
+    result = app.fit(
+        "ddp.yaml",
+        [f"run.storage={tmp_path}", "run.steps=2", "batch={global_size: 4, microbatch_size: 2}", "data={kind: text}"],
+        model=nn.Linear(1, 1),
+        dataset=[float(index) for index in range(10)],
+        collate=lambda samples: torch.tensor(samples)[:, None],
+        validation_collate=lambda samples: 100 + torch.tensor(samples)[:, None],
+        order=lambda seed, epoch, place, num_samples: num_samples - 1 - place,
+        task=loss,
+    )
+    assert result.summary["status"] == "finished"
+    assert read == [[8.0, 7.0], [6.0, 5.0], [4.0, 3.0], [2.0, 1.0], [109.0]]
 
 
 CELLS = [

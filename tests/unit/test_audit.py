@@ -12,7 +12,8 @@ import pytest
 
 from app.cli import main
 from app.config import Config, parse_config
-from app.data.order import SampleOrder, samples_digest
+from app.data.order import SampleOrder, build_order, samples_digest
+from app.errors import ConfigError
 from app.launch.resume import start_or_resume
 from app.plan import End, Plan
 from app.run.directory import STEPS, RunDirectory
@@ -41,7 +42,7 @@ class Written:
         self.directory = RunDirectory(LocalStore(folder))
         self.directory.write_config(self.config)
         self.num_samples = num_samples
-        self._order = SampleOrder(num_samples, self.config.data.held_out_fraction, self.config.run.seed)
+        self._order = build_order(self.config.data, num_samples, self.config.run.seed)
 
     def extend(self, epochs: int) -> None:
         """Take the run up again with another length, as the command does."""
@@ -122,6 +123,28 @@ def test_lines_of_a_leader_that_was_cut_off_may_come_late(run: Written) -> None:
     before = run.audit()
     run.rewrite(lambda lines: lines.append(lines.pop(5)))
     assert run.audit() == before
+
+
+def with_order(order: str) -> str:
+    return RUN.replace("data: {", f"data: {{order: {order}, ")
+
+
+@pytest.mark.parametrize("order", ["sequential", "{target: 'tests.dist.test_order:Weighted'}"])
+def test_a_run_is_proved_in_the_order_that_it_has(tmp_path: Path, order: str) -> None:
+    written = Written(tmp_path, with_order(order))
+    written.attempt(1, 1, LAST)
+    assert written.audit()["epochs"] == 3
+    written.config = parse_config(RUN)
+    with pytest.raises(CounterExample, match="step 1: expected samples_digest"):
+        written.audit()
+
+
+def test_the_code_of_an_order_that_is_not_there_is_named(tmp_path: Path) -> None:
+    written = Written(tmp_path, with_order("sequential"))
+    written.attempt(1, 1, LAST)
+    written.config = parse_config(with_order("{target: 'gone_away:order'}"))
+    with pytest.raises(ConfigError, match=r"data\.order\.target: .*no module gone_away"):
+        written.audit()
 
 
 def remove(index: int) -> Break:

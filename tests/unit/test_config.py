@@ -13,12 +13,14 @@ from app.config import (
     Config,
     Every,
     GptConfig,
-    HuggingFaceSource,
-    ImageFolderSource,
+    HeldOut,
     MlpConfig,
     Target,
     TextData,
     TextSource,
+    ValidationHuggingFace,
+    ValidationImages,
+    ValidationTarget,
     diff,
     dump_config,
     load_config,
@@ -310,7 +312,7 @@ def test_every_field_says_what_it_is() -> None:
 def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None:
     text = "data: {target: 'a:b', collate: {target: 'c:d'}, validation: {target: 'e:f'}}"
     config = parse_config(text, "x.yaml")
-    assert config.data.validation == Target(target="e:f")
+    assert config.data.validation == ValidationTarget(target="e:f")
     assert {"data.target": "a:b", "data.collate.target": "c:d", "data.validation.target": "e:f"}.items() <= (
         config.targets().items()
     )
@@ -319,10 +321,42 @@ def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None
     assert parse_config(dump_config(config), "x.yaml") == config
 
 
+def test_collate_alone_is_that_of_the_samples_held_out() -> None:
+    config = parse_config("data: {target: 'a:b', validation: {collate: {target: 'c:d'}}}", "x.yaml")
+    assert config.data.validation == HeldOut(collate=Target(target="c:d"))
+    assert config.data.held_out_fraction == 0.1
+    assert config.targets()["data.validation.collate.target"] == "c:d"
+    assert parse_config(dump_config(config), "x.yaml") == config
+    of_its_own = "data: {target: 'a:b', validation: {target: 'e:f', collate: {target: 'c:d', args: {n: 1}}}}"
+    config = parse_config(of_its_own, "x.yaml")
+    assert config.data.held_out_fraction == 0.0
+    assert config.data.validation == ValidationTarget(target="e:f", collate=Target(target="c:d", args={"n": 1}))
+    assert problems("data: {target: 'a:b', validation_fraction: 0, validation: {collate: {target: 'c:d'}}}") == [
+        "x.yaml:1: data.validation.collate: has no samples: data.validation_fraction is 0, and data.validation names "
+        "no data"
+    ]
+
+
+def test_an_order_is_a_word_or_a_target_and_makes_another_run() -> None:
+    config = parse_config("data: {order: {target: 'a:b', args: {n: 1}}}", "x.yaml")
+    assert config.data.order == Target(target="a:b", args={"n": 1})
+    assert config.targets()["data.order.target"] == "a:b"
+    assert parse_config(dump_config(config), "x.yaml") == config
+    assert all(change.identity for change in diff(config, parse_config("", "x.yaml")))
+    assert problems("data: {order: sequentail}") == [
+        "x.yaml:1: data.order: must be 'shuffled' or 'sequential', found \"sequentail\"; nearest is sequential"
+    ]
+    assert problems("data: {order: {targt: 'a:b'}}")[0] == "x.yaml:1: data.order.target: missing"
+    assert problems("data: {shuffle: false}") == [
+        "x.yaml:1: data.shuffle: unknown key; data.order=sequential reads samples as the dataset has them, and a "
+        "target there in an order of your own"
+    ]
+
+
 def test_data_of_one_kind_are_validated_on_at_the_size_that_they_are_trained_at() -> None:
     folders = "data: {kind: image_folder, path: a, image_size: 32, validation: {kind: image_folder, path: b}}"
-    assert parse_config(folders, "x.yaml").data.validation == ImageFolderSource(path="b", image_size=32)
+    assert parse_config(folders, "x.yaml").data.validation == ValidationImages(path="b", image_size=32)
     texts = "data: {context_length: 64, validation: {source: '*.md'}}"
     assert parse_config(texts, "x.yaml").data.validation == TextSource(source="*.md", context_length=64)
     others = "data: {context_length: 64, validation: {kind: huggingface, path: b}}"
-    assert parse_config(others, "x.yaml").data.validation == HuggingFaceSource(path="b")
+    assert parse_config(others, "x.yaml").data.validation == ValidationHuggingFace(path="b")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import LoaderConfig, Target, TargetData, TextData, TokensData
+from app.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
 from app.config.target import load_target
 from app.data.datasets import TextDataset, TokensDataset, build_dataset
 from app.data.loader import Loader, num_loader_processes
-from app.data.order import SampleOrder, samples_digest
+from app.data.order import SampleOrder, build_order, samples_digest
 from app.errors import ConfigError, DataError
 from app.plan import Microbatch
 
@@ -345,6 +345,114 @@ def test_what_makes_batches_may_need_arguments() -> None:
     assert next(loader_with(collate).steps(microbatches(0, 4, 4))).batch.shape == (4, 9)
 
 
+def doubled(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Stands for mixup: a batch for training alone."""
+    return 2 * torch.stack([torch.as_tensor(sample) for sample in samples])
+
+
+def negative(samples: list[torch.Tensor]) -> torch.Tensor:
+    return -torch.stack([torch.as_tensor(sample) for sample in samples])
+
+
+DOUBLED = Target(target="tests.unit.test_data:doubled")
+NEGATIVE = Target(target="tests.unit.test_data:negative")
+
+
+@pytest.mark.parametrize(
+    ("validation", "expected"),
+    [
+        (None, [8, 9]),
+        (HeldOut(collate=NEGATIVE), [-8, -9]),
+        (ValidationTarget(target="builtins:range", args={}), None),
+    ],
+)
+def test_collate_is_for_training_and_validation_has_its_own(validation: Any, expected: list[int] | None) -> None:
+    own = {} if validation is None else {"validation": validation}
+    if expected is None:
+        own = {"validation": ValidationTarget(target="tests.unit.test_data:numbers")}
+        expected = [100, 101]
+    config = TargetData(target="a:b", order="sequential", validation_fraction=0.2, collate=DOUBLED, **own)
+    loader = Loader(range(10), build_order(config, 10, 1), config, 1, CPU)
+    loader.check_validation(4)
+    assert next(loader.steps(microbatches(0, 2))).batch.tolist() == [0, 2]
+    assert next(loader.validation(microbatches(0, 2))).batch.tolist() == expected
+
+
+def numbers() -> list[int]:
+    return [100, 101]
+
+
+def test_validation_samples_that_cannot_be_stacked_are_told_at_the_start() -> None:
+    collate = Target(target="tests.unit.test_data:pad")
+    config = TargetData(target="a:b", collate=collate, validation_fraction=0.5)
+    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), config, 1, CPU)
+    missing = r"data\.validation\.collate is missing, as data\.collate is for training alone"
+    for size in (1, 4):
+        with pytest.raises(DataError, match=rf"^{missing}: sample \d+ is .* as data\.validation\.collate"):
+            loader.check_validation(size)
+    same = [torch.arange(3)] * 40
+    with pytest.raises(DataError, match=rf"^{missing}: .* lack ids, noise, which its batches have"):
+        Loader(same, SampleOrder(40, 0.5, 1), config, 1, CPU).check_validation(4)
+    given = config.model_copy(update={"validation": HeldOut(collate=collate)})
+    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), given, 1, CPU)
+    loader.check_validation(4)
+    assert set(next(loader.validation(microbatches(0, 4))).batch) == {"ids", "noise"}
+
+
+def test_a_dataset_that_makes_batches_itself_takes_no_collate_function() -> None:
+    class Batches(Noisy):
+        def read_batch(self, ids: Any) -> Any:
+            return torch.from_numpy(ids)
+
+    with pytest.raises(DataError, match=r"data\.collate: Batches\.read_batch makes the batches"):
+        loader_of(Batches(), collate=DOUBLED)
+    with pytest.raises(DataError, match=r"data\.validation\.collate: Batches\.read_batch makes the batches"):
+        loader_of(Batches(), validation=HeldOut(collate=DOUBLED))
+
+
+class Epochs:
+    """Samples that are (index, epoch), as a dataset with a curriculum has them."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 10
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, self.epoch
+
+
+def test_a_dataset_with_epochs_is_told_them_by_the_position_of_each_sample() -> None:
+    loader = loader_of(Epochs(), validation_fraction=0.2)
+    found = [fetched.batch[1].tolist() for fetched in loader.steps(microbatches(0, 24, 6))]
+    assert found == [[0] * 6, [0] * 2 + [1] * 4, [1] * 4 + [2] * 2, [2] * 6]
+    assert next(loader.validation(microbatches(0, 2))).batch[1].tolist() == [0, 0]
+    assert next(loader.steps(microbatches(6, 10))).batch[1].tolist() == [0, 0, 1, 1]
+
+
+class Sampled(Noisy):
+    def __init__(self, sampler: Any = None, batch_sampler: Any = None) -> None:
+        self.sampler = sampler
+        self.batch_sampler = batch_sampler
+
+
+@pytest.mark.parametrize("attribute", ["sampler", "batch_sampler"])
+def test_a_dataset_with_a_sampler_is_refused_as_nothing_would_ask_it(attribute: str) -> None:
+    assert len(build_dataset(TargetData(target="tests.unit.test_data:Sampled"))) == 50
+    target = TargetData(target="tests.unit.test_data:Sampled", args={attribute: [3, 1]})
+    with pytest.raises(DataError, match=rf"gave a Sampled with a {attribute}, .* as data\.order"):
+        build_dataset(target)
+
+
+def test_a_data_loader_is_refused_as_a_dataset() -> None:
+    target = TargetData(target="torch.utils.data:DataLoader", args={"dataset": [1, 2], "batch_size": 2})
+    with pytest.raises(DataError, match=r"gave a DataLoader, .* Give its dataset; data\.order"):
+        build_dataset(target)
+
+
 class Augmented(Noisy):
     def without_augmentation(self) -> list[tuple[Any, ...]]:
         return [(torch.full((4,), float(index)), index) for index in range(50)]
@@ -369,7 +477,7 @@ def test_a_view_without_augmentation_has_as_many_samples() -> None:
 
 
 def test_data_of_their_own_are_validated_on_in_order_and_nothing_is_held_out() -> None:
-    own = Target(target="tests.unit.test_data:ragged", args={"num": 4})
+    own = ValidationTarget(target="tests.unit.test_data:ragged", args={"num": 4})
     config = TargetData(target="builtins:range", args={}, validation=own)
     assert config.held_out_fraction == 0
     loader = Loader(list(range(50)), SampleOrder(50, config.held_out_fraction, 1), config, 1, CPU)

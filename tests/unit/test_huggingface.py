@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 
-from app.config import HuggingFaceData, HuggingFaceSource, Target
+from app.config import HuggingFaceData, Target, ValidationHuggingFace
 from app.data.datasets import build_dataset
 from app.data.loader import Loader
 from app.data.order import SampleOrder
@@ -42,7 +42,7 @@ def test_a_sample_is_a_mapping_of_its_columns(saved: str) -> None:
 
 
 def test_mappings_go_through_the_loader_with_another_split_to_validate_on(saved: str) -> None:
-    config = HuggingFaceData(path=saved, validation=HuggingFaceSource(path=saved, split="test"))
+    config = HuggingFaceData(path=saved, validation=ValidationHuggingFace(path=saved, split="test"))
     dataset = build_dataset(config)
     loader = Loader(dataset, SampleOrder(10, 0.0, 1), config, 1, CPU)
     (fetched,) = loader.steps(microbatches(0, 8))

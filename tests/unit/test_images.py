@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.config import ImageFolderData, ImageFolderSource
+from app.config import ImageFolderData, ValidationImages
 from app.data.datasets import build_dataset, build_validation
 from app.data.loader import Loader
 from app.data.order import SampleOrder
@@ -61,7 +61,7 @@ def test_augmentation_follows_from_the_sample_and_validation_has_none(tmp_path: 
     for held_out in (
         build_validation(config, dataset),
         build_validation(
-            config.model_copy(update={"validation": ImageFolderSource(path=config.path, image_size=16)}), dataset
+            config.model_copy(update={"validation": ValidationImages(path=config.path, image_size=16)}), dataset
         ),
     ):
         assert all(torch.equal(held_out[index][0], plain[index][0]) for index in range(8))
@@ -85,7 +85,7 @@ def test_unusable_folders_say_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"each class: .* no valid file for the classes a"):
         build_dataset(ImageFolderData(path=str(tmp_path / "empty")))
     dataset = build_dataset(ImageFolderData(path=write_images(tmp_path / "train", "abc")))
-    own = ImageFolderSource(path=write_images(tmp_path / "val", "ac"))
+    own = ValidationImages(path=write_images(tmp_path / "val", "ac"))
     with pytest.raises(DataError, match=r"data\.validation has other classes than data: b"):
         build_validation(ImageFolderData(path=own.path, validation=own), dataset)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from app.data.order import Permutation, SampleOrder, samples_digest
+from app.config import Target, TargetData
+from app.config.target import live_targets
+from app.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
+from app.errors import DataError
 
 SEEDS = st.integers(0, 2**63 - 1)
 FROZEN_TRAIN = [977, 243, 94, 529, 756, 902, 253, 324]
@@ -108,3 +113,104 @@ def test_digest_ignores_grouping_and_catches_loss_repeat_and_swap(order: list[in
     for wrong_ids, wrong_positions in ((swapped, positions), (repeated, positions), (ids[1:], positions[1:])):
         assert samples_digest(wrong_ids, wrong_positions, seed) != whole
     assert samples_digest(ids, positions, seed + 1) != whole
+
+
+# An order that `data.order` gives.
+
+
+def data(order: Any, fraction: float = 0.1) -> TargetData:
+    return TargetData(target="a:b", order=order, validation_fraction=fraction)
+
+
+@given(st.integers(2, 300), st.floats(0.0, 0.9))
+def test_sequential_reads_samples_as_they_are_and_holds_out_the_last(num_samples: int, fraction: float) -> None:
+    order = build_order(data("sequential", fraction), num_samples, 1)
+    same_split = SampleOrder(num_samples, fraction, 1)
+    assert (order.num_train, order.num_validation) == (same_split.num_train, same_split.num_validation)
+    assert order.train(np.arange(2 * order.num_train)).tolist() == 2 * list(range(order.num_train))
+    if order.num_validation:
+        found = order.validation(np.arange(order.num_validation + 1)).tolist()
+        assert found == [*range(order.num_train, num_samples), order.num_train]
+
+
+def backwards(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+    return num_samples - 1 - place
+
+
+class Rotated:
+    """Begins each epoch further on."""
+
+    def __init__(self, by: int = 1) -> None:
+        self._by = by
+
+    def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+        return (place + seed + self._by * epoch) % num_samples
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (Target(target="tests.unit.test_order:backwards"), [8, 7, 8, 7]),
+        (Target(target="tests.unit.test_order:Rotated"), [1, 2, 2, 3]),
+        (Target(target="tests.unit.test_order:Rotated", args={"by": 3}), [1, 2, 4, 5]),
+    ],
+)
+def test_a_target_is_the_function_or_what_makes_it(target: Target, expected: list[int]) -> None:
+    order = build_order(data(target), 10, 1)
+    assert order.train(np.array([0, 1, 9, 10])).tolist() == expected
+    there = pickle.loads(pickle.dumps(order.train))  # as loader processes get it
+    assert there(np.array([0, 1, 9, 10])).tolist() == expected
+
+
+def counting() -> Callable[..., Any]:
+    calls: list[int] = []
+
+    def order(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+        calls.append(1)
+        return (place + len(calls)) % num_samples
+
+    return order
+
+
+def seeded_in_each_call(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+    return np.random.default_rng(seed).integers(num_samples, size=len(place))
+
+
+AGAIN = r"gives another sample at place \d+ of epoch \d when it is called again, or for fewer positions"
+NOT_ORDERS: dict[str, tuple[Any, str]] = {
+    "floats": (lambda seed, epoch, place, num: place / 2, r"gave float64 \(\d+,\) for \d+ positions; expected int64"),
+    "another shape": (lambda seed, epoch, place, num: place[:3], r"gave int64 \(3,\) for \d+ positions"),
+    "held out": (lambda seed, epoch, place, num: place + epoch, r"gave sample 9 at place 8 of epoch 1; .* are 0 to 8"),
+    "negative": (lambda seed, epoch, place, num: place - 1, "gave sample -1 at place 0 of epoch 0"),
+    "global generator": (lambda seed, epoch, place, num: np.random.randint(num, size=len(place)), AGAIN),
+    "seeded in each call": (
+        lambda seed, epoch, place, num: np.random.default_rng(seed).integers(num, size=len(place)),
+        AGAIN,
+    ),
+    "counts its calls": (counting(), AGAIN),
+}
+
+
+@pytest.mark.parametrize(("order", "message"), NOT_ORDERS.values(), ids=NOT_ORDERS)
+def test_what_is_no_order_is_refused_at_the_start(order: Any, message: str) -> None:
+    with live_targets({"<live data.order>:order": order}), pytest.raises(DataError) as raised:
+        build_order(data(Target(target="<live data.order>:order")), 10, 1)
+    assert raised.match(f"^data.order: <live data.order>:order {message}")
+
+
+def test_a_sample_out_of_range_is_noticed_whenever_it_comes() -> None:
+    order = OwnOrder(10_000, 0.0, 1, lambda seed, epoch, place, num: place + (place == 7000) * 9999, "mine")
+    order.train(np.arange(6999))
+    with pytest.raises(DataError, match="mine gave sample 16999 at place 7000 of epoch 2"):
+        order.train(20_000 + np.arange(6990, 7010))
+
+
+def test_uniform_numbers_belong_to_their_position() -> None:
+    epoch, place = np.divmod(np.arange(200_000), 1000)
+    drawn = uniform(1, epoch, place)
+    assert drawn.min() >= 0.0
+    assert drawn.max() < 1.0
+    assert np.abs(np.histogram(drawn, 10, (0.0, 1.0))[0] / 20_000 - 1).max() < 0.05
+    assert len(np.unique(drawn)) == len(drawn)
+    assert (uniform(1, epoch[5:9], place[5:9]) == drawn[5:9]).all()
+    assert not (uniform(2, epoch, place) == drawn).any()

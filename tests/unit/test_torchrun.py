@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from app.config import parse_config
 from app.errors import RunConflict
-from app.launch.torchrun import TorchrunRuntime, _begun
+from app.launch.torchrun import TorchrunRuntime, _begun, unused_keys
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
 from app.run.owner import Ownership
@@ -45,3 +46,19 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
             runtime.signals()
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "expected"),
+    [
+        ([], 3, []),
+        (["scaling.num_workers=2"], 2, []),
+        (["scaling.num_workers=2"], 1, ["scaling.num_workers (torchrun starts the workers, here 1)"]),
+        (["cluster.address=local", "recovery={mode: slots, silence_s: 9}"], 1, ["cluster.address", "recovery.mode"]),
+        (["scaling={spares: 1, cpus_per_worker: 2}"], 2, ["scaling.spares", "scaling.cpus_per_worker"]),
+        (["scaling.cpus_per_worker=2", "run.exact=true"], 2, []),
+        (["run.exact=true", "audit.recompute=5 steps"], 1, ["audit.recompute (it needs a second worker)"]),
+    ],
+)
+def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_size: int, expected: list[str]) -> None:
+    assert unused_keys(parse_config("", overrides=words), world_size) == expected

@@ -1,0 +1,171 @@
+"""`data.order`: every world reads the samples in it, through kills and resumes, and the audit proves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from app.config import Config
+from app.data.order import Int64s, uniform
+from app.errors import RunConflict
+from app.launch.resume import start_or_resume
+from app.run.directory import RunDirectory
+from app.run.events import RunStarted
+from app.tasks import Sums
+from tests.dist.checks import check_equal, check_run, check_weights
+from tests.dist.deaths import plot, survive
+from tests.dist.drill import drill
+from tests.dist.gang import MemberFailed
+from tests.dist.reference import reference
+from tests.dist.small import small
+
+HERE = "tests.dist.test_order"
+
+
+class Weighted:
+    """Draws with replacement: the first tenth of the samples comes as often as all others together."""
+
+    def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+        weights = np.ones(num_samples)
+        weights[: num_samples // 10] = 9.0
+        total = np.cumsum(weights)
+        drawn = uniform(seed, epoch, place) * total[-1]
+        ids: Int64s = np.searchsorted(total, drawn, side="right")
+        return ids
+
+
+WEIGHTED = f"data.order={{target: '{HERE}:Weighted'}}"
+ORDERS = pytest.mark.parametrize("order", ["data.order=sequential", WEIGHTED], ids=["sequential", "weighted"])
+
+
+@ORDERS
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_order_is_read_once_over_changes_of_the_world_and_a_resume(tmp_path: Path, order: str, kind: str) -> None:
+    config = small(tmp_path, order, f"parallel.kind={kind}")
+    drill(config, worlds=[2, 1, 3], leave_after=[3, 2], stop_after=2)
+    check_run(drill(config, worlds=[1]), reference(config))
+
+
+@ORDERS
+def test_an_order_is_read_once_through_kills(tmp_path: Path, order: str) -> None:
+    config = small(tmp_path, order, "run.steps=24", "checkpoint.every=4 steps")
+    survived = survive(config, plot(1, 20))
+    check_weights(survived.left, reference(config))
+    assert survived.left.summary["step"] == 24
+
+
+def test_loader_processes_read_an_order_of_the_users_own(tmp_path: Path) -> None:
+    config = small(tmp_path, WEIGHTED, "data.num_workers=1")
+    check_run(drill(config, worlds=[2]), reference(config))
+
+
+def test_a_run_is_not_resumed_in_another_order(tmp_path: Path) -> None:
+    drill(small(tmp_path, "data.order=sequential"), worlds=[1], stop_after=3)
+    directory = RunDirectory.of(small(tmp_path))
+    directory.write_config(small(tmp_path, "data.order=sequential"))
+    with pytest.raises(RunConflict, match=r"data\.order: sequential -> shuffled"):
+        start_or_resume(small(tmp_path), directory, RunStarted(launcher="torchrun"), lambda line: None)
+
+
+def test_an_order_that_is_no_pure_function_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(MemberFailed, match=r"DataError: data\.order: tests\.dist\.test_order:by_chance gives another"):
+        drill(small(tmp_path, f"data.order={{target: '{HERE}:by_chance'}}"), worlds=[2])
+
+
+def by_chance(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+    return np.random.randint(num_samples, size=len(place))
+
+
+ROWS, CHUNKS, LENGTH, WIDTH = 4, 5, 6, 3
+
+
+class Texts:
+    """Rows of text, each cut into chunks. A sample is (inputs, targets, number of the chunk), row after row."""
+
+    def __init__(self) -> None:
+        text = torch.randint(7, (ROWS, CHUNKS * LENGTH + 1), generator=torch.Generator().manual_seed(3))
+        self.inputs = text[:, :-1].reshape(ROWS * CHUNKS, LENGTH)
+        self.targets = text[:, 1:].reshape(ROWS * CHUNKS, LENGTH)
+
+    def __len__(self) -> int:
+        return ROWS * CHUNKS
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[index], self.targets[index], index % CHUNKS
+
+
+def chunk_after_chunk(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+    """A step reads the next chunk of every row."""
+    chunk, row = np.divmod(place, ROWS)
+    return row * CHUNKS + chunk
+
+
+class Recurrent(nn.Module):
+    """Goes on from the state in which it has left the chunk before."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH)
+        self.rnn = nn.RNN(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 7)
+        self.register_buffer("state", torch.zeros(1, ROWS, WIDTH))
+
+    def forward(self, tokens: Tensor, chunk: int) -> Tensor:
+        before = torch.zeros_like(self.state) if chunk == 0 else self.state.clone()
+        found, after = self.rnn(self.embed(tokens), before)
+        self.state.copy_(after.detach())
+        logits: Tensor = self.head(found)
+        return logits
+
+
+def next_token(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Sums:
+    tokens, targets, chunks = batch
+    assert len(set(chunks.tolist())) == 1
+    logits = model(tokens, int(chunks[0]))
+    return Sums(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+
+
+class NextToken:
+    loss = staticmethod(next_token)
+
+
+def test_truncated_backpropagation_carries_its_state_as_in_a_plain_loop(tmp_path: Path) -> None:
+    words = [
+        "batch={global_size: 4, microbatch_size: 4}",
+        f"model={{target: '{HERE}:Recurrent'}}",
+        f"task={{target: '{HERE}:NextToken'}}",
+        f"data={{target: '{HERE}:Texts', order: {{target: '{HERE}:chunk_after_chunk'}}, validation_fraction: 0}}",
+        "optimizer={kind: sgd, lr: 0.1, momentum: 0, max_grad_norm: null}",
+        "schedule={kind: constant}",
+    ]
+    config = small(tmp_path, *words)
+    drill(config, worlds=[1], stop_after=6)
+    run = drill(config, worlds=[1])
+    weights, losses = plain_loop(config)
+    check_equal(run.weights, weights)
+    assert [line["loss"] for line in run.history.lines] == pytest.approx(losses, abs=1e-10)
+
+
+def plain_loop(config: Config) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(config.run.seed)
+    model = Recurrent().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    texts = Texts()
+    losses: list[float] = []
+    for step in range(14):
+        rows = [torch.tensor(row * CHUNKS + step % CHUNKS) for row in range(ROWS)]
+        chosen = torch.stack(rows)
+        logits = model(texts.inputs[chosen], step % CHUNKS)
+        loss = F.cross_entropy(logits.flatten(0, 1), texts.targets[chosen].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.state_dict(), losses
