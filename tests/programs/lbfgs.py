@@ -11,6 +11,6 @@ PROGRAM = Program(
     __name__,
     "LBFGS",
     words=(optimized_by("torch.optim:LBFGS"),),
-    refused=dict.fromkeys(BOTH, "closure"),
+    refused=dict.fromkeys(BOTH, "LBFGS needs a closure, that is several forwards in a step"),
     advice="another optimizer",
 )

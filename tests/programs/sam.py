@@ -38,6 +38,6 @@ PROGRAM = Program(
     __name__,
     "SAM",
     words=(optimized_by(f"{__name__}:Sam"),),
-    refused=dict.fromkeys(BOTH, "closure"),
+    refused=dict.fromkeys(BOTH, "Sam needs a closure, that is several forwards in a step"),
     advice="another optimizer",
 )

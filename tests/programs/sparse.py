@@ -35,6 +35,6 @@ class Task:
 PROGRAM = Program(
     __name__,
     "embedding with sparse gradients",
-    refused=dict.fromkeys(BOTH, "sparse"),
+    refused=dict.fromkeys(BOTH, "has sparse=True, but gradients here are dense"),
     advice="`sparse=False`",
 )
