@@ -959,17 +959,27 @@ class Config(Section):
 
     @field_validator("parallel")
     @classmethod
+    def chunks_need_the_model_itself(cls, parallel: Section, info: ValidationInfo) -> Section:
+        task = info.data.get("task")
+        if not isinstance(task, TaskConfig) or task.chunk_tokens is None:
+            return parallel
+        context = {"key": "task.chunk_tokens"}
+        if isinstance(parallel, DataParallelConfig):
+            message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
+            raise PydanticCustomError("rule", message, context)
+        if isinstance(parallel, DdpConfig) and parallel.reducer == "torch":
+            message = "must be null with parallel.reducer=torch, which copies the outputs of the model"
+            raise PydanticCustomError("rule", message, context)
+        return parallel
+
+    @field_validator("parallel")
+    @classmethod
     def a_worker_has_one_gpu_unless_it_is_the_only_one(cls, parallel: Section, info: ValidationInfo) -> Section:
         scaling = info.data.get("scaling", ScalingConfig())
         if isinstance(parallel, DataParallelConfig):
             if scaling.num_workers != (1, 1):
                 context = {"key": "parallel.kind", "found": scaling.num_workers[1]}
                 message = "data_parallel is one process: scaling.num_workers must be 1, found up to {found}"
-                raise PydanticCustomError("rule", message, context)
-            task = info.data.get("task")
-            if isinstance(task, TaskConfig) and task.chunk_tokens is not None:
-                context = {"key": "task.chunk_tokens"}
-                message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
                 raise PydanticCustomError("rule", message, context)
         elif scaling.gpus_per_worker not in ("auto", 0, 1):
             context = {"key": "scaling.gpus_per_worker", "found": scaling.gpus_per_worker}

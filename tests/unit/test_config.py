@@ -107,6 +107,8 @@ BAD = [
      "task.coupled=true: the loss follows from the samples of a microbatch"),
     ("task: {kind: regression, chunk_tokens: 8}", "x.yaml:1: task.chunk_tokens: must be null with "
      "task.kind=regression: only language_modeling has tokens, found 8"),
+    ("task: {chunk_tokens: 8}\nparallel: {reducer: torch}",
+     "x.yaml:1: task.chunk_tokens: must be null with parallel.reducer=torch, which copies the outputs of the model"),
     ("task: {chunk_tokens: 8}\nscaling: {num_workers: 1}\nparallel: {kind: data_parallel}",
      "x.yaml:1: task.chunk_tokens: must be null with parallel.kind=data_parallel, which copies the model in every "
      "forward"),
