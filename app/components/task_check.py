@@ -68,7 +68,9 @@ class _Trial:
         self._coupled = config.task.coupled
         self._loader = worker.loader
         self._num_train = worker.order.num_train
-        self._num_rows = min(_NUM_ROWS, worker.batch.samples_per_microbatch, self._num_train)
+        size = worker.batch.samples_per_microbatch
+        # A coupled loss may need its microbatch whole, as that of a model that keeps a state for each of its samples.
+        self._num_rows = min(size if self._coupled else min(_NUM_ROWS, size), self._num_train)
         is_tf32 = config.precision.tf32 and worker.precision.device.type == "cuda"
         self._tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCES[worker.precision.compute_dtype]
 

@@ -103,10 +103,11 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:
-    read: list[list[float]] = []
+    trained: list[list[float]] = []
+    evaluated: list[list[float]] = []  # by the check of the task before the first step too
 
     def loss(model: nn.Module, batch: torch.Tensor) -> app.Sums:
-        read.append(batch.flatten().tolist())
+        (trained if model.training else evaluated).append(batch.flatten().tolist())
         return app.Sums(model(batch).sum(), len(batch))
 
     result = app.fit(
@@ -120,7 +121,9 @@ def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path)
         task=loss,
     )
     assert result.summary["status"] == "finished"
-    assert read == [[8.0, 7.0], [6.0, 5.0], [4.0, 3.0], [2.0, 1.0], [109.0]]
+    assert trained == [[8.0, 7.0], [6.0, 5.0], [4.0, 3.0], [2.0, 1.0]]
+    assert evaluated[-1] == [109.0]
+    assert max(max(batch) for batch in evaluated[:-1]) < 100
 
 
 CELLS = [

@@ -68,5 +68,5 @@ PROGRAM = Program(
     "mixup in collate",
     plain,
     words=(f"data.collate={{target: '{__name__}:collate'}}",),
-    advice="`data.collate`; validation has a collate function of its own",
+    advice="`data.collate`; validation takes `data.validation.collate` alone",
 )

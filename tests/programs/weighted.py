@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from app import Sums
+from app.data.order import Int64s
 from tests.programs.mixup import Model
 from tests.programs.program import GLOBAL_SIZE, SEED, STEPS, Program, Trained, build, numbers
 
@@ -19,6 +23,7 @@ def data() -> TensorDataset:
     return TensorDataset(numbers(SIZE, 4), torch.tensor([1] * 2 + [2] * 3 + [0] * (SIZE - 5)))
 
 
+@cache
 def drawn(seed: int, epoch: int) -> list[int]:
     """Return the samples of an epoch, drawn with replacement."""
     labels = data().tensors[1]
@@ -42,8 +47,9 @@ def plain() -> Trained:
     return Trained.of(losses, model)
 
 
-def order(seed: int, epoch: int, position: int) -> int:
-    return drawn(seed, epoch)[position]
+def order(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
+    each = zip(epoch.tolist(), place.tolist(), strict=True)
+    return np.array([drawn(seed, number)[position] for number, position in each], np.int64)
 
 
 class Task:
