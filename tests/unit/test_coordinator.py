@@ -413,6 +413,52 @@ def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
     assert not worlds.subject.over
 
 
+async def lose_two(worlds: Worlds, late: bool) -> None:
+    """Lose b and c, either both before a survivor reports the end of the attempt, or c `late`, after that."""
+    await worlds.form(starts=True, step=5)
+    worlds.subject.lose("b", "connection closed")
+    if not late:
+        worlds.subject.lose("c", "connection closed")
+    await worlds.fail("a")
+    worlds.subject.lose("c", "connection closed")
+    await asyncio.sleep(SHORT_S)  # for the ledger to be looked at
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bool) -> None:
+    async def story(worlds: Worlds) -> None:
+        await lose_two(worlds, late)
+        assert not worlds.subject.over
+        worlds.subject._dead.clear()  # others take their names
+        await lose_two(worlds, late)
+
+    worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
+    assert [member for kind, member, _ in worlds.told() if kind == "worker"] == ["b", "c"] * 2
+    (fatal,) = (event for event in worlds.directory.events(Failure) if event.fatal)
+    assert fatal.error == "2 failures (worker) and no step beyond 5; recovery allows 1 in a row"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path: Path, late: bool) -> None:
+    RunDirectory(LocalStore(tmp_path)).record(RunStarted(launcher="ray"))
+
+    async def first(worlds: Worlds) -> None:
+        await lose_two(worlds, late)
+
+    play(tmp_path, first, silence_s=LONG_S)
+    LocalStore(tmp_path).delete("owner.json")  # the claim of the first
+
+    async def second(worlds: Worlds) -> None:
+        budgets = worlds.subject._budgets
+        assert budgets.spend("worker", 0, attempt=2) is None
+        assert (
+            budgets.spend("worker", 0, attempt=3)
+            == "3 failures (worker) and no step beyond 0; recovery allows 2 in a row"
+        )
+
+    play(tmp_path, second, silence_s=LONG_S, max_failures=2)
+
+
 @pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])
 def test_an_error_that_speaks_of_sockets_is_no_peers_before_there_are_any(attempt: int, kind: str) -> None:
     assert _kind(RuntimeError("the dataset's server closed the socket"), attempt) == kind
