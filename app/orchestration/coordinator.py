@@ -456,7 +456,7 @@ class Coordinator:
     async def _charge_loss(self, kind: str, attempt: int) -> None:
         await self._look_at_ledger()
         if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
-            self.give_up(exceeded)
+            self.give_up(exceeded, kind, exceeded)
 
     async def _look_at_ledger(self) -> None:
         with contextlib.suppress(OSError):  # what was known before will do
