@@ -685,7 +685,8 @@ class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
     """slots keeps surviving workers running; restart starts all anew; auto is slots where Ray's version allows it"""
     max_failures: NonNegativeInt = 10
-    """failures of one kind that are survived in a row, without a new step between two of them"""
+    """failures of one kind that are survived in a row, without a new step between two of them; workers that one attempt
+    loses are one failure"""
     # Heartbeats come at least five times in this; waiting for less would take a busy machine for a dead one.
     silence_s: PositiveFloat = 5.0
     """without a heartbeat for so long a worker whose machine does not answer either counts as dead, and a silence is

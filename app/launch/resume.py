@@ -8,7 +8,7 @@ from app.config import Change, Config, diff
 from app.errors import RunConflict, StorageError
 from app.plan import begin_of
 from app.run.directory import RunDirectory
-from app.run.events import RunStarted, ShortStep
+from app.run.events import Failure, RunStarted, ShortStep
 from app.run.ledger import last_end
 from app.run.owner import Ownership
 from app.telemetry.environment import environment
@@ -190,10 +190,18 @@ def has_checkpoint(directory: RunDirectory) -> bool:
 
 
 def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
-    """Release the run. If its folder is `new`, made by this command, and has seen no step, delete the folder."""
-    # While it is claimed, and only what is this command's now: by the time that a command fails its folder may have
-    # been deleted, and another command may have begun in one of the same name.
-    if new and ownership.holds() and not has_checkpoint(directory) and not directory.last_step_line():
+    """Release the run. Delete a folder that this command has made (`new`) and that holds nothing worth reading."""
+    # The folder is deleted only while this command holds it: by the time that a command fails the folder may have been
+    # deleted, and another command may have begun in one of the same name.
+    if new and ownership.holds() and not _worth_reading(directory):
         directory.store.delete("")
     else:
         ownership.release()
+
+
+def _worth_reading(directory: RunDirectory) -> bool:
+    """Return whether the run has seen a step, or holds a failure, stacks or a profile that a message refers to."""
+    if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
+        return True
+    # The message of an error of kind "ours" says all.
+    return any(failure.kind != "ours" for failure in directory.events(Failure))

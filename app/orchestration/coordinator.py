@@ -320,7 +320,7 @@ class Coordinator:
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
                 self._note_corrupted(event)
-                self._budgets.spend(kind, self._furthest_step)
+                self._budgets.spend(kind, self._furthest_step, event.attempt)
                 if event.step is not None:
                     self._seen_failures.setdefault((event.step, event.error), member)
             case events.Finished():
@@ -447,13 +447,16 @@ class Coordinator:
             self._record_failure(member, kind, cause)
 
     def _record_failure(self, member: Member, kind: str, cause: str) -> None:
-        self.record(events.Failure(kind=kind, member=member.name, node=member.node or None, error=cause))
-        self._spawn(self._charge_loss(kind))
+        # A loss between two attempts counts as one of the former.
+        attempt = self._ownership.attempt
+        node = member.node or None
+        self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
+        self._spawn(self._charge_loss(kind, attempt))
 
-    async def _charge_loss(self, kind: str) -> None:
+    async def _charge_loss(self, kind: str, attempt: int) -> None:
         await self._look_at_ledger()
-        if exceeded := self._budgets.spend(kind, self._furthest_step):
-            self.give_up(exceeded)
+        if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
+            self.give_up(exceeded, kind, exceeded)
 
     async def _look_at_ledger(self) -> None:
         with contextlib.suppress(OSError):  # what was known before will do

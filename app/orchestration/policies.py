@@ -6,15 +6,25 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budgets:
-    """Count the failures of each kind that come without progress between them, and end a run that has too many."""
+    """Count the failures of each kind since the last progress, and end a run that has too many."""
 
-    limits: Mapping[str, int]  # kind -> how many in a row a run survives; others, as preemptions, are not counted
+    limits: Mapping[str, int]  # kind -> how many in a row a run survives; other kinds, as preemptions, are not counted
     _rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (furthest step, failures since)
+    _last_attempt: dict[str, int] = field(default_factory=dict)  # kind -> the newest attempt that has paid for a loss
 
-    def spend(self, kind: str, step: int) -> str | None:
-        """Count a failure at `step`. Return why the run must end, or None if it goes on."""
+    def spend(self, kind: str, step: int, attempt: int | None = None) -> str | None:
+        """Count a failure at `step`. Return why the run must end, or None if it goes on.
+
+        Args:
+            attempt: the attempt that lost a worker. All workers of one kind that it loses are one failure: a switch
+                that fails takes many at once.
+        """
         if kind not in self.limits:
             return None
+        if attempt is not None:
+            if attempt <= self._last_attempt.get(kind, -1):
+                return None
+            self._last_attempt[kind] = attempt
         furthest, spent = self._rows.get(kind, (-1, 0))
         # A step before the furthest one is not progress: it is being done again after a restore.
         if step > furthest:

@@ -32,7 +32,7 @@ class RestartCoordinator(Coordinator):
     async def _watch(self) -> None:
         await self._taken_over()  # and no supervisor: Ray watches its workers
 
-    async def _charge_loss(self, kind: str) -> None:
+    async def _charge_loss(self, kind: str, attempt: int) -> None:
         pass  # Ray counts how often it has restarted the workers
 
 

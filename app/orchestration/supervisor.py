@@ -20,7 +20,7 @@ from app.orchestration.heartbeat import Message, Silence
 from app.orchestration.internals import draining_nodes
 from app.orchestration.messages import Leave
 from app.run import events
-from app.run.directory import RunDirectory
+from app.run.directory import STACKS, RunDirectory
 from app.run.events import Event
 from app.run.owner import Ownership
 from app.world.flight_recorder import unpack
@@ -90,12 +90,12 @@ class Supervisor:
         if "stretch" in message:
             self._stretches[name] = float(message["stretch"])
         if "stacks" in message:
-            file = f"stacks/attempt-{self._ownership.attempt}-{name}.txt"
+            file = f"{STACKS}/attempt-{self._ownership.attempt}-{name}.txt"
             self._write_later(file, message["stacks"].encode())
         if "collectives" in message:
             # A folder for each attempt and a name that ends with the rank, as torchfrtrace expects them.
             report = self._progress[name]
-            file = f"stacks/attempt-{report.attempt}-collectives/rank-{report.rank}"
+            file = f"{STACKS}/attempt-{report.attempt}-collectives/rank-{report.rank}"
             self._write_later(file, unpack(message["collectives"]))
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Supervisor:
             phase=hang.phase,
             step=hang.step,
             seconds=round(hang.seconds, 1),
-            stacks=self._directory / "stacks",
+            stacks=self._directory / STACKS,
             guess=hang.guess,
             ends_s=round(limit_s, 1),
         )

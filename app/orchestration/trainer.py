@@ -263,10 +263,9 @@ class Fit:
         return int(self.directory.last_step_line().get("step", 0))
 
     def _explained(self, failure: Failure) -> SteadfastError:
-        if failure.kind == "communication":  # what is wrong lies in the machines, not in the command
-            return TrainingError(failure.error)
         if failure.kind != "ours":
-            return TrainingError(failure.traceback)
+            # A budget that is exceeded, or workers that cannot communicate, have no traceback.
+            return TrainingError(failure.traceback or failure.error)
         # Bad input that is found before the first step is bad usage; after it the training has failed.
         if self.directory.last_step_line():
             return TrainingError(failure.error)

@@ -22,6 +22,7 @@ METRICS = "metrics.jsonl"  # the figures of log steps
 EVENTS = "events.jsonl"
 REPORT = "report.html"
 PROFILE = "profile"  # a folder
+STACKS = "stacks"  # a folder
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
@@ -29,7 +30,7 @@ _SCALE = "scale.json"
 _MICROBATCH = "microbatch.json"
 _PROBE = ".writable"
 _CURVES = "tensorboard"
-_FOLDERS = ("checkpoints", "faults", PROFILE, "stacks", _CURVES, "wandb")
+_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
 _SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
 # Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
 _LAST_LINE_BYTES = 16384
@@ -206,6 +207,10 @@ class RunDirectory:
             if self.store.list(_CURVES):
                 return self / _CURVES
         return None
+
+    def holds_traces(self) -> bool:
+        """Return whether stacks of workers or profiles are stored here."""
+        return bool(self.store.list(STACKS) or self.store.list(PROFILE))
 
     def request_scale(self, smallest: int, largest: int) -> None:
         """Leave a request for other bounds; the process that runs the run takes it up."""

@@ -1,6 +1,7 @@
 """What the driver shows: on a terminal a live bar with lines above it, elsewhere lines alone."""
 
 import contextlib
+import os
 import threading
 import time
 from typing import IO
@@ -17,13 +18,22 @@ from app.telemetry.outcome import Summary, result
 _QUIET_S = 4.0  # after which a person wants to know what is going on
 
 
+class _Rich(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Show nothing any more once nobody reads the pipe. Rich itself would end the process here."""
+        self.quiet = True
+        # What the interpreter flushes at its end would raise the same error.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class Console:
     """Shows events as they come. On a terminal a log event only moves the bar, unless `verbose`."""
 
     def __init__(self, verbose: bool = False, file: IO[str] | None = None) -> None:
         self.verbose = verbose
         self._stage = threading.Timer(0.0, self.line)
-        self._rich = RichConsole(file=file, highlight=False)
+        self._rich = _Rich(file=file, highlight=False)
         # No refresh thread: events move it. What others print (Ray's worker logs) goes above the bar.
         self._live = Live(console=self._rich, auto_refresh=False, transient=True)
 
@@ -56,7 +66,7 @@ class Console:
 
     def line(self, text: str) -> None:
         self._stage.cancel()
-        # A terminal that is closed, or a pipe that nobody reads any more, is no reason to end a run.
+        # A terminal that is closed does not end a run, nor does a pipe that nobody reads, see `_Rich`.
         with contextlib.suppress(OSError):
             # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
             self._rich.print(Text(text), soft_wrap=True)

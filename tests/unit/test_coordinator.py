@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from app.orchestration.coordinator import Coordinator
 from app.orchestration.heartbeat import _proof
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.restart import RestartCoordinator
+from app.orchestration.trainer import Fit
 from app.orchestration.worker_runtime import _kind
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
@@ -159,7 +160,7 @@ def test_a_machine_that_always_computes_wrongly_ends_the_run_within_its_budget(t
             del worlds.subject._dead["b"]  # another one takes its name
 
     worlds = play(tmp_path, story, max_failures=3)
-    assert worlds.told() == [("corruption", "b", False)] * 4 + [("ours", None, True)]
+    assert worlds.told() == [("corruption", "b", False)] * 4 + [("corruption", None, True)]
     *_, fatal = worlds.directory.events(Failure)
     assert fatal.error == "4 failures (corruption) and no step beyond 7; recovery allows 3 in a row"
 
@@ -411,6 +412,75 @@ def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
     worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
     assert worlds.told() == [("worker", "c", False)] * 30
     assert not worlds.subject.over
+
+
+async def lose_two(worlds: Worlds, late: bool) -> None:
+    """Lose b and c, either both before a survivor reports the end of the attempt, or c `late`, after that."""
+    await worlds.form(starts=True, step=5)
+    worlds.subject.lose("b", "connection closed")
+    if not late:
+        worlds.subject.lose("c", "connection closed")
+    await worlds.fail("a")
+    worlds.subject.lose("c", "connection closed")
+    await asyncio.sleep(SHORT_S)  # for the ledger to be looked at
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bool) -> None:
+    async def story(worlds: Worlds) -> None:
+        await lose_two(worlds, late)
+        assert not worlds.subject.over
+        worlds.subject._dead.clear()  # others take their names
+        await lose_two(worlds, late)
+
+    worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
+    assert [member for kind, member, fatal in worlds.told() if not fatal] == ["b", "c"] * 2
+    (fatal,) = (event for event in worlds.directory.events(Failure) if event.fatal)
+    assert fatal.error == "2 failures (worker) and no step beyond 5; recovery allows 1 in a row"
+    assert fatal.kind == "worker"  # not "ours", which would be bad usage before the first step
+
+
+@pytest.mark.parametrize(
+    ("kind", "traceback", "step", "code", "says"),
+    [
+        ("hang", "", 0, 1, "3 failures"),  # a budget is exceeded
+        ("communication", "", 0, 1, "3 failures"),
+        ("exception", "Traceback ...", 0, 1, "Traceback ..."),
+        ("ours", "", 0, 2, "3 failures"),  # bad input
+        ("ours", "", 7, 1, "3 failures"),
+    ],
+)
+def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
+    tmp_path: Path, kind: str, traceback: str, step: int, code: int, says: str
+) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    if step:
+        directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
+    nothing = cast(Any, None)
+    fit = Fit(nothing, None, directory, nothing, nothing, 2, 2, "", only_saves=False)
+    error = fit._explained(Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
+    assert (error.exit_code, str(error)) == (code, says)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path: Path, late: bool) -> None:
+    RunDirectory(LocalStore(tmp_path)).record(RunStarted(launcher="ray"))
+
+    async def first(worlds: Worlds) -> None:
+        await lose_two(worlds, late)
+
+    play(tmp_path, first, silence_s=LONG_S)
+    LocalStore(tmp_path).delete("owner.json")  # the claim of the first
+
+    async def second(worlds: Worlds) -> None:
+        budgets = worlds.subject._budgets
+        assert budgets.spend("worker", 0, attempt=2) is None
+        assert (
+            budgets.spend("worker", 0, attempt=3)
+            == "3 failures (worker) and no step beyond 0; recovery allows 2 in a row"
+        )
+
+    play(tmp_path, second, silence_s=LONG_S, max_failures=2)
 
 
 @pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])

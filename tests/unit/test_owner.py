@@ -25,6 +25,7 @@ from app.launch.resume import let_go
 from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
+from app.run.events import Failure
 from app.run.owner import Owner, Ownership, read_owner
 from app.storage import LocalStore
 from app.storage.documents import write_json
@@ -215,6 +216,29 @@ def test_a_command_deletes_a_folder_only_as_long_as_it_is_its_own(tmp_path: Path
     if taken:
         assert other.holds()
         assert other.next_attempt() == 1
+
+
+@pytest.mark.parametrize(
+    ("failures", "file", "stays"),
+    [
+        ([], "environment.json", False),
+        (["ours"], "config.yaml", False),  # bad input, which its message explains
+        (["hang"], "config.yaml", True),
+        (["exception", "ours"], "config.yaml", True),
+        ([], "stacks/attempt-1-worker.txt", True),
+        ([], "profile/memory-attempt-1-rank-0.pickle", True),
+    ],
+)
+def test_let_go_keeps_a_run_without_a_step_if_a_message_refers_to_its_files(
+    tmp_path: Path, failures: list[str], file: str, stays: bool
+) -> None:
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    mine = Ownership.claim(directory.store)
+    directory.store.commit(file, b"something")
+    for kind in failures:
+        directory.record(Failure(kind=kind, error="..."))
+    let_go(directory, mine, new=True)
+    assert (tmp_path / "run").exists() == stays
 
 
 @pytest.mark.parametrize("what", ["nothing", "began anew", "deleted"])

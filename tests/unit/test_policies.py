@@ -32,6 +32,23 @@ def test_kinds_have_budgets_of_their_own() -> None:
     assert why == "2 failures (oom) and no step beyond 3; recovery allows 1 in a row"
 
 
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([(1, "worker")] * 64, False),  # a switch fails
+        ([(1, "worker"), (1, "hang"), (1, "worker"), (1, "hang")], False),
+        ([(1, "worker"), (2, "worker")], True),
+        ([(1, "worker"), (1, "hang"), (2, "hang")], True),
+        ([(0, "worker"), (1, "worker")], True),  # before the first attempt, and in it
+    ],
+)
+def test_budget_counts_losses_of_one_attempt_once(losses: list[tuple[int, str]], ends: bool) -> None:
+    budgets = Budgets({"worker": 1, "hang": 1})
+    verdicts = [budgets.spend(kind, 5, attempt) for attempt, kind in losses]
+    assert [verdict for verdict in verdicts[:-1] if verdict] == []
+    assert bool(verdicts[-1]) == ends
+
+
 def test_a_preemption_costs_nothing() -> None:
     budgets = Budgets({"worker": 0})
     assert {budgets.spend("preemption", 1) for _ in range(100)} == {None}

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import GetTimeoutError
+from ray.train import CheckpointConfig, Result
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.context import StorageContext
+from ray.train.v2._internal.execution.controller import controller
+from ray.train.v2._internal.execution.controller.controller import TrainController
 
-from app.orchestration.internals.slots import _MOST_PENDING, SlotWorkerGroup, _Slot
+from app.orchestration.internals import slots
+from app.orchestration.internals.slots import (
+    _MOST_PENDING,
+    LastCommit,
+    SlotController,
+    SlotWorkerGroup,
+    _Slot,
+    report,
+)
 from app.orchestration.policies import Quarantine
 
 
@@ -79,3 +96,38 @@ def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkey
     group._slots.append(_Slot(0, worker=SimpleNamespace(metadata=SimpleNamespace(node_id="good"))))
     group._record_death("bad", lived_s=1.0)
     assert group._quarantine.avoided(time.monotonic()) == ["bad"]
+
+
+def test_rays_register_names_the_last_commit_of_a_run_that_retires_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty commits with keep_last=2; the controller reads every third report."""
+    run = tmp_path / "run"
+    run.mkdir()
+    queue: Queue[Any] = Queue(1)
+    monkeypatch.setattr(slots, "get_train_context", lambda: SimpleNamespace(get_result_queue=lambda: queue))
+
+    async def train() -> None:
+        register = LastCommit(CheckpointConfig(), StorageContext(str(tmp_path), "run"))
+        for step in range(1, 21):
+            (run / f"step-{step}").mkdir()
+            report(str(run / f"step-{step}"), {"step": step})
+            if step > 2:
+                (run / f"step-{step - 2}").rmdir()
+            if step % 3 == 2:
+                register.after_report(queue.get_nowait(), [])
+            await asyncio.sleep(0)  # for what the register has begun
+
+    asyncio.run(train())
+    result = Result.from_path(run)
+    assert result.checkpoint is not None
+    assert result.checkpoint.path == str(run / "step-20")
+    assert result.metrics == {"step": 20}
+
+
+def test_controller_of_slots_uses_that_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "CheckpointManager", CheckpointManager)  # put back after the test
+    made = Mock()
+    monkeypatch.setattr(TrainController, "__init__", lambda self: made(controller.CheckpointManager))
+    SlotController()
+    made.assert_called_once_with(LastCommit)

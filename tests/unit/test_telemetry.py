@@ -301,6 +301,22 @@ def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
     assert pipe.getvalue().splitlines() == [LINE, "[rank 3] ran out of memory " + "x" * 200, *RESULT]
 
 
+def test_console_goes_on_when_the_reader_of_its_pipe_is_gone() -> None:
+    script = (
+        "import sys\nfrom app.telemetry.console import Console\n"
+        "console = Console()\n"
+        "for number in range(3): console.line(f'step {number}')\n"
+        "print('printed by a library')\n"
+        "console.close()\n"
+        "sys.stderr.write('went on')\n"
+    )
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run([sys.executable, "-c", script], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (0, b"went on")
+
+
 def on_a_terminal(verbose: bool) -> str:
     """What 80 columns of a pseudo-terminal receive: the bar needs a process whose stdout is one."""
     script = (

@@ -18,8 +18,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
+from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
@@ -50,6 +52,7 @@ CONTRACT = {
     WorkerGroup.shutdown: ["self"],
     WorkerGroup.abort: ["self"],
     ReplicaGroup.start_training: ["self", "worker_group_context"],
+    CheckpointManager.register_checkpoint: ["self", "training_report"],
     _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
 }
 
@@ -66,7 +69,12 @@ def find_incompatibility() -> str | None:
         found = list(inspect.signature(function).parameters)
         if found != expected:
             return f"{function.__qualname__} takes {found}, expected {expected}"
-    for owner, name in ((TrainController, "worker_group_cls"), (data_parallel_trainer, "TrainController")):
+    overridden = (
+        (TrainController, "worker_group_cls"),
+        (data_parallel_trainer, "TrainController"),
+        (controller, "CheckpointManager"),
+    )
+    for owner, name in overridden:
         if not hasattr(owner, name):
             return f"{owner.__name__} has no {name}"
     return None
@@ -285,8 +293,25 @@ class SlotWorkerGroup(WorkerGroup):
             slot.close()
 
 
+class LastCommit(CheckpointManager):
+    """Ray's register of checkpoints, which names the newest one alone.
+
+    The run's own retention deletes older checkpoints, and Ray refuses to read a register that names a deleted one.
+    """
+
+    def register_checkpoint(self, training_report: _TrainingReport) -> None:
+        self._checkpoint_results.clear()
+        self._checkpoint_to_report_index.clear()
+        super().register_checkpoint(training_report)
+
+
 class SlotController(TrainController):
     worker_group_cls = SlotWorkerGroup
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        # The controller has a process of its own, and finds the class of its register under this name.
+        controller.CheckpointManager = LastCommit
+        super().__init__(*arguments, **named)
 
 
 @contextlib.contextmanager
@@ -304,5 +329,9 @@ def slot_controller() -> Any:
 def report(path: str, metrics: dict[str, Any]) -> None:
     """Tell the controller of a checkpoint, as `ray.train.report` would if it did not wait for all ranks."""
     reported = _TrainingReport(checkpoint=Checkpoint(path), metrics=metrics, validation=False)
-    with contextlib.suppress(queue.Full):  # nothing reads it back
-        get_train_context().get_result_queue().put_nowait(reported)
+    reports = get_train_context().get_result_queue()
+    # The queue holds one report. The newest one replaces another that the controller has not read yet.
+    with contextlib.suppress(queue.Empty):
+        reports.get_nowait()
+    with contextlib.suppress(queue.Full):
+        reports.put_nowait(reported)
