@@ -11,7 +11,8 @@ import torch
 
 from app.config import parse_config
 from app.errors import RunConflict
-from app.launch.torchrun import TorchrunRuntime, _begun, unused_keys
+from app.launch.torchrun import Place, TorchrunRuntime, _begun, unused_keys
+from app.plan import Amendments
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
 from app.run.owner import Ownership
@@ -41,7 +42,9 @@ def test_a_command_that_was_there_before_the_last_step_has_begun_again(
 def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     ownership = Ownership.claim(directory.store)
-    with closing(TorchrunRuntime(torch.device("cpu"), Mock(), directory, Mock(), ownership)) as runtime:
+    place = Place(torch.device("cpu"), Mock())
+    begun = 1, Amendments()
+    with closing(TorchrunRuntime(place, Mock(), directory, Mock(), begun, ownership)) as runtime:
         assert not runtime.signals().stop
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
