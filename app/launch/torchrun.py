@@ -18,7 +18,7 @@ from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.launch.detect import given_s
-from app.launch.resume import start_or_resume
+from app.launch.resume import let_go, start_or_resume
 from app.plan import Amendments
 from app.run.directory import RunDirectory
 from app.run.events import Event, Failure, ForwardsShrunk, RunStarted
@@ -92,18 +92,24 @@ class TorchrunRuntime:
     def failed(self, step: int, error: BaseException) -> None:
         if isinstance(error, OutOfMemory):  # which the processes that torchrun starts read
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+        amended = self._amended_by(error) if self._is_alone else None
         # Not shown: the end of the command tells it, once for all ranks.
-        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}"))
-        if not (self._is_alone and self._ownership and isinstance(error, BadStep | OutOfMemory)):
+        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
+        if amended is None or self._ownership is None:
             raise error  # torchrun restarts only a process that has exited
-        # From memory: events reach a bucket later.
-        if isinstance(error, BadStep):
-            self._amendments = self._amendments.leaving_out(error.steps)
-        else:
-            self._amendments = replace(self._amendments, forward_size=error.forward_size)
+        self._amendments = amended
         self._attempt = self._ownership.next_attempt()
         self._formed = False
         self._rolled_back = True
+
+    def _amended_by(self, error: BaseException) -> Amendments | None:
+        """Return what the next attempt goes by, as a restart would read it from the events; None if there is none."""
+        match error:
+            case BadStep():
+                return self._amendments.leaving_out(error.steps)
+            case OutOfMemory():
+                return replace(self._amendments, forward_size=error.forward_size)
+        return None
 
     def close(self) -> None:
         self._events.close()
@@ -173,6 +179,7 @@ def train_here(
     try:
         if place.rank == 0:
             try:
+                new = directory.check_writable()
                 ownership = _claim(directory, console)
                 if unused := unused_keys(config, place.world_size):
                     console.line(f"not used without Ray: {', '.join(unused)}")
@@ -180,6 +187,9 @@ def train_here(
                 answer = _begin(config, directory, ownership, console, begun, return_finished)
             except SteadfastError as error:
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
+                if ownership is not None:
+                    let_go(directory, ownership, new)
+                    ownership = None  # to release it would bring a folder back that has been deleted
                 raise
             place.store.set(key, json.dumps(answer))
         answer = json.loads(place.store.get(key))
@@ -247,7 +257,6 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
 
 
 def _claim(directory: RunDirectory, console: Console) -> Ownership:
-    directory.check_writable()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     # With a token of its own, a restarted process may claim what the process before it still holds.
     token = None if run_id == _NO_RUN_ID else run_id

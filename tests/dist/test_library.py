@@ -22,6 +22,9 @@ from torch import nn
 
 import app
 from app.errors import ConfigError, RunConflict, TrainingError, UsageError
+from app.faults.inject import InjectedFault
+from app.run.directory import RunDirectory
+from app.telemetry.status import StatusReader
 from tests.command import ROOT
 from tests.examples.script import Counts, line, squared_error, train
 
@@ -162,6 +165,39 @@ def test_fit_that_may_leave_out_no_step_ends_with_the_remedy(tmp_path: Path) -> 
     )
     with pytest.raises(TrainingError, match=r"step 6: .*not finite.*Lower optimizer\.lr"):
         fitted(config)
+
+
+class Shows:
+    """A task that shows what its model has learnt."""
+
+    loss = staticmethod(squared_error)
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        return "2 + 2 is 4.01"
+
+
+def test_the_sample_of_a_task_is_shown_and_kept_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = app.fit(config_of(str(tmp_path)), model=nn.Linear(4, 1), dataset=line(120), task=Shows())
+    assert result.summary["sample"] == "2 + 2 is 4.01"
+    assert json.loads((tmp_path / "x/summary.json").read_text())["sample"] == "2 + 2 is 4.01"
+    assert "sample      2 + 2 is 4.01" in capsys.readouterr().out
+
+
+def test_a_run_without_ray_that_an_exception_has_ended_is_failed(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), faults={"inject": [{"kind": "fail_at", "step": 6}]})
+    with pytest.raises(InjectedFault):
+        fitted(config)
+    assert StatusReader(RunDirectory.of(config)).read().state == "failed"
+    # The same call goes on.
+    assert fitted(config).summary["status"] == "finished"
+    assert StatusReader(RunDirectory.of(config)).read().state == "finished"
+
+
+def test_a_run_without_ray_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), run={"name": "x", "storage": str(tmp_path), "resume": "must"})
+    with pytest.raises(RunConflict, match="holds no checkpoint"):
+        fitted(config)
+    assert not (tmp_path / "x").exists()
 
 
 class Moves:
