@@ -1,6 +1,8 @@
 """The command line: `python main.py [verb] --config FILE [key=value ...]`."""
 
 import os
+import select
+import signal
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -16,6 +18,7 @@ from app.launch.ranks import end_rank, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
 
 _HELP_WIDTH = 100
+_EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell gives it for other programs
 
 TRY = """Three commands to try:
   python main.py --config ddp.yaml                     train a small GPT on this machine
@@ -49,7 +52,10 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
     # Not taken from the parsed options: there are none if the error is in the command line.
     verbose = "-v" in arguments or "--verbose" in arguments
     try:
-        return _run(arguments, started_s)
+        exit_code = _run(arguments, started_s)
+        if sys.stdout:  # None where it is closed
+            sys.stdout.flush()
+        return exit_code
     except SteadfastError as error:
         said = f"error: {error}"
         if verbose:
@@ -61,9 +67,21 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_STOPPED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            return _EXIT_PIPE
         if of_torchrun():
             end_rank(error, "".join(traceback.format_exception(error)) if verbose else traceback_of(error))
         raise
+
+
+def _reader_has_left() -> bool:
+    """Return whether nobody reads this process's output any more, as after `| head`, and write no more of it."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not any(events & select.POLLERR for _, events in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left
+    return True
 
 
 def _run(arguments: list[str], started_s: float) -> int:

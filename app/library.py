@@ -6,9 +6,10 @@ import itertools
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ from app.telemetry.console import Console
 from app.world.device import torchrun_device
 
 _calls = itertools.count()
+_training = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def fit(
 
     Raises:
         RunConflict: a run of this name was trained with other values; the message lists the differences.
-        SteadfastError: the run cannot begin or go on.
+        SteadfastError: the run cannot begin or go on, or another call is training in this process.
     """
     started_s = time.time()
     if not isinstance(config, Config):
@@ -125,19 +127,35 @@ def fit(
             "hooks": (*config.hooks, *objects.hooks(hooks)),
         }
     )
-    taken_variables(config.cluster, os.environ)  # they are here already; what is missing is an error
-    os.environ.update(given_variables(config.cluster))
-    place = _place(config)
-    _check_num_workers(config, place)
-    # Without it a search that draws a rate before each call would draw the same one from the second call on.
-    with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
-        if place.rank == 0:
-            console.stage("starting", started_s)
-        if isinstance(model, nn.Module):
-            _take_weights_of_first(model, place)
-        interrupts = Interrupts(of_process=False)
-        ending = train_here(config, place, started_s, started_s, console, interrupts, return_finished)
-        return _result(config, place, ending)
+    with _only_call():
+        taken_variables(config.cluster, os.environ)  # they are here already; what is missing is an error
+        os.environ.update(given_variables(config.cluster))
+        place = _place(config)
+        _check_num_workers(config, place)
+        directory = RunDirectory.of(config)  # once: code of the user's may change the working directory
+        # Without it a search that draws a rate before each call would draw the same one from the second call on.
+        with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
+            if place.rank == 0:
+                console.stage("starting", started_s)
+            if isinstance(model, nn.Module):
+                _take_weights_of_first(model, place)
+            interrupts = Interrupts(of_process=False)
+            ending = train_here(config, directory, place, started_s, started_s, console, interrupts, return_finished)
+            return _result(config, directory, place, ending)
+
+
+@contextmanager
+def _only_call() -> Iterator[None]:
+    """Keep the process to one call at a time. Raises UsageError if one is training already."""
+    # The objects of a call and torch's process group are the whole process's.
+    if not _training.acquire(blocking=False):
+        raise UsageError(
+            "another fit is training in this process: wait until it has returned, or start a process for each"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 class _Objects:
@@ -276,11 +294,10 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
         dist.destroy_process_group()
 
 
-def _result(config: Config, place: Place, ending: Ending) -> Result:
+def _result(config: Config, directory: RunDirectory, place: Place, ending: Ending) -> Result:
     """Return what has come of a run, the same on every rank. Raises UsageError if rank 0 has refused the run."""
     if ending.refusal:
         raise UsageError(ending.refusal)
-    directory = RunDirectory.of(config)
     key = f"summary-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if place.rank == 0:  # which has written it
         place.store.set(key, json.dumps(directory.summary()))

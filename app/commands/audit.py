@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 
-from app.commands.options import add_run_argument, run_on_cluster
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.config import Config, Target
 from app.errors import DataError, UsageError
 from app.run.directory import RunDirectory, find_run
@@ -19,13 +19,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the numbers of the proof. Return 1, with the first counter-example, if it does not hold."""
+    take_storage(options)
     if len(options.runs) != 1:
         raise UsageError("audit takes one run, for example: audit ddp")
     if options.cluster:
         return run_on_cluster(options)
     from app.telemetry.audit import CounterExample, audit
 
-    directory = find_run(options.runs[0])
+    directory = find_run(options.runs[0], options.storage)
     config = directory.stored_config()
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, which says what was planned")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from app.checkpoint.catalog import Catalog, Damaged
 from app.checkpoint.manifest import Manifest
-from app.commands.options import add_run_argument, run_on_cluster
-from app.config import Config, load_config
+from app.commands.options import add_run_argument, is_of_config, run_on_cluster, take_storage
+from app.config import Config, load_config, parse_config
 from app.errors import StorageError, UsageError
 from app.run.directory import find_run
 from app.units import number, plural, size
@@ -26,7 +26,7 @@ _STARTING = "looking at the machines; this takes about half a minute"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} [RUN | --config FILE [key=value ...]] [options]"
+    parser.usage = f"{parser.prog} [RUN | [--config FILE] [key=value ...]] [options]"
     add_run_argument(parser)
     parser.add_argument("-c", "--config", metavar="FILE", help="check the machines for it: its cluster, its storage")
     as_json = "findings about machines as one JSON document; progress goes to stderr"
@@ -35,12 +35,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print a line for each finding, or for each checkpoint of a run. Return 1 if one of them is bad."""
-    if options.config is None and len(options.runs) > 1:
-        raise UsageError("doctor takes one run, for example: doctor ddp")
-    if options.config is None and options.runs:
+    if options.config is None and not all(is_of_config(word) for word in options.runs):
         return _check_run(options)
-    # With a configuration, words are its overrides.
-    config = load_config(options.config, options.runs) if options.config else Config()
+    overrides = [*options.runs, f"run.storage={options.storage}"] if options.storage else options.runs
+    config = load_config(options.config, overrides) if options.config else parse_config("", overrides=overrides)
     return run_on_cluster(options) if options.cluster else _check_machines(config, options)
 
 
@@ -80,10 +78,13 @@ def _counted(findings: "Iterable[Finding]") -> str:
 
 
 def _check_run(options: Namespace) -> int:
+    take_storage(options)
+    if len(options.runs) > 1:
+        raise UsageError("doctor takes one run, for example: doctor ddp")
     if options.cluster:
         return run_on_cluster(options)
     exit_code = 0
-    for line, good in examine(Catalog(find_run(options.runs[0]).store)):
+    for line, good in examine(Catalog(find_run(options.runs[0], options.storage).store)):
         # Flushed, since reading a checkpoint takes a while and a pipe would hold its line back.
         print(line, flush=True)
         if not good:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from app.checkpoint.catalog import Catalog, path_of
-from app.commands.options import add_run_argument, run_on_cluster
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import StorageError, UsageError
 from app.run.directory import RunDirectory, base, find_run
 
@@ -25,11 +25,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the file or folder, and print what is in it."""
+    take_storage(options)
     if len(options.runs) != 1 or options.out is None:
         raise UsageError("export takes one run and --out, for example: export ddp --out model.safetensors")
     if options.cluster:
         return run_on_cluster(options)
-    directory = find_run(options.runs[0])
+    directory = find_run(options.runs[0], options.storage)
     # Relative to the folder from which run.init_from is read.
     out = base() / options.out
     kind = options.format or out.suffix.removeprefix(".")

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from app.commands import VERBS
 from app.config import Config, load_config
+from app.config.schema import RunConfig
 from app.errors import UsageError
 from app.launch import remote
 
@@ -22,6 +23,29 @@ def add_config_arguments(parser: ArgumentParser) -> None:
 def add_run_argument(parser: ArgumentParser) -> None:
     # Any number of runs passes here, and the verb counts them: argparse's own message would lack an example.
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run: its name below runs/, its path or its URI")
+    storage = "where runs are looked for by name; run.storage=PLACE is the same"
+    parser.add_argument("--storage", metavar="PLACE", help=storage)
+
+
+def take_storage(options: Namespace) -> None:
+    """Read `run.storage` and `run.name` among the words for runs, as training takes them, and default the storage."""
+    runs = []
+    for word in options.runs:
+        key, equals, value = word.partition("=")
+        if equals and key == "run.storage":
+            options.storage = value
+        elif equals and key == "run.name":
+            runs.append(value)
+        else:
+            runs.append(word)
+    options.runs = runs
+    options.storage = options.storage or RunConfig().storage
+
+
+def is_of_config(word: str) -> bool:
+    """Return whether a word is an override of a section that there is; a run may have an equals sign in its name."""
+    key = word.partition("=")[0]
+    return is_override(word) and key.partition(".")[0] in Config.model_fields
 
 
 def read_config(options: Namespace) -> Config:

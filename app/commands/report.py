@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from app.commands.options import add_run_argument, run_on_cluster
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import UsageError
 from app.run.directory import find_run
 
@@ -11,11 +11,12 @@ add_arguments = add_run_argument
 
 def run(options: Namespace) -> int:
     """Write `report.html` into the run directory, and print where it is."""
+    take_storage(options)
     if len(options.runs) != 1:
         raise UsageError("report takes one run, for example: report ddp")
     if options.cluster:
         return run_on_cluster(options)
     from app.telemetry.report.write import write_report
 
-    print(write_report(find_run(options.runs[0])))
+    print(write_report(find_run(options.runs[0], options.storage)))
     return 0

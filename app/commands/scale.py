@@ -7,7 +7,7 @@ import re
 import time
 from argparse import ArgumentParser, Namespace
 
-from app.commands.options import add_run_argument, run_on_cluster
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import RunConflict, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.run.events import Scale
@@ -24,12 +24,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Request other bounds. Once the running command has taken them up, print the former and the new ones."""
+    take_storage(options)
     if len(options.runs) != 1 or options.workers is None:
         raise UsageError("scale takes one run and --workers, for example: scale ddp --workers 2:8")
     if options.cluster:
         return run_on_cluster(options)
     smallest, largest = _parse_bounds(options.workers)
-    directory = find_run(options.runs[0])
+    directory = find_run(options.runs[0], options.storage)
     _check_useful(directory, smallest, largest)
     owner = read_owner(directory.store)
     if owner is None or owner.gone:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from app.commands.options import add_run_argument, run_on_cluster
-from app.config.schema import RunConfig
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import StorageError, UsageError
 from app.run.directory import RunDirectory, find_run
 from app.run.owner import read_owner
@@ -29,11 +28,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for scripts: one object, or a list of all runs")
-    parser.add_argument("--storage", metavar="PLACE", default=RunConfig().storage, help="where runs are looked for")
 
 
 def run(options: Namespace) -> int:
     """Print how a run is, or a line for each run of a place."""
+    take_storage(options)
     if len(options.runs) > 1 or (options.watch and options.json):
         raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
     if options.cluster:

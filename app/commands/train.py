@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from contextlib import closing
 
 from app.commands.options import add_config_arguments, read_config, run_on_cluster, without_option
@@ -16,6 +16,8 @@ from app.telemetry.console import Console
 def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--job", action="store_true", help="as a Ray job, so that it outlives this terminal")
+    # For torch.distributed.launch, which gives each rank its number so; the environment has it too.
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=SUPPRESS)
 
 
 def run(options: Namespace) -> int:

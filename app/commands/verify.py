@@ -5,7 +5,7 @@ import math
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from app.commands.options import run_on_cluster
+from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import UsageError
 from app.run.directory import RunDirectory, find_run
 from app.units import in_ranges, node_name, plural
@@ -17,19 +17,20 @@ Rows = dict[str, str]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="two runs: by name below runs/, by path or by URI")
+    add_run_argument(parser)
     parser.add_argument("--json", action="store_true", help="print what was found as one line of JSON")
 
 
 def run(options: Namespace) -> int:
     """Print what was compared. Return 1, with the first difference, if the runs are not the same."""
+    take_storage(options)
     if len(options.runs) != 2:
         raise UsageError("verify takes two runs, for example: verify ddp other")
     if options.cluster:
         return run_on_cluster(options)
     from app.telemetry.verify import verify
 
-    one, other = (find_run(name) for name in options.runs)
+    one, other = (find_run(name, options.storage) for name in options.runs)
     found = verify(one, other)
     if options.json:
         print(json.dumps({"runs": [one.uri, other.uri], **found.to_line()}))

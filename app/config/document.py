@@ -47,6 +47,16 @@ class Loader(yaml.SafeLoader):
                 _refuse(f"aliases that stand for more than {_MOST_ALIASED} values", event)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (AttributeError, LookupError, TypeError, ValueError):  # PyYAML's constructors do not check their text
+            _refuse(f"not a valid {node.tag.rpartition(':')[2]}", node)
+
+    def construct_date(self, node: yaml.ScalarNode) -> str:
+        """Return the text of a date: no key takes a date, and people name runs after the day."""
+        return str(self.construct_scalar(node))
+
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         """Return an int or float. What YAML 1.1 reads as another number than it says stays text: 1:30, 010."""
         text = str(self.construct_scalar(node))
@@ -61,6 +71,7 @@ class Loader(yaml.SafeLoader):
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
 Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_number)
+Loader.add_constructor("tag:yaml.org,2002:timestamp", Loader.construct_date)
 
 
 class Dumper(yaml.SafeDumper):

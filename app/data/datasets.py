@@ -26,6 +26,7 @@ from app.data.batches import Batch
 from app.data.huggingface import open_huggingface
 from app.data.images import open_image_folder
 from app.errors import DataError
+from app.run.directory import base, place_of_data
 
 Sample = tuple[Tensor, ...]  # of the built-in datasets
 Collate = Callable[[list[Any]], Batch]
@@ -106,9 +107,9 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
     """Build the dataset that the config names, at `key`. Raises DataError if it is unreadable, empty or too short."""
     match config:
         case TextSource():
-            return TextDataset(config.source, config.context_length)
+            return TextDataset(place_of_data(config.source), config.context_length)
         case TokensSource():
-            return TokensDataset(config.path, config.dtype, config.context_length)
+            return TokensDataset(place_of_data(config.path), config.dtype, config.context_length)
         case ImageFolderSource():
             return open_image_folder(config, key)
         case HuggingFaceSource():
@@ -192,5 +193,6 @@ def _read_text(source: str) -> bytes:
         return "\n\n".join(pages).encode()
     paths = sorted(path for path in glob.glob(source, recursive=True) if Path(path).is_file())
     if not paths:
-        raise DataError(f"{source!r} matches no file in {Path.cwd()}")
+        places = " or ".join(dict.fromkeys((str(Path.cwd()), str(base()))))
+        raise DataError(f"{source!r} matches no file in {places}")
     return b"\n\n".join(Path(path).read_bytes() for path in paths)

@@ -6,6 +6,7 @@ from typing import Any
 from app.config import HuggingFaceSource
 from app.data.extras import import_extra
 from app.errors import DataError
+from app.run.directory import place_of_data
 
 
 def open_huggingface(config: HuggingFaceSource, key: str) -> Any:
@@ -19,17 +20,18 @@ def open_huggingface(config: HuggingFaceSource, key: str) -> Any:
 
 
 def _load(datasets: Any, config: HuggingFaceSource) -> Any:
-    folder = Path(config.path)
+    path = place_of_data(config.path)  # a name on the hub stays as it is
+    folder = Path(path)
     split = config.split or "train"
     if (folder / "dataset_dict.json").exists():
-        splits = datasets.load_from_disk(config.path)
+        splits = datasets.load_from_disk(path)
         if split not in splits:
             raise DataError(f"{config.path!r} has no split {split}; there are: {', '.join(splits)}")
         return splits[split]
     if (folder / "state.json").exists():
-        found = datasets.load_from_disk(config.path)
+        found = datasets.load_from_disk(path)
         # Or one would validate, say, on what one trains on.
         if config.split and config.split != str(found.split):
             raise DataError(f"{config.path!r} holds the split {found.split} alone, not {config.split}")
         return found
-    return datasets.load_dataset(config.path, config.name, split=split)
+    return datasets.load_dataset(path, config.name, split=split)

@@ -8,6 +8,7 @@ from torch import Tensor
 from app.config import ImageFolderSource
 from app.data.extras import import_extra
 from app.errors import DataError
+from app.run.directory import place_of_data
 
 # Of ImageNet, which the weights that one fine-tunes have been trained on.
 _MEAN = (0.485, 0.456, 0.406)
@@ -40,7 +41,7 @@ def open_image_folder(config: ImageFolderSource, key: str) -> ImageFolder:
     """Return the images that the section at `key` names. Raises DataError, or ConfigError without torchvision."""
     datasets = import_extra("torchvision.datasets", "vision", key)
     try:
-        folder = datasets.ImageFolder(config.path)
+        folder = datasets.ImageFolder(place_of_data(config.path))
     except OSError as error:
         raise DataError(f"{config.path!r} is no folder with a folder of images for each class: {error}") from error
     return ImageFolder(folder, config.image_size, config.augment, key)

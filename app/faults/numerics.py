@@ -21,10 +21,9 @@ _ENOUGH = 32  # below it a MAD may be half of what it should be
 _LEAST_SPREAD = math.log(2) / 10
 _PER_OUTLIER = 5  # the largest excess of the window counts as so many deviations: heavy tails and mixed data show there
 _HORIZON = 1000  # steps in which the budget is spent; those before are forgiven
-# As a share of the first losses. A loss in float32 is a small difference of large logits, of which the last bits are
-# noise: of a model that has learnt everything by heart, losses are a few such bits, and their logarithms no measure.
-# So many bits more than one, since logits grow large by then; and what is lost below has next to no gradient anyway.
-_LEAST_LOSS = 128 * 2.0**-23
+# As a share of the first losses. A model that has learnt its data by heart has losses of almost nothing, and Adam at a
+# constant rate lets them bump by factors of thousands, which heal by themselves and have next to no gradient.
+_LEAST_LOSS = 1e-3
 
 
 class BadStep(Exception):
@@ -92,7 +91,7 @@ class Numerics:
         return f"loss {agreed.loss:.4g} against a median of {median(self._losses):.4g} at step {agreed.step}"
 
     def _least(self) -> float:
-        """Return the size of a loss below which nothing can be told apart."""
+        """Return the size of a loss up to which no loss is a spike."""
         if not self._first:
             return 0.0
         return _LEAST_LOSS * median(abs(each) for each in self._first)

@@ -5,8 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -19,7 +18,7 @@ from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
 from app.launch.detect import given_s
-from app.launch.resume import start_or_resume
+from app.launch.resume import let_go, start_or_resume
 from app.plan import Amendments
 from app.run.directory import RunDirectory
 from app.run.events import Event, Failure, ForwardsShrunk, RunStarted
@@ -30,6 +29,7 @@ from app.telemetry.report.write import reported
 from app.worker import start_worker, train_in_worlds
 from app.world.device import torchrun_device
 from app.world.groups import is_peer_loss
+from app.world.progress import Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
 
@@ -44,29 +44,37 @@ _NO_RUN_ID = "none"
 
 
 class TorchrunRuntime:
-    """A `Runtime` of one world. A failure ends the process, and torchrun starts another."""
+    """A `Runtime` of one world: a failure ends the process, and torchrun starts another.
+
+    A process that trains alone may have nobody who starts it again, so it begins the attempt after a rollback itself.
+    """
 
     def __init__(
         self,
-        device: torch.device,
-        form: Callable[[], World],
+        place: "Place",
+        form: Callable[[int, Amendments], World],  # an attempt's world, by the attempt's number
         directory: RunDirectory,
         console: Console,
+        begun: tuple[int, Amendments],  # the first attempt
         ownership: Ownership | None = None,  # of rank 0
     ) -> None:
-        self.device = device
+        self.device = place.device
+        self._is_alone = place.world_size == 1
         self._form = form
         self._events = directory.open_events()
         self._console = console
+        self._attempt, self._amendments = begun
         self._ownership = ownership
         self._formed = False
+        self._rolled_back = False
         self._stop = False
 
     def next_world(self) -> World | None:
-        if self._formed or self._stop:
+        # After a rollback a stop waits for the world, which restores the state that the run stops with.
+        if self._formed or (self._stop and not self._rolled_back):
             return None
         self._formed = True
-        return self._form()
+        return self._form(self._attempt, self._amendments)
 
     def request_stop(self) -> None:
         self._stop = True
@@ -84,10 +92,24 @@ class TorchrunRuntime:
     def failed(self, step: int, error: BaseException) -> None:
         if isinstance(error, OutOfMemory):  # which the processes that torchrun starts read
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+        amended = self._amended_by(error) if self._is_alone else None
         # Not shown: the end of the command tells it, once for all ranks.
-        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}"))
-        # Not swallowed: torchrun restarts only what has exited.
-        raise error
+        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
+        if amended is None or self._ownership is None:
+            raise error  # torchrun restarts only a process that has exited
+        self._amendments = amended
+        self._attempt = self._ownership.next_attempt()
+        self._formed = False
+        self._rolled_back = True
+
+    def _amended_by(self, error: BaseException) -> Amendments | None:
+        """Return what the next attempt goes by, as a restart would read it from the events; None if there is none."""
+        match error:
+            case BadStep():
+                return self._amendments.leaving_out(error.steps)
+            case OutOfMemory():
+                return replace(self._amendments, forward_size=error.forward_size)
+        return None
 
     def close(self) -> None:
         self._events.close()
@@ -123,13 +145,8 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
     """Run this process's part of the training, and return its exit code: that of rank 0 if rank 0 refuses."""
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
-        return train_here(config, place, started_s, given_s(started_s), console, Interrupts()).exit_code
-    except BadStep as error:
-        raise TrainingError(str(error)) from error
-    except Corrupted as error:
-        raise TrainingError(
-            f"{error}. The step was not taken: take that machine out, and give the same command again"
-        ) from error
+        directory = RunDirectory.of(config)
+        return train_here(config, directory, place, started_s, given_s(started_s), console, Interrupts()).exit_code
     except Exception as error:
         if not is_peer_loss(error):
             raise
@@ -138,6 +155,7 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
 
 def train_here(
     config: Config,
+    directory: RunDirectory,
     place: Place,
     started_s: float,
     command_s: float,
@@ -151,14 +169,17 @@ def train_here(
         started_s: Unix time at which this process began.
         command_s: Unix time at which the command was given; torchrun may have restarted this process since.
         return_finished: as in `start_or_resume`.
+
+    Raises:
+        TrainingError: a step is bad, or a rank computes wrongly, and torchrun has to start the processes again.
     """
-    directory = RunDirectory.of(config)
     ownership = None
     # torchrun keeps one store over its restarts: without their count, an answer to a former life would be read.
     key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         if place.rank == 0:
             try:
+                new = directory.check_writable()
                 ownership = _claim(directory, console)
                 if unused := unused_keys(config, place.world_size):
                     console.line(f"not used without Ray: {', '.join(unused)}")
@@ -166,6 +187,9 @@ def train_here(
                 answer = _begin(config, directory, ownership, console, begun, return_finished)
             except SteadfastError as error:
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
+                if ownership is not None:
+                    let_go(directory, ownership, new)
+                    ownership = None  # to release it would bring a folder back that has been deleted
                 raise
             place.store.set(key, json.dumps(answer))
         answer = json.loads(place.store.get(key))
@@ -175,6 +199,12 @@ def train_here(
             return _train(config, place, directory, console, interrupts, answer, ownership)
         with reported(config, directory, console.line):
             return _train(config, place, directory, console, interrupts, answer, ownership)
+    except BadStep as error:
+        raise TrainingError(str(error)) from error
+    except Corrupted as error:
+        raise TrainingError(
+            f"{error}. The step was not taken: take that machine out, and give the same command again"
+        ) from error
     finally:
         if ownership is not None:
             ownership.release()
@@ -189,11 +219,16 @@ def _train(
     answer: dict[str, Any],
     ownership: Ownership | None,
 ) -> Ending:
-    position = place.store, place.rank, place.world_size, answer["attempt"], place.device
     timeouts = Timeouts(config.recovery.silence_s)
-    form = partial(form_world, *position, Amendments.of_line(answer["amendments"]), timeouts=timeouts)
+    progress = Progress()  # remembers earlier attempts
+
+    def form(attempt: int, amendments: Amendments) -> World:
+        members = place.store, place.rank, place.world_size
+        return form_world(*members, attempt, place.device, amendments, timeouts, progress)
+
+    begun = answer["attempt"], Amendments.of_line(answer["amendments"])
     outcome = None
-    with closing(TorchrunRuntime(place.device, form, directory, console, ownership)) as runtime:
+    with closing(TorchrunRuntime(place, form, directory, console, begun, ownership)) as runtime:
         interrupts.on_stop = runtime.request_stop
         with interrupts:
             worker = start_worker(config, runtime)
@@ -222,7 +257,6 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
 
 
 def _claim(directory: RunDirectory, console: Console) -> Ownership:
-    directory.check_writable()
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     # With a token of its own, a restarted process may claim what the process before it still holds.
     token = None if run_id == _NO_RUN_ID else run_id

@@ -297,7 +297,7 @@ class Fit:
                 if self._saving_until_s is not None and not self._stopping:
                     continue
                 curves = self.directory.curves()
-                self.console.finish({**event.summary, "sample": event.sample, "tensorboard": curves})
+                self.console.finish({**event.summary, "tensorboard": curves})
             elif isinstance(event, Failure) and event.fatal:
                 self._fatal = event
             else:

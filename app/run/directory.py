@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -41,6 +42,15 @@ Kind = TypeVar("Kind", bound=Event)
 def base() -> Path:
     """Return what a relative path of a run is relative to."""
     return _SHARED if _SHARED.is_dir() else Path.cwd()
+
+
+def place_of_data(path: str) -> str:
+    """Return where a path or pattern of data leads: in the working directory if anything is there, else as of a run."""
+    below = str(base() / path)
+    for place in (path, below):
+        if Path(place).exists() or glob(place, recursive=True):
+            return place
+    return path
 
 
 class EventWriter:

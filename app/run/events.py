@@ -675,7 +675,6 @@ class Finished(Event):
     spread = "summary"
 
     summary: Mapping[str, Any]  # the contents of `summary.json`; in the line they stand beside the other fields
-    sample: str | None = None  # text that shows what the model has learnt
 
 
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}

@@ -11,7 +11,7 @@ Summary = Mapping[str, Any]
 
 def result(summary: Summary) -> list[str]:
     """Return the lines that tell what a run did, what it is worth and where it lies; what is unknown is left out."""
-    # The summary of `summary.json`, with `sample` (text) and `tensorboard` (directory, or None) by the driver.
+    # The summary of `summary.json`, with `tensorboard` (directory, or None) by the driver.
     done = [plural(summary["step"], "step")]
     for amount in ("samples", "tokens"):
         if summary.get(amount):

@@ -321,9 +321,11 @@ class Recorder:
             self._directory.write_summary(summary)
             sample = _sample(self._worker.task, whole, self._worker.precision.device)
             if sample:
+                summary["sample"] = sample
+                self._directory.write_summary(summary)
                 trackers.text(outcome.step, "sample", sample)
             trackers.close()
-            self._publish(events.Finished(summary=summary, sample=sample))
+            self._publish(events.Finished(summary=summary))
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:
         units = self._worker.units_per_sample

@@ -11,9 +11,11 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -43,15 +45,14 @@ _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 # If it is silent: "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation".
 # After the latter, every further collective of the group: "Application timeout caused pair closure".
 # The text cannot tell a peer that is gone from one that cannot be reached; the coordinator knows who lives.
-_MARKS = (
-    "gloo",
-    "nccl",
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "socket",
-    "tcpstore",
-    "caused pair closure",
+_MARKS = ("/gloo/", "caused pair closure")
+# Texts of gloo, NCCL and their stores that an error of the user's own code may have too.
+_COMMON_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+# Code that calls collectives: this program, and of torch what C++ raises through, that of `loss.backward()` included.
+_TORCH = Path(torch.__file__).parent
+_CALLERS = (
+    Path(__file__).parents[1],
+    *(_TORCH / part for part in ("distributed", "nn/parallel", "autograd", "_ops.py")),
 )
 
 
@@ -278,10 +279,24 @@ def recover_in_process() -> None:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether an error's text says that a peer cannot be reached, rather than that the code is wrong."""
+    """Return whether an error says that a peer cannot be reached, rather than that the code is wrong."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(mark in str(error).lower() for mark in _MARKS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    if any(mark in text for mark in _MARKS):
+        return True
+    return any(mark in text for mark in _COMMON_MARKS) and _raised_by_caller(error)
+
+
+def _raised_by_caller(error: BaseException) -> bool:
+    """Return whether the innermost line that an error came from is one that calls collectives, as far as is known."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return True
+    file = Path(frames[-1].f_code.co_filename)
+    return any(file.is_relative_to(caller) for caller in _CALLERS)
 
 
 def interface_of(address: str) -> str | None:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 from torch import nn
 
 import app
-from app.errors import ConfigError, RunConflict, UsageError
+from app.errors import ConfigError, RunConflict, TrainingError, UsageError
+from app.faults.inject import InjectedFault
+from app.run.directory import RunDirectory
+from app.telemetry.status import StatusReader
 from tests.command import ROOT
-from tests.examples.script import Counts, train
+from tests.examples.script import Counts, line, squared_error, train
 
 SCRIPT = "tests/examples/script.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -124,6 +128,125 @@ def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path)
     assert trained == [[8.0, 7.0], [6.0, 5.0], [4.0, 3.0], [2.0, 1.0]]
     assert evaluated[-1] == [109.0]
     assert max(max(batch) for batch in evaluated[:-1]) < 100
+
+
+def config_of(storage: str, **sections: Any) -> app.Config:
+    return app.Config.model_validate(
+        {
+            "run": {"name": "x", "storage": storage, "steps": 8, "report": False},
+            "batch": {"global_size": 12, "microbatch_size": 4},
+            "checkpoint": {"every": "4 steps"},
+            "trackers": [],
+            **sections,
+        }
+    )
+
+
+def fitted(config: app.Config, hooks: Sequence[Any] = ()) -> app.Result:
+    torch.manual_seed(0)
+    return app.fit(config, model=nn.Linear(4, 1), dataset=line(120), task=squared_error, hooks=hooks)
+
+
+@pytest.mark.parametrize(("fault", "event"), [("nan_at", "rollback"), ("oom_at", "forwards_shrunk")])
+def test_fit_goes_on_after_a_bad_step_and_one_that_does_not_fit(tmp_path: Path, fault: str, event: str) -> None:
+    config = config_of(str(tmp_path), faults={"inject": [{"kind": fault, "step": 6}]})
+    result = fitted(config)
+    assert (result.summary["status"], result.summary["step"], result.summary["attempts"]) == ("finished", 8, 2)
+    assert result.model is not None
+    events = [json.loads(text) for text in (tmp_path / "x/events.jsonl").read_text().splitlines()]
+    names = [each["event"] for each in events]
+    assert names.count("run_started") == 1
+    assert names.count(event) == 1
+    if event == "rollback":
+        steps = [json.loads(text) for text in (tmp_path / "x/steps.jsonl").read_text().splitlines()]
+        assert [each["step"] for each in steps if each.get("skipped")] == [6]
+
+
+def test_fit_that_may_leave_out_no_step_ends_with_the_remedy(tmp_path: Path) -> None:
+    config = config_of(
+        str(tmp_path), faults={"inject": [{"kind": "nan_at", "step": 6}]}, recovery={"max_skipped_steps": 0}
+    )
+    with pytest.raises(TrainingError, match=r"step 6: .*not finite.*Lower optimizer\.lr"):
+        fitted(config)
+
+
+class Shows:
+    """A task that shows what its model has learnt."""
+
+    loss = staticmethod(squared_error)
+
+    def sample(self, model: nn.Module, device: torch.device) -> str:
+        return "2 + 2 is 4.01"
+
+
+def test_the_sample_of_a_task_is_shown_and_kept_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = app.fit(config_of(str(tmp_path)), model=nn.Linear(4, 1), dataset=line(120), task=Shows())
+    assert result.summary["sample"] == "2 + 2 is 4.01"
+    assert json.loads((tmp_path / "x/summary.json").read_text())["sample"] == "2 + 2 is 4.01"
+    assert "sample      2 + 2 is 4.01" in capsys.readouterr().out
+
+
+def test_a_run_without_ray_that_an_exception_has_ended_is_failed(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), faults={"inject": [{"kind": "fail_at", "step": 6}]})
+    with pytest.raises(InjectedFault):
+        fitted(config)
+    assert StatusReader(RunDirectory.of(config)).read().state == "failed"
+    # The same call goes on.
+    assert fitted(config).summary["status"] == "finished"
+    assert StatusReader(RunDirectory.of(config)).read().state == "finished"
+
+
+def test_a_run_without_ray_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), run={"name": "x", "storage": str(tmp_path), "resume": "must"})
+    with pytest.raises(RunConflict, match="holds no checkpoint"):
+        fitted(config)
+    assert not (tmp_path / "x").exists()
+
+
+class Moves:
+    """A hook that changes the working directory, as a cell of a notebook or Hydra may."""
+
+    def on_step(self, run: object) -> None:
+        os.chdir("/")
+
+
+def test_fit_returns_the_model_after_the_working_directory_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = fitted(config_of("relative"), [Moves()])
+    assert Path.cwd() == Path("/")
+    assert (result.summary["status"], result.directory) == ("finished", str(tmp_path / "relative/x"))
+    assert result.model is not None
+
+
+class FitsToo:
+    """A hook in the first step of a call that gives another call in a thread of its own."""
+
+    def __init__(self, config: app.Config) -> None:
+        self._config = config
+        self.refused: list[UsageError] = []
+
+    def on_step(self, run: object) -> None:
+        if not self.refused:
+            thread = threading.Thread(target=self._fit)
+            thread.start()
+            thread.join()
+
+    def _fit(self) -> None:
+        try:
+            fitted(self._config)
+        except UsageError as error:
+            self.refused.append(error)
+
+
+def test_a_second_fit_at_the_same_time_is_refused_and_later_ones_train(tmp_path: Path) -> None:
+    other = config_of(str(tmp_path / "other"))
+    hook = FitsToo(other)
+    assert fitted(config_of(str(tmp_path / "one")), [hook]).summary["status"] == "finished"
+    assert [str(error).partition(":")[0] for error in hook.refused] == ["another fit is training in this process"]
+    assert not (tmp_path / "other").exists()
+    assert fitted(other).summary["status"] == "finished"
 
 
 CELLS = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,20 +16,21 @@ import pytest
 from app.cli import main
 from app.commands import VERBS
 from app.config import Config
+from app.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
 TAKES = {
     "train": ["--config FILE", "key=value", "--job"],
     "plan": ["--config FILE", "key=value", "--mtbf TIME", "--json"],
-    "scale": ["RUN", "--workers MIN:MAX"],
+    "scale": ["RUN", "--workers MIN:MAX", "--storage PLACE"],
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
-    "report": ["RUN"],
-    "audit": ["RUN", "--samples N", "--json"],
-    "verify": ["RUN", "--json"],
-    "doctor": ["RUN", "--config FILE", "key=value", "--json"],
-    "export": ["RUN", "--out FILE", "--step N"],
+    "report": ["RUN", "--storage PLACE"],
+    "audit": ["RUN", "--samples N", "--json", "--storage PLACE"],
+    "verify": ["RUN", "--json", "--storage PLACE"],
+    "doctor": ["RUN", "--config FILE", "key=value", "--json", "--storage PLACE"],
+    "export": ["RUN", "--out FILE", "--step N", "--storage PLACE"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
 }
 
@@ -122,6 +125,74 @@ def test_a_run_may_be_called_like_a_verb_or_an_override(
     for run in ("train", "lr=0.1"):
         assert main(0.0, ["doctor", run]) == 2
         assert f"no run at {tmp_path / run} or " in capsys.readouterr().err
+
+
+RUN_VERBS = {
+    "status": ["status", "ddp"],
+    "scale": ["scale", "ddp", "--workers", "1:2"],
+    "report": ["report", "ddp"],
+    "doctor": ["doctor", "ddp"],
+    "export": ["export", "ddp", "--out", "x.pt"],
+    "audit": ["audit", "ddp"],
+    "verify": ["verify", "ddp", "ddp"],
+}
+
+
+@pytest.mark.parametrize("verb", RUN_VERBS)
+def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: list[str] = []
+
+    def open_run(name: str, storage: str = "runs") -> None:
+        found.append(str(Path(storage, name)))
+        if len(found) == (2 if verb == "verify" else 1):
+            raise UsageError("far enough")
+
+    monkeypatch.setattr(f"app.commands.{verb}.find_run", open_run)
+    words = RUN_VERBS[verb]
+    as_overrides = [word.replace("ddp", "run.name=ddp") for word in words]
+    for given in (words, [*words, "--storage", "/there"], [*words, "run.storage=/there"]):
+        assert main(0.0, given) == 2
+        assert "far enough" in capsys.readouterr().err
+        place = "runs/ddp" if given is words else "/there/ddp"
+        assert set(found) == {place}
+        found.clear()
+    if verb != "doctor":  # without a run it checks the machines
+        assert main(0.0, [*as_overrides, "run.storage=/there"]) == 2
+        assert set(found) == {"/there/ddp"}
+
+
+@pytest.mark.parametrize("words", [["run.storage=/there"], ["--storage", "/there"]])
+def test_doctor_without_a_run_takes_overrides(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(
+        "app.commands.doctor._check_machines", lambda config, options: checked.append(config.run.storage) or 0
+    )
+    assert main(0.0, ["doctor", *words]) == 0
+    assert main(0.0, ["doctor", "--config", "ddp.yaml", *words]) == 0
+    assert checked == ["/there", "/there"]
+
+
+@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
+def test_the_rank_that_torch_distributed_launch_gives_is_accepted(word: str, trained: list[Config]) -> None:
+    assert main(0.0, [word, "--config", "ddp.yaml", "run.steps=7"]) == 0
+    assert [config.run.steps for config in trained] == [7]
+
+
+@pytest.mark.parametrize("words", [["config"], ["--help"]])
+def test_a_reader_that_leaves_ends_a_verb_quietly(words: list[str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    program = [sys.executable, "main.py", *words]
+    with subprocess.Popen(
+        program, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.stderr is not None
+        assert command.stderr.read() == ""
+    assert command.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

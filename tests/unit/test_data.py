@@ -24,6 +24,25 @@ from app.plan import Microbatch
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("source", ["corpus.txt", "*.txt"])
+def test_data_lie_in_the_working_directory_or_where_runs_do(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, here = tmp_path / "shared", tmp_path / "here"
+    for folder in (shared, here):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("app.run.directory._SHARED", shared)
+    with pytest.raises(DataError, match=f"matches no file in {here} or {shared}"):
+        build_dataset(TextData(source=source, context_length=4))
+    (shared / "corpus.txt").write_bytes(b"s" * 100)
+    (shared / "corpus.bin").write_bytes(b"s" * 100)
+    assert build_dataset(TextData(source=source, context_length=4))[0][0].unique().tolist() == [ord("s")]
+    assert build_dataset(TokensData(path="corpus.bin", dtype="uint8", context_length=4))[0][0].tolist() == 4 * [115]
+    (here / "corpus.txt").write_bytes(b"h" * 100)
+    assert build_dataset(TextData(source=source, context_length=4))[0][0].unique().tolist() == [ord("h")]
+
+
 class Noisy:
     """Fifty samples with augmentation from all three generators that user code draws from."""
 

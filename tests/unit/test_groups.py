@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from app.world.communicator import NcclCommunicator
-from app.world.groups import Groups, PeerLost, serve_store
+from app.world.groups import Groups, PeerLost, is_peer_loss, serve_store
+from tests.command import ROOT
 
 SOON_S = 10.0
 
@@ -104,3 +106,36 @@ def test_a_store_listens_on_one_address_and_ends_with_its_last_reference() -> No
     del client, store
     with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
         pass
+
+
+def raised_at(file: Path, message: str) -> RuntimeError:
+    """Return an error as a function in `file` raises it."""
+    names: dict[str, Any] = {}
+    exec(compile(f"def fail(): raise RuntimeError({message!r})", str(file), "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        names["fail"]()
+    return raised.value
+
+
+SAID = "cannot connect to the websocket of my metrics server"
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+TORCH = Path(torch.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("file", "message", "expected"),
+    [
+        (Path("/home/user/task.py"), SAID, False),
+        (TORCH.parent / "websockets/client.py", SAID, False),
+        (TORCH / "utils/data/dataloader.py", SAID, False),
+        (TORCH / "distributed/distributed_c10d.py", SAID, True),
+        (TORCH / "autograd/graph.py", SAID, True),  # a collective of a backward
+        (ROOT / "app/world/communicator.py", SAID, True),
+        (ROOT / "app/world/communicator.py", "mat1 and mat2 shapes cannot be multiplied", False),
+        (Path("/home/user/task.py"), GLOO, True),  # from a collective of the user's own
+    ],
+)
+def test_an_error_of_the_users_code_that_mentions_a_socket_is_no_lost_peer(
+    file: Path, message: str, expected: bool
+) -> None:
+    assert is_peer_loss(raised_at(file, message)) is expected

@@ -124,6 +124,16 @@ def test_of_a_run_that_has_learnt_all_by_heart_the_last_bits_are_no_spikes() -> 
     assert alarms(losses) == [5_001]
 
 
+def test_a_loss_below_a_thousandth_of_the_first_losses_is_no_spike() -> None:
+    learning = 2.3 * np.exp(-np.arange(2000.0) / 60) + 1.7e-8
+    bumps = [1_000, 1_300, 1_600, 1_900]
+    losses = learning.copy()
+    losses[bumps] = [2e-4, 9e-4, 1e-3, 2.2e-3]  # Adam at a constant rate; each is higher than all losses of its window
+    assert alarms(losses) == []
+    losses[1_950] = 0.05
+    assert alarms(losses) == [1_951]
+
+
 def test_a_resumed_run_knows_how_its_losses_were_at_first() -> None:
     learnt = [LAST_BIT] * 64
     assert Numerics(RecoveryConfig(), frozenset(), PastLosses([6.24] * 32, learnt)).judge(agreed(65, 1.9e-7)) is None

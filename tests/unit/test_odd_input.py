@@ -23,7 +23,7 @@ from app.checkpoint.initial import load_weights
 from app.checkpoint.manifest import FileDigest, Manifest, _digest
 from app.checkpoint.shards import StagingBuffer, shards_of
 from app.checkpoint.weights import read_whole
-from app.config import load_config, parse_config
+from app.config import dump_config, load_config, parse_config
 from app.errors import ConfigError, SteadfastError, StorageError, UsageError
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
@@ -63,6 +63,9 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "true for a range": (b"scaling: {num_workers: true}\n", "odd.yaml:1: scaling.num_workers: must be"),
     "true in a range": (b"scaling: {num_workers: [true, 4]}\n", "odd.yaml:1: scaling.num_workers.0: must be"),
     "minutes for a number": (b"run: {steps: 1:30}\n", "odd.yaml:1: run.steps: must be a valid integer, "),
+    "no bool": (b"run:\n  epochs: !!bool maybe\n", "odd.yaml:2: not valid YAML: not a valid bool"),
+    "no date": (b"run: {epochs: !!timestamp abc}\n", "odd.yaml:1: run.epochs: must be a valid integer"),
+    "no bytes": (b'run: {name: !!binary "gA="}\n', "odd.yaml:1: not valid YAML: "),
     "NUL in a path": (b'run: {storage: "a\\0b"}\n', "odd.yaml:1: run.storage: must not have NUL"),
     "half a character": (b'run: {storage: "\\ud800"}\n', "odd.yaml:1: run.storage: must be a valid string"),
 }
@@ -99,6 +102,13 @@ def test_an_override(override: str, said: str) -> None:
 def test_what_yaml_would_take_for_another_number_is_what_it_says() -> None:
     config = parse_config("run: {steps: 010}\ncluster: {env: {AT: 1:30, OLD: 010, HEX: 0x1f}}")
     assert (config.run.steps, dict(config.cluster.env)) == (10, {"AT": "1:30", "OLD": "010", "HEX": "31"})
+
+
+@pytest.mark.parametrize("name", ["2026-11-24", "2026-13-45"])
+def test_a_date_is_text(name: str) -> None:
+    for config in (parse_config(f"run: {{name: {name}}}"), parse_config("", overrides=[f"run.name={name}"])):
+        assert config.run.name == name
+        assert parse_config(dump_config(config)).run.name == name
 
 
 def test_a_key_of_a_merge_may_be_overridden() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from app.config import parse_config
-from app.errors import RunConflict
-from app.launch.torchrun import TorchrunRuntime, _begun, unused_keys
+from app.errors import RunConflict, UsageError
+from app.launch.detect import under_torchrun
+from app.launch.torchrun import Place, TorchrunRuntime, _begun, unused_keys
+from app.plan import Amendments
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
 from app.run.owner import Ownership
@@ -41,7 +43,9 @@ def test_a_command_that_was_there_before_the_last_step_has_begun_again(
 def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     ownership = Ownership.claim(directory.store)
-    with closing(TorchrunRuntime(torch.device("cpu"), Mock(), directory, Mock(), ownership)) as runtime:
+    place = Place(torch.device("cpu"), Mock())
+    begun = 1, Amendments()
+    with closing(TorchrunRuntime(place, Mock(), directory, Mock(), begun, ownership)) as runtime:
         assert not runtime.signals().stop
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
@@ -62,3 +66,27 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
 )
 def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_size: int, expected: list[str]) -> None:
     assert unused_keys(parse_config("", overrides=words), world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "5"}, "RANK=5 with WORLD_SIZE=1: ranks go from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1"),
+        ({"RANK": "-1"}, "RANK=-1: must be a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a number"),
+        ({}, None),
+    ],
+)
+def test_an_environment_of_torchruns_that_no_world_can_have_is_refused(
+    variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**environment, **variables}.items():
+        monkeypatch.setenv(name, value)
+    if said is None:
+        assert under_torchrun()
+    else:
+        with pytest.raises(UsageError, match=f"^{said}.*unset them to train under Ray"):
+            under_torchrun()
