@@ -427,6 +427,15 @@ class AtRisk(Event):
     everything: int  # but storage
 
 
+class SnapshotDamaged(Event):
+    """A copy in node memory has changed since it was made, and is not restored."""
+
+    wording = "the snapshot of step {step} is damaged and will not be used: {error}"
+
+    step: int
+    error: str
+
+
 class NoSnapshots(Event):
     """The state is not copied to the nodes' memory."""
 

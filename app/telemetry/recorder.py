@@ -100,6 +100,8 @@ class Recorder:
         self._trackers.begin(self._config, restored.step, self._past)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
+        for step, why in snapshots.damaged.items():
+            self._publish(events.SnapshotDamaged(step=step, error=why))
         if restored.source == "start":
             self._tell_of_shortened_warmup()
             self._tell_of_the_model()
