@@ -129,6 +129,7 @@ class AttemptStarted(Event):
     # The ranks on each, where `checkpoint.node_memory` has them tell.
     nodes: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] | None = None  # by rank, where they train on GPUs
+    num_samples: int | None = None  # of the dataset, held-out ones included
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"

@@ -24,10 +24,10 @@ TAKES = {
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
     "report": ["RUN"],
-    "audit": ["RUN", "--samples N", "--json"],
+    "audit": ["RUN", "--samples N", "--json", "--trust-code"],
     "verify": ["RUN", "--json"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json"],
-    "export": ["RUN", "--out FILE", "--step N"],
+    "export": ["RUN", "--out FILE", "--step N", "--trust-code"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
 }
 
