@@ -1,14 +1,14 @@
 """`audit RUN`: prove from its ledger that a run has used every sample as planned, or show where it has not."""
 
-import json
 from argparse import ArgumentParser, Namespace
 
 from app.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster
 from app.config import Config, Target
 from app.errors import DataError, UsageError
-from app.run.directory import RunDirectory, find_run
+from app.run.directory import RunDirectory, find_run, reading
 from app.run.events import AttemptStarted
-from app.units import plural
+from app.storage.documents import json_line
+from app.units import plural, printable
 
 _MOST_SAMPLES = 2**48  # positions of any number of epochs stay within 64 bits
 
@@ -33,20 +33,21 @@ def run(options: Namespace) -> int:
     config = directory.stored_config()
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, which says what was planned")
-    num_samples = _num_samples(directory, config, options)
+    with reading(directory):
+        num_samples = _num_samples(directory, config, options)
     check_trusted(options, config, ["data.order.target"])
     try:
-        found = audit(directory, config, num_samples).to_line()
+        with reading(directory):
+            found = audit(directory, config, num_samples).to_line()
     except CounterExample as error:
         if not options.json:
             raise
-        print(json.dumps({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
+        print(json_line({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
         return error.exit_code
-    print(
-        json.dumps({"run": directory.uri, "proved": True, **found})
-        if options.json
-        else _table(directory, config, found)
-    )
+    if options.json:
+        print(json_line({"run": directory.uri, "proved": True, **found}))
+    else:
+        print(printable(_table(directory, config, found)))
     return 0
 
 

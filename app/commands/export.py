@@ -11,7 +11,8 @@ from app.checkpoint.catalog import Catalog, path_of
 from app.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster
 from app.config import Config
 from app.errors import StorageError, UsageError
-from app.run.directory import RunDirectory, base, find_run
+from app.run.directory import RunDirectory, base, find_run, reading
+from app.units import printable
 
 _FORMATS = ("safetensors", "pt", "hf")
 
@@ -38,14 +39,15 @@ def run(options: Namespace) -> int:
     if kind not in _FORMATS:
         raise UsageError(f"--out {out}: must end in .safetensors or .pt, unless there is --format {'|'.join(_FORMATS)}")
     # The newest even if it turns out to be damaged: whether an older one will do is for the user to say.
-    step = Catalog(directory.store).newest() if options.step is None else options.step
-    if step is None:
-        raise UsageError(f"{directory.uri} holds no checkpoint")
-    if kind == "hf":
-        what = _export_model(directory, _trusted_config(options, directory), step, out, options.raw)
-    else:
-        what = _export_weights(directory, step, out, kind, options.raw)
-    print(f"{out}: {what} of step {step} of {directory.uri}")
+    with reading(directory):
+        step = Catalog(directory.store).newest() if options.step is None else options.step
+        if step is None:
+            raise UsageError(f"{directory.uri} holds no checkpoint")
+        if kind == "hf":
+            what = _export_model(directory, _trusted_config(options, directory), step, out, options.raw)
+        else:
+            what = _export_weights(directory, step, out, kind, options.raw)
+    print(printable(f"{out}: {what} of step {step} of {directory.uri}"))
     return 0
 
 

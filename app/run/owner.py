@@ -20,7 +20,7 @@ import psutil
 
 from app.errors import RunConflict, StorageError
 from app.storage import Store
-from app.storage.documents import write_json
+from app.storage.documents import read_document, write_json
 
 _OWNER = "owner.json"
 _ANNOUNCEMENT = "claim-"
@@ -174,7 +174,7 @@ class Ownership:
 def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
     """Return the last owner of a run, None if there was none. Raises OSError if storage does not say."""
     try:
-        return _parse(json.loads(store.read(name)))
+        return _parse(json.loads(read_document(store, name)))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
         return None
 

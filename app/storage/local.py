@@ -1,9 +1,11 @@
 """Store files below a path, on this machine or on a file system that the nodes share."""
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         # Buffered: one system call returns 2 GiB at most, and an unbuffered file makes only one.
-        with (self.path / name).open("rb") as file:
+        with open(self.path / name, "rb", opener=_open_regular) as file:
             first, length = span(os.fstat(file.fileno()).st_size, start, num_bytes)
             file.seek(first)
             return file.read(length)
@@ -36,7 +38,7 @@ class LocalStore:
         path = self.path / name
         _make_folder(path.parent)
         try:
-            with path.open("wb", buffering=0) as file:
+            with open(path, "wb", buffering=0, opener=_open_regular) as file:
                 for part in parts:
                     # A disk that fills up takes a part of it before it refuses.
                     while part:
@@ -66,6 +68,23 @@ class LocalStore:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file. Raises OSError for a link, which may lead out of the store, or a pipe, which may block."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "it is no regular file", path)
 
 
 def span(file_bytes: int, start: int, num_bytes: int | None) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import json
+import multiprocessing
 import os
 import shutil
 import signal
