@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.cli import main
 from app.config import Config
 from app.run import events
 from app.run.directory import EVENTS, STEPS
+from app.run.owner import Ownership
 from app.storage import LocalStore
 from app.storage.jsonl import read_lines
 from app.telemetry.console import Console
 from app.units import printable
-from tests.unit.test_status import ENDED, FIRST, LOST, NOW_S, run_at, started
+from tests.unit.test_status import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eabc\r\b[/bold] [red]"
 SHOWN = "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffdabc\ufffd\ufffd[/bold] [red]"
@@ -218,3 +220,37 @@ def test_runs_that_another_user_keeps_private_hide_no_other(tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("good")
     assert lines[-1].endswith("private/owner.json cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_files_of_a_run_are_as_private_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        Ownership.claim(LocalStore(tmp_path / "run")).release()
+        directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
+        directory.store.commit("stacks/attempt-1", b"stacks")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+def test_tensors_that_processes_share_have_no_name() -> None:
+    before = set(os.listdir("/dev/shm"))
+    shared = torch.zeros(1000).share_memory_()
+    assert shared.is_shared()
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name]
+
+
+def test_a_report_escapes_what_it_shows(tmp_path: Path) -> None:
+    script = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    lost = LOST.model_copy(update={"error": script, "member": script, "node": script})
+    second = SECOND.model_copy(update={"source": script, "nodes": {script: (0, 1)}})
+    run_at(tmp_path / "run", os.getpid(), started(), FIRST, lost, ENDED, second)
+    (tmp_path / "run" / "environment.json").write_text(json.dumps({script: script}))
+    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
