@@ -317,22 +317,22 @@ class SharedMemory:
             self._connection = None
 
 
-def open_memory(owner: Owner | None, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
-    """Return the memory for the snapshots of a run at `uri`, which the command of `owner` runs."""
+def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
+    """Return the memory for the snapshots of a run at `uri`, which the command of `owner`, with its `key`, runs."""
     # torchrun starts ranks again, the first of which owns the run each time; so does Ray for its command.
     watched = 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         watched = os.getppid()
     elif owner and owner.host == socket.gethostname():
         watched = owner.pid
-    if owner is None or watched == os.getpid() or not hasattr(os, "memfd_create"):
+    if owner is None or not key or watched == os.getpid() or not hasattr(os, "memfd_create"):
         return ProcessMemory()
-    return SharedMemory(memory_name(uri, owner.token), watched, linger_s, pinned)
+    return SharedMemory(memory_name(uri, key), watched, linger_s, pinned)
 
 
-def memory_name(uri: str, token: str) -> str:
-    """Return under what name a machine keeps snapshots of the run at `uri`, for the command that `token` names."""
-    return f"steadfast-{hashlib.sha256(f'{uri} {token}'.encode()).hexdigest()[:32]}"
+def memory_name(uri: str, key: str) -> str:
+    """Return under what name a machine keeps snapshots of the run at `uri`, for the command with this secret."""
+    return f"steadfast-{hashlib.sha256(f'{uri} {key}'.encode()).hexdigest()[:32]}"
 
 
 def _check_size(descriptor: int, num_bytes: int) -> None:
