@@ -16,6 +16,7 @@ from app.commands.options import is_override, unknown_verb
 from app.errors import SteadfastError, UsageError
 from app.launch.ranks import end_rank, of_torchrun, traceback_of
 from app.run.interrupts import EXIT_STOPPED
+from app.units import printable
 
 _HELP_WIDTH = 100
 _EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell gives it for other programs
@@ -62,7 +63,7 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
             said = "".join(traceback.format_exception(error)) + said
         if of_torchrun():
             end_rank(error, said)
-        print(said, file=sys.stderr)
+        print(printable(said), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_STOPPED

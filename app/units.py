@@ -7,7 +7,14 @@ from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
 
+# What moves the cursor, changes a terminal's settings or reverses text; lone surrogates cannot be printed at all.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONG_ID = re.compile("[0-9a-f]{9,}")
+
+
+def printable(text: str) -> str:
+    """Replace control characters, except newlines and tabs, for text that somebody else may have written."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def number(value: float) -> str:

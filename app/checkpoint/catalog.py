@@ -16,7 +16,7 @@ from app.checkpoint.retention import steps_to_keep
 from app.config import CheckpointConfig
 from app.errors import StorageError
 from app.storage import Bytes, Read, Store
-from app.storage.documents import read_json
+from app.storage.documents import read_document, read_json
 
 _FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
@@ -62,7 +62,7 @@ class Catalog:
     def manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a committed checkpoint. Raises Damaged, or StorageError for another version."""
         try:
-            manifest = parse_manifest(self.store.read(f"{path_of(step)}/{_MANIFEST}"))
+            manifest = parse_manifest(read_document(self.store, f"{path_of(step)}/{_MANIFEST}"))
             if manifest.step != step:
                 raise ValueError(f"{_MANIFEST} is of step {manifest.step}")
             return manifest

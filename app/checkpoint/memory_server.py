@@ -9,14 +9,19 @@ run by its path and imports nothing but the standard library, which keeps it sma
 # A message is one packet of JSON, at most; a request's answer may carry a file descriptor.
 import contextlib
 import errno
+import fcntl
+import hashlib
 import json
 import os
+import queue
 import selectors
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +34,8 @@ _CGROUPS = (  # of version 2, then of version 1: where a container sees its own;
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HASHED_AT_ONCE_BYTES = 2**20
 _IDS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 Message = dict[str, Any]
@@ -39,7 +46,8 @@ class _Buffer:
     descriptor: int
     num_bytes: int
     writer: int | None = None  # descriptor of the connection that fills it, None once it is committed or free
-    label: Message | None = None  # what its writer says that it holds; None while it is being filled, or free
+    # What its writer says that it holds, to which the hashing thread adds "sha256". None while it is filled, or free.
+    label: Message | None = None
 
     @property
     def free(self) -> bool:
@@ -65,9 +73,11 @@ class MemoryServer:
         self._connections: dict[int, socket.socket] = {}
         self._buffers: dict[int, _Buffer] = {}
         self._num_made = 0
+        self._to_hash: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Answer until the run has ended, the command has gone, or no worker has come for too long."""
+        threading.Thread(target=self._hash_for_ever, daemon=True, name="hash").start()
         self._selector.register(self._listener, selectors.EVENT_READ)
         while not self._is_done():
             for key, _ in self._selector.select(_TICK_S):
@@ -87,7 +97,7 @@ class MemoryServer:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         # The name of the socket is no secret on this machine.
-        if _user(connection) != os.getuid() or len(self._connections) >= _CONNECTIONS:
+        if user_of(connection) != os.getuid() or len(self._connections) >= _CONNECTIONS:
             connection.close()
             return
         self._connections[connection.fileno()] = connection
@@ -125,6 +135,7 @@ class MemoryServer:
                     raise KeyError(request["buffer"])
                 buffer.label = dict(request["label"])
                 buffer.writer = None
+                self._to_hash.put(buffer)
             case "give back":
                 self._give_back(writer)
             case "reserve":
@@ -179,6 +190,18 @@ class MemoryServer:
             if buffer.label is not None and buffer.label["snapshot"] not in kept:
                 buffer.label = None
 
+    def _hash_for_ever(self) -> None:
+        """Add to each label the digest of what its buffer holds, which tells a restore whether bytes have changed."""
+        # In this process, since a hash would keep a worker from its next step; and behind all training.
+        os.nice(10)
+        while True:
+            buffer = self._to_hash.get()
+            label = buffer.label
+            with contextlib.suppress(OSError, ValueError, TypeError):  # the buffer is gone, or its label is not ours
+                if label is not None:
+                    # If the buffer is filled again meanwhile, this label is no longer in use.
+                    label["sha256"] = sha256_of(buffer.descriptor, num_labelled(label["files"]))
+
     def _listed(self) -> dict[int, Message]:
         return {number: {"bytes": each.num_bytes, "label": each.label} for number, each in self._buffers.items()}
 
@@ -215,17 +238,34 @@ def _allocate(num_bytes: int) -> int:
     # Linux grants any amount, and ends processes when there is no more.
     if num_bytes > _MOST_OF_FREE * free_bytes():
         raise OSError(errno.ENOMEM, "not enough memory is free")
-    descriptor = os.memfd_create("steadfast")
+    descriptor = os.memfd_create("steadfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Here and now: a page that is missing when a worker writes to it would kill the worker.
         os.posix_fallocate(descriptor, 0, max(1, num_bytes))
+        # A page that is cut off under a worker's mapping would kill the worker.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _user(connection: socket.socket) -> int:
+def num_labelled(files: Sequence[Sequence[int]]) -> int:
+    """Return how many bytes of a buffer its files take."""
+    return max((start + length for _, start, length in files), default=0)
+
+
+def sha256_of(descriptor: int, num_bytes: int) -> str:
+    """Return the digest of the first bytes of a file."""
+    # Read, not mapped: mapped pages would count as this process's own memory.
+    digest = hashlib.sha256()
+    for start in range(0, num_bytes, _HASHED_AT_ONCE_BYTES):
+        digest.update(os.pread(descriptor, min(_HASHED_AT_ONCE_BYTES, num_bytes - start), start))
+    return digest.hexdigest()
+
+
+def user_of(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of a socket, as the kernel knows it."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
     return int(_IDS.unpack(packed)[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +25,9 @@ from app.run.owner import Owner
 
 _START_S = 20.0  # for a process to start
 _ANSWER_S = 2.0  # for what needs no new memory
+_POLL_S = 0.05
 _SLOWEST_BYTES_PER_S = 2e8  # at which the system hands out memory
+_SLOWEST_HASH_BYTES_PER_S = 5e7  # of a processor without instructions for it, which others use as well
 
 
 class SnapshotId(NamedTuple):
@@ -86,6 +90,10 @@ class NodeMemory(Protocol):
         """Return a stored copy, which its giver may not change. Raises OSError if it is gone."""
         ...
 
+    def verify(self, number: int) -> None:
+        """Check that a stored copy is what was committed. Raises OSError if its bytes have changed, or it is gone."""
+        ...
+
     def held_bytes(self) -> int:
         """Return how much memory is taken, free buffers included."""
         ...
@@ -133,6 +141,9 @@ class ProcessMemory:
 
     def open(self, number: int) -> Tensor:
         return self._tensors[number]
+
+    def verify(self, number: int) -> None:
+        pass  # it is as safe as the state that the process trains on
 
     def held_bytes(self) -> int:
         return sum(len(tensor) for tensor in self._tensors)
@@ -205,6 +216,22 @@ class SharedMemory:
         _, descriptor = self._ask({"verb": "open", "buffer": number})
         return self._map(number, descriptor, found["bytes"])
 
+    def verify(self, number: int) -> None:
+        copy = self.open(number)
+        until_s = time.monotonic() + _ANSWER_S + len(copy) / _SLOWEST_HASH_BYTES_PER_S
+        label: dict[str, Any] = {}
+        while "sha256" not in label:
+            label = self._listed().get(str(number), {}).get("label")
+            if label is None:
+                raise OSError("the copy is gone")
+            if time.monotonic() > until_s:
+                raise OSError("its digest is not known")
+            if "sha256" not in label:
+                time.sleep(_POLL_S)  # the copy has just been made
+        copied = copy[: memory_server.num_labelled(label["files"])]
+        if hashlib.sha256(copied.numpy().data).hexdigest() != label["sha256"]:
+            raise OSError("its bytes are not those that were copied")
+
     def held_bytes(self) -> int:
         return sum(found["bytes"] for found in self._listed().values())
 
@@ -228,6 +255,7 @@ class SharedMemory:
             if number not in self._mapped:
                 # Populated at once: a page is found faster here than when training waits for its copy.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                _check_size(descriptor, num_bytes)
                 memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
                 if self._pinned:
                     _pin(memory)
@@ -273,6 +301,9 @@ class SharedMemory:
                 command = [sys.executable, "-I", "-S", memory_server.__file__, self._name, *self._arguments]
                 subprocess.run(command, check=False, timeout=_START_S, stdin=subprocess.DEVNULL)
                 connection.connect(f"\0{self._name}")
+            # Any user of the machine can bind the name first.
+            if (user := memory_server.user_of(connection)) != os.getuid():
+                raise PermissionError(f"user {user} listens on its socket, not this run's user {os.getuid()}")
         except (OSError, subprocess.TimeoutExpired) as error:
             connection.close()
             raise OSError(f"no process to hold the node's memory: {error}") from error
@@ -286,22 +317,30 @@ class SharedMemory:
             self._connection = None
 
 
-def open_memory(owner: Owner | None, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
-    """Return the memory for the snapshots of a run at `uri`, which the command of `owner` runs."""
+def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
+    """Return the memory for the snapshots of a run at `uri`, which the command of `owner`, with its `key`, runs."""
     # torchrun starts ranks again, the first of which owns the run each time; so does Ray for its command.
     watched = 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         watched = os.getppid()
     elif owner and owner.host == socket.gethostname():
         watched = owner.pid
-    if owner is None or watched == os.getpid() or not hasattr(os, "memfd_create"):
+    if owner is None or not key or watched == os.getpid() or not hasattr(os, "memfd_create"):
         return ProcessMemory()
-    return SharedMemory(memory_name(uri, owner.token), watched, linger_s, pinned)
+    return SharedMemory(memory_name(uri, key), watched, linger_s, pinned)
 
 
-def memory_name(uri: str, token: str) -> str:
-    """Return under what name a machine keeps snapshots of the run at `uri`, for the command that `token` names."""
-    return f"steadfast-{hashlib.sha256(f'{uri} {token}'.encode()).hexdigest()[:32]}"
+def memory_name(uri: str, key: str) -> str:
+    """Return under what name a machine keeps snapshots of the run at `uri`, for the command with this secret."""
+    return f"steadfast-{hashlib.sha256(f'{uri} {key}'.encode()).hexdigest()[:32]}"
+
+
+def _check_size(descriptor: int, num_bytes: int) -> None:
+    """Check that memory is as long as its server says, and stays so. Raises OSError."""
+    found_bytes = os.fstat(descriptor).st_size
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    if found_bytes < num_bytes or not sealed:
+        raise OSError(f"the server gives {found_bytes} bytes, where {num_bytes} of fixed length are needed")
 
 
 def _pin(memory: Tensor) -> None:

@@ -9,6 +9,7 @@ a model's parts, the first replica does so for all.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ class Snapshots:
 
     def __init__(self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State) -> None:
         self.refused: events.NoSnapshots | None = None  # why no copies are made, if it is for want of memory
+        self.damaged: dict[int, str] = {}  # why `find` has not taken snapshots, by step
         self._world = world
         self._memory = memory  # the process's own; None where no copies are wanted
         self._replicated = parallel.survivors_hold_all
@@ -342,17 +344,50 @@ class Snapshots:
         answers = [mine] * self._world.size
         dist.all_gather_object(answers, mine, group=self._world.groups.control)
 
-        sources: dict[SnapshotId, dict[int, tuple[int, int]]] = {}  # by rank of the lost world
+        while (newest := self._newest(answers)) is not None:
+            if not self._drop_damaged(newest, answers):
+                return self._found(newest, answers)
+        return None
+
+    def _newest(self, answers: Sequence[dict[_Key, int]]) -> SnapshotId | None:
+        """Return the newest snapshot of which the ranks together hold all files."""
+        held: dict[SnapshotId, set[int]] = {}
+        for snapshot, rank in itertools.chain(*answers):
+            held.setdefault(snapshot, set()).add(rank)
+        return max((each for each, ranks in held.items() if len(ranks) == each.num_ranks), default=None)
+
+    def _drop_damaged(self, snapshot: SnapshotId, answers: Sequence[dict[_Key, int]]) -> bool:
+        """Take what has changed since it was copied out of the answers. Return whether there was any. A collective."""
+        world = self._world
+        assert self._memory is not None
+        # The ranks of a node have the same files in its memory, and share the reading of them.
+        peers = self.nodes[world.node] if self._memory.lasting else (world.rank,)
+        keys = sorted({key for rank in peers for key in answers[rank] if key[0] == snapshot})
+        damaged: dict[_Key, str] = {}
+        for key in keys[peers.index(world.rank) :: len(peers)]:
+            try:
+                self._verify(*key)
+            except OSError as error:
+                damaged[key] = str(error)
+        found = [damaged] * world.size
+        dist.all_gather_object(found, damaged, group=world.groups.control)
+        for node, ranks in self.nodes.items():
+            for key, why in itertools.chain.from_iterable(found[rank].items() for rank in ranks):
+                self.damaged[snapshot.step] = f"on {node}: {why}"
+                for rank in ranks:
+                    answers[rank].pop(key, None)
+        return any(found)
+
+    def _found(self, newest: SnapshotId, answers: Sequence[dict[_Key, int]]) -> Found:
+        sources: dict[int, tuple[int, int]] = {}  # by rank of the lost world
         for holder, answer in enumerate(answers):
             for (snapshot, rank), num_bytes in answer.items():
-                sources.setdefault(snapshot, {}).setdefault(rank, (holder, num_bytes))
-        newest = max((each for each, ranks in sources.items() if len(ranks) == each.num_ranks), default=None)
-        if newest is None:
-            return None
+                if snapshot == newest:
+                    sources.setdefault(rank, (holder, num_bytes))
         self._whole = newest
-        needed = {(newest, rank) for rank in sources[newest]}
+        needed = {(newest, rank) for rank in sources}
         everywhere = all(needed <= answer.keys() for answer in answers)
-        return Found(newest, sources[newest], everywhere)
+        return Found(newest, sources, everywhere)
 
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""
@@ -408,10 +443,20 @@ class Snapshots:
 
     def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
         assert self._memory is not None
+        number, start, num_bytes = self._place_of(snapshot, of_rank)
+        return self._memory.open(number)[start : start + num_bytes]
+
+    def _verify(self, snapshot: SnapshotId, of_rank: int) -> None:
+        assert self._memory is not None
+        number, _, _ = self._place_of(snapshot, of_rank)
+        self._memory.verify(number)
+
+    def _place_of(self, snapshot: SnapshotId, of_rank: int) -> tuple[int, int, int]:
+        """Return buffer, first byte and length of a file. Raises OSError if it is gone."""
         for number, label in self._stored().items():
             for rank, start, num_bytes in label.files:
                 if (label.snapshot, rank) == (snapshot, of_rank):
-                    return self._memory.open(number)[start : start + num_bytes]
+                    return number, start, num_bytes
         raise OSError(f"the snapshot of step {snapshot.step} is gone")
 
 

@@ -1,20 +1,24 @@
 """`audit RUN`: prove from its ledger that a run has used every sample as planned, or show where it has not."""
 
-import json
 from argparse import ArgumentParser, Namespace
 
-from app.commands.options import add_run_argument, run_on_cluster, take_storage
+from app.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
 from app.config import Config, Target
 from app.errors import DataError, UsageError
-from app.run.directory import RunDirectory, find_run
-from app.units import plural
+from app.run.directory import RunDirectory, find_run, reading
+from app.run.events import AttemptStarted
+from app.storage.documents import json_line
+from app.units import plural, printable
+
+_MOST_SAMPLES = 2**48  # positions of any number of epochs stay within 64 bits
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    length = "length of the dataset, held-out samples included, where the dataset is not on this machine"
+    length = "length of the dataset, held-out samples included, where the run has not recorded it"
     parser.add_argument("--samples", type=int, metavar="N", help=length)
     parser.add_argument("--json", action="store_true", help="print the numbers as one line of JSON")
+    add_trust_argument(parser)
 
 
 def run(options: Namespace) -> int:
@@ -30,28 +34,36 @@ def run(options: Namespace) -> int:
     config = directory.stored_config()
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, which says what was planned")
-    num_samples = _num_samples(config, options.samples)
+    with reading(directory):
+        num_samples = _num_samples(directory, config, options)
+    check_trusted(options, config, ["data.order.target"])
     try:
-        found = audit(directory, config, num_samples).to_line()
+        with reading(directory):
+            found = audit(directory, config, num_samples).to_line()
     except CounterExample as error:
         if not options.json:
             raise
-        print(json.dumps({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
+        print(json_line({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
         return error.exit_code
-    print(
-        json.dumps({"run": directory.uri, "proved": True, **found})
-        if options.json
-        else _table(directory, config, found)
-    )
+    if options.json:
+        print(json_line({"run": directory.uri, "proved": True, **found}))
+    else:
+        print(printable(_table(directory, config, found)))
     return 0
 
 
-def _num_samples(config: Config, given: int | None) -> int:
-    """Return the length of the dataset: as given, else that of the dataset itself."""
+def _num_samples(directory: RunDirectory, config: Config, options: Namespace) -> int:
+    """Return the length of the dataset: as given, else as the run recorded it, else that of the dataset itself."""
+    given: int | None = options.samples
     if given is not None:
-        if given < 1:
-            raise UsageError(f"--samples {given}: must be at least 1")
+        if not 1 <= given <= _MOST_SAMPLES:
+            raise UsageError(f"--samples {given}: must be from 1 to {_MOST_SAMPLES}")
         return given
+    for event in directory.events(AttemptStarted):
+        if event.num_samples is not None and 1 <= event.num_samples <= _MOST_SAMPLES:
+            return event.num_samples
+    # A run of an earlier release, or before its first step.
+    check_trusted(options, config, ["data.target"], ". Or give the length of the dataset: --samples N")
     from app.data import build_dataset
 
     try:

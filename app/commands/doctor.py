@@ -16,8 +16,8 @@ from app.checkpoint.manifest import Manifest
 from app.commands.options import add_run_argument, is_of_config, run_on_cluster, take_storage
 from app.config import Config, load_config, parse_config
 from app.errors import StorageError, UsageError
-from app.run.directory import find_run
-from app.units import number, plural, size
+from app.run.directory import find_run, reading
+from app.units import number, plural, printable, size
 
 if TYPE_CHECKING:
     from app.checkup.findings import Finding
@@ -84,11 +84,13 @@ def _check_run(options: Namespace) -> int:
     if options.cluster:
         return run_on_cluster(options)
     exit_code = 0
-    for line, good in examine(Catalog(find_run(options.runs[0], options.storage).store)):
-        # Flushed, since reading a checkpoint takes a while and a pipe would hold its line back.
-        print(line, flush=True)
-        if not good:
-            exit_code = 1
+    directory = find_run(options.runs[0], options.storage)
+    with reading(directory):
+        for line, good in examine(Catalog(directory.store)):
+            # Flushed, since reading a checkpoint takes a while and a pipe would hold its line back.
+            print(printable(line), flush=True)
+            if not good:
+                exit_code = 1
     return exit_code
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from app.checkpoint.catalog import Catalog, path_of
-from app.commands.options import add_run_argument, run_on_cluster, take_storage
+from app.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
+from app.config import Config
 from app.errors import StorageError, UsageError
-from app.run.directory import RunDirectory, base, find_run
+from app.run.directory import RunDirectory, base, find_run, reading
+from app.units import printable
 
 _FORMATS = ("safetensors", "pt", "hf")
 
@@ -21,6 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--format", choices=_FORMATS, help="by default what --out ends in; hf is for from_pretrained")
     parser.add_argument("--raw", action="store_true", help="the weights themselves, where a hook averages them")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint; by default the newest")
+    add_trust_argument(parser)
 
 
 def run(options: Namespace) -> int:
@@ -37,12 +40,25 @@ def run(options: Namespace) -> int:
     if kind not in _FORMATS:
         raise UsageError(f"--out {out}: must end in .safetensors or .pt, unless there is --format {'|'.join(_FORMATS)}")
     # The newest even if it turns out to be damaged: whether an older one will do is for the user to say.
-    step = Catalog(directory.store).newest() if options.step is None else options.step
-    if step is None:
-        raise UsageError(f"{directory.uri} holds no checkpoint")
-    export = _export_model if kind == "hf" else _export_weights
-    print(f"{out}: {export(directory, step, out, kind, options.raw)} of step {step} of {directory.uri}")
+    with reading(directory):
+        step = Catalog(directory.store).newest() if options.step is None else options.step
+        if step is None:
+            raise UsageError(f"{directory.uri} holds no checkpoint")
+        if kind == "hf":
+            what = _export_model(directory, _trusted_config(options, directory), step, out, options.raw)
+        else:
+            what = _export_weights(directory, step, out, kind, options.raw)
+    print(printable(f"{out}: {what} of step {step} of {directory.uri}"))
     return 0
+
+
+def _trusted_config(options: Namespace, directory: RunDirectory) -> Config:
+    """Return the configuration of a run whose model may be built. Raises UsageError."""
+    config = directory.stored_config()
+    if config is None:
+        raise UsageError(f"{directory.uri} has no config.yaml, which says how to build the model")
+    check_trusted(options, config, ["model.target"])
+    return config
 
 
 def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, raw: bool) -> str:
@@ -66,7 +82,7 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     return f"{len(weights)} tensors{_averaged(averages)}{lacks}"
 
 
-def _export_model(directory: RunDirectory, step: int, out: Path, kind: str, raw: bool) -> str:
+def _export_model(directory: RunDirectory, config: Config, step: int, out: Path, raw: bool) -> str:
     """Write what the model's own `save_pretrained` makes of a checkpoint. Return the model's class."""
     import torch
 
@@ -76,15 +92,12 @@ def _export_model(directory: RunDirectory, step: int, out: Path, kind: str, raw:
     from app.checkpoint.weights import AVERAGES, verified
     from app.parallel.precision import build_precision
 
-    config = directory.stored_config()
-    if config is None:
-        raise UsageError(f"{directory.uri} has no config.yaml, which says how to build the model")
     if out.exists():
         raise UsageError(f"--out {out}: is there already")
     model, _ = build_initial(config)
     save: Callable[[Path], object] | None = getattr(model, "save_pretrained", None)
     if save is None:
-        raise UsageError(f"--format {kind}: {type(model).__name__} has no save_pretrained; take safetensors or pt")
+        raise UsageError(f"--format hf: {type(model).__name__} has no save_pretrained; take safetensors or pt")
     catalog = Catalog(directory.store)
     manifest = verified(catalog, step)
     manifest.check_base(base_sha256(model) if manifest.base else "", directory / path_of(step))

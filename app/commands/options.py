@@ -1,7 +1,8 @@
 """What several verbs share: their arguments, and what has to be right before a command does anything."""
 
+import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from app.commands import VERBS
@@ -66,6 +67,31 @@ def is_override(word: str) -> bool:
 
 def unknown_verb(word: str) -> UsageError:
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
+
+
+def add_trust_argument(parser: ArgumentParser) -> None:
+    trust = "run the code that RUN's config.yaml names, as the current user; only for runs that you trust"
+    parser.add_argument("--trust-code", action="store_true", help=trust)
+
+
+def check_trusted(options: Namespace, config: Config, keys: Iterable[str], otherwise: str = "") -> None:
+    """Check that the command may import the code that a run's `config` names at `keys`.
+
+    Whoever can write the run directory chooses that code, and it would run with the rights of who reads the run.
+
+    Args:
+        otherwise: another remedy.
+
+    Raises:
+        UsageError: there is such code, and the command lacks --trust-code.
+    """
+    named = [f"{key} {target}" for key, target in config.targets().items() if key in keys]
+    if named and not options.trust_code:
+        again = shlex.join([*options.arguments, "--trust-code"])
+        raise UsageError(
+            f"{', '.join(named)}: code that the run's config.yaml names, and that this command would import and run. "
+            f"If you trust whoever can write the run directory: main.py {again}{otherwise}"
+        )
 
 
 def run_on_cluster(options: Namespace, *added: str, variables: Mapping[str, str] = _NONE) -> int:

@@ -4,7 +4,8 @@ from argparse import Namespace
 
 from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import UsageError
-from app.run.directory import find_run
+from app.run.directory import find_run, reading
+from app.units import printable
 
 add_arguments = add_run_argument
 
@@ -18,5 +19,7 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     from app.telemetry.report.write import write_report
 
-    print(write_report(find_run(options.runs[0], options.storage)))
+    directory = find_run(options.runs[0], options.storage)
+    with reading(directory):
+        print(printable(write_report(directory)))
     return 0

@@ -1,21 +1,21 @@
 """`status [RUN] [--watch]`: how runs are now, from any machine that sees their directories."""
 
-import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import StorageError, UsageError
-from app.run.directory import RunDirectory, find_run
+from app.run.directory import RunDirectory, find_run, reading
 from app.run.owner import read_owner
-from app.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
+from app.storage.documents import json_line
+from app.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, printable, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from app.telemetry.interruptions import Interruption
     from app.telemetry.status import Node, Status, StatusReader
@@ -39,7 +39,7 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     show = _one(options.runs[0], options.storage) if options.runs else _all(options.storage)
     if options.json:
-        print(json.dumps(show(True)))
+        print(json_line(show(True)))
     elif options.watch:
         _watch(lambda: show(False))
     else:
@@ -65,35 +65,32 @@ def _all(storage: str) -> Callable[[bool], object]:
     place = RunDirectory.at(storage)  # of all runs
 
     def show(as_json: bool) -> object:
-        statuses = [_read(StatusReader(directory), brief=True) for directory in _runs(place)]
-        if not statuses:
+        statuses: list[Status] = []
+        unreadable: dict[str, str] = {}  # why, by URI
+        with reading(place):
+            names = place.store.list("")
+        for name in names:
+            directory = RunDirectory.at(place / name)
+            # A run that another user has spoilt, or keeps private, must not hide the others.
+            try:
+                with reading(directory):
+                    if read_owner(directory.store):
+                        statuses.append(StatusReader(directory).read(brief=True))
+            except StorageError as error:
+                unreadable[directory.uri] = str(error)
+        if not statuses and not unreadable:
             raise UsageError(f"no run below {place.uri}; --storage names another place")
-        return [status.to_json() for status in statuses] if as_json else overview(statuses)
+        if not as_json:
+            return overview(statuses, unreadable)
+        spoilt = [{"uri": uri, "state": "unreadable", "error": why} for uri, why in unreadable.items()]
+        return [status.to_json() for status in statuses] + spoilt
 
     return show
 
 
-def _runs(place: RunDirectory) -> list[RunDirectory]:
-    runs = []
-    with _reading(place):
-        for name in place.store.list(""):
-            directory = RunDirectory.at(place / name)
-            if read_owner(directory.store):
-                runs.append(directory)
-    return runs
-
-
-def _read(reader: "StatusReader", brief: bool = False) -> "Status":
-    with _reading(reader.directory):
-        return reader.read(brief)
-
-
-@contextmanager
-def _reading(directory: RunDirectory) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{directory.uri} cannot be read: {error.strerror or error}") from error
+def _read(reader: "StatusReader") -> "Status":
+    with reading(reader.directory):
+        return reader.read()
 
 
 def _watch(show: Callable[[], object]) -> None:
@@ -113,8 +110,13 @@ def _print(page: object) -> None:
     Console(highlight=False).print(page)
 
 
-def overview(statuses: list["Status"]) -> "RenderableType":
-    """Return a table with a line for each run, the one that was heard of last at its top."""
+def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "RenderableType":
+    """Return a table with a line for each run, the one that was heard of last at its top.
+
+    Args:
+        unreadable: why runs cannot be read, by URI; their lines come last.
+    """
+    from rich.console import Group
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -124,7 +126,7 @@ def overview(statuses: list["Status"]) -> "RenderableType":
         log = status.log
         # What stood in the figures is past where nothing runs.
         live = log if status.state == "running" else None
-        table.add_row(
+        cells = (
             status.uri.rpartition("/")[2],
             status.state,
             _progress(status),
@@ -134,20 +136,27 @@ def overview(statuses: list["Status"]) -> "RenderableType":
             str(live.world_size) if live else "",
             f"{status.host} {status.pid}" if status.host else "",
         )
-    return table
+        table.add_row(*map(_text, cells))
+    return Group(table, *map(_text, unreadable.values()))
+
+
+def _text(content: str) -> "Text":
+    """Return what a run says of itself as text: neither markup nor control characters in it have any effect."""
+    from rich.text import Text
+
+    return Text(printable(content))
 
 
 def page(status: "Status") -> "RenderableType":
     """Return all that is known of one run."""
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _lines(status):
         if text:
-            table.add_row(name, Text(text))
+            table.add_row(name, _text(text))
     return table
 
 
@@ -192,7 +201,7 @@ def _progress_in_words(status: "Status") -> str:
         return f"step {status.step}"
     left = f"eta {duration(log.eta_s)}" if status.state == "running" else ""
     age = f"last step {duration(status.step_age_s)} ago" if status.step_age_s is not None else ""
-    return joined([f"step {_progress(status)} {100 * status.step // log.total_steps}%", age, left])
+    return joined([f"step {_progress(status)} {100 * status.step // max(1, log.total_steps)}%", age, left])
 
 
 def _figures(status: "Status") -> Iterator[tuple[str, str]]:

@@ -1,14 +1,14 @@
 """`verify RUN_A RUN_B`: compare two runs by their ledgers, and show where they part for the first time."""
 
-import json
 import math
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from app.commands.options import add_run_argument, run_on_cluster, take_storage
 from app.errors import UsageError
-from app.run.directory import RunDirectory, find_run
-from app.units import in_ranges, node_name, plural
+from app.run.directory import RunDirectory, find_run, reading
+from app.storage.documents import json_line
+from app.units import in_ranges, node_name, plural, printable
 
 if TYPE_CHECKING:
     from app.telemetry.verify import Comparison, Difference, Ran
@@ -31,11 +31,12 @@ def run(options: Namespace) -> int:
     from app.telemetry.verify import verify
 
     one, other = (find_run(name, options.storage) for name in options.runs)
-    found = verify(one, other)
+    with reading(one):
+        found = verify(one, other)
     if options.json:
-        print(json.dumps({"runs": [one.uri, other.uri], **found.to_line()}))
+        print(json_line({"runs": [one.uri, other.uri], **found.to_line()}))
     else:
-        print(_page(one, other, found))
+        print(printable(_page(one, other, found)))
     return 0 if found.first is None else 1
 
 

@@ -48,7 +48,7 @@ from app.parallel.fixed_point import FixedPoint
 from app.parallel.precision import Precision, build_precision
 from app.plan import Amendments, Plan, begin_of
 from app.run.directory import RunDirectory
-from app.run.owner import read_owner
+from app.run.owner import read_key, read_owner
 from app.tasks import build_task
 from app.tasks.own import GlobalTask
 from app.world.control import gather_numbers
@@ -307,8 +307,9 @@ class WorkerState:
             owner = None
             with contextlib.suppress(OSError):  # without storage's answer there is none that outlives this process
                 owner = read_owner(directory.store)
+            key = read_key(directory.store)
             pinned = self.precision.device.type == "cuda"
-            self._memory = open_memory(owner, directory.uri, self._config.recovery.wait_s, pinned)
+            self._memory = open_memory(owner, key, directory.uri, self._config.recovery.wait_s, pinned)
         return self._memory
 
     def leave_run(self) -> None:

@@ -3,7 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -15,8 +15,8 @@ from app.plan import Amendments, End
 from app.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
 from app.run.owner import read_owner
 from app.storage import Store, join, open_store
-from app.storage.documents import read_json, write_json
-from app.storage.jsonl import is_number, last_lines, open_stream, read_lines
+from app.storage.documents import read_document, read_json, write_json
+from app.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines
 
 STEPS = "steps.jsonl"  # the sample ledger
 METRICS = "metrics.jsonl"  # the figures of log steps
@@ -146,7 +146,7 @@ class RunDirectory:
     def last_step_line(self) -> dict[str, Any]:
         """Return the last line of the ledger, {} if there is none; what comes before is not read."""
         for line in reversed(last_lines(self.store, STEPS, _LAST_LINE_BYTES)):
-            if is_number(line.get("step")) and is_number(line.get("time_s", 0.0)):
+            if is_count(line.get("step")) and is_moment(line.get("time_s", 0.0)):
                 return line
         return {}
 
@@ -174,7 +174,7 @@ class RunDirectory:
         # Not None then: another size would be chosen, and the run would go on with other randomness.
         place = self / _MICROBATCH
         try:
-            match json.loads(self.store.read(_MICROBATCH)):
+            match json.loads(read_document(self.store, _MICROBATCH)):
                 case {"microbatch_size": int(size)} if size >= 1:
                     return size
         except FileNotFoundError:
@@ -201,7 +201,7 @@ class RunDirectory:
     def summary(self) -> dict[str, Any] | None:
         """Return what `write_summary` has written, None if there is none, or something else."""
         found = read_json(self.store, _SUMMARY) or {}
-        is_ours = isinstance(found.get("step"), int) and isinstance(found.get("metrics"), dict) and "status" in found
+        is_ours = is_count(found.get("step")) and isinstance(found.get("metrics"), dict) and "status" in found
         return found if is_ours else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class RunDirectory:
         Raises ConfigError if it has been changed to what is none, and StorageError if it cannot be read, or is empty.
         """
         try:
-            text = decoded(self.store.read(_CONFIG), self / _CONFIG)
+            text = decoded(read_document(self.store, _CONFIG), self / _CONFIG)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -264,6 +264,16 @@ class RunDirectory:
         # By name: the folder itself may hold what the user put there.
         for name in (_CONFIG, _SUMMARY, _SCALE, _MICROBATCH, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
             self.store.delete(name)
+
+
+@contextmanager
+def reading(directory: RunDirectory) -> Iterator[None]:
+    """Turn an OSError of reading a run directory into a StorageError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or directory.uri
+        raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error
 
 
 def find_run(name: str, storage: str = "runs") -> RunDirectory:

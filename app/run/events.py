@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from app.storage.jsonl import is_moment
 from app.units import Wording, compact, duration, in_words, joined, node_name, number, plural, size
 
 
@@ -129,6 +130,7 @@ class AttemptStarted(Event):
     # The ranks on each, where `checkpoint.node_memory` has them tell.
     nodes: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] | None = None  # by rank, where they train on GPUs
+    num_samples: int | None = None  # of the dataset, held-out ones included
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
@@ -427,6 +429,15 @@ class AtRisk(Event):
     everything: int  # but storage
 
 
+class SnapshotDamaged(Event):
+    """A copy in node memory has changed since it was made, and is not restored."""
+
+    wording = "the snapshot of step {step} is damaged and will not be used: {error}"
+
+    step: int
+    error: str
+
+
 class NoSnapshots(Event):
     """The state is not copied to the nodes' memory."""
 
@@ -692,10 +703,27 @@ def parse_event(line: Mapping[str, Any]) -> Event | None:
         own = {"event", *kind.model_fields} - {kind.spread}
         fields[kind.spread] = {key: value for key, value in line.items() if key not in own}
     try:
-        return kind.model_validate(fields)
+        event = kind.model_validate(fields)
+        return event if all(_is_plausible(name, value) for name, value in event) else None
     # A line of a release whose event had not this one's fields. Fields that only that release knew are passed over.
     except ValidationError:
         return None
+
+
+def _is_plausible(name: str, value: Any) -> bool:
+    """Return whether the field of an event is within what times and counts can be, so that readers can compute."""
+    match value:
+        case bool():
+            return True
+        case int() | float() if name.endswith(("_s", "_ms")):
+            return is_moment(value)
+        case int():
+            return abs(value) < 2**53
+        case list() | tuple():
+            return all(_is_plausible(name, each) for each in value)
+        case Mapping():
+            return all(_is_plausible(str(key), each) for key, each in value.items())
+    return True
 
 
 def _tagged(group: str, figures: Mapping[str, float]) -> dict[str, float]:

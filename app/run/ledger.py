@@ -245,6 +245,7 @@ class Totals:
         """Add lines, (lines, columns), in the order in which they were written."""
         # Others are not of our writing.
         lines = lines[((lines[:, :3] >= (1, 1, 0)) & (lines[:, :3] < 2**32)).all(axis=1)]
+        lines = lines[(np.abs(lines) < 2**53).all(axis=1)]
         if not len(lines):
             return
         steps = lines[:, 0].astype(np.int64)

@@ -1,6 +1,7 @@
 """Let one command at a time run a run, and let commits of a former attempt be refused.
 
 `owner.json` is a lease: the command that runs the run renews it, and another one may take it over once it has expired.
+Everybody who sees the run may read it. `owner.key` is a secret of the same command, for its user alone.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import json
 import math
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -20,9 +22,10 @@ import psutil
 
 from app.errors import RunConflict, StorageError
 from app.storage import Store
-from app.storage.documents import write_json
+from app.storage.documents import read_document, write_json
 
 _OWNER = "owner.json"
+_KEY = "owner.key"
 _ANNOUNCEMENT = "claim-"
 _RENEW_INTERVAL_S = 5.0
 # Several renewals may fail before another command takes over. Longer would keep the user waiting after a lost machine.
@@ -174,9 +177,17 @@ class Ownership:
 def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
     """Return the last owner of a run, None if there was none. Raises OSError if storage does not say."""
     try:
-        return _parse(json.loads(store.read(name)))
+        return _parse(json.loads(read_document(store, name)))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
         return None
+
+
+def read_key(store: Store) -> str:
+    """Return the secret of the command that owns a run; "" if this user may not read it, or there is none."""
+    try:
+        return read_document(store, _KEY).decode("ascii", "replace")
+    except OSError:
+        return ""
 
 
 def _parse(fields: dict[str, Any]) -> Owner:
@@ -209,6 +220,8 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
                 # Attempts are counted on, so that what the last command still has in flight is refused as older.
                 attempt = last.attempt if last else 0
                 owner = replace(claimant, attempt=attempt, renewed=time.time())
+                if last is None or last.token != token:
+                    store.commit(_KEY, secrets.token_hex(16).encode(), private=True)
                 write_json(store, _OWNER, owner.to_line())
                 return owner
 

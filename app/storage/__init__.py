@@ -37,8 +37,12 @@ class Store(Protocol):
         """Write a file part by part, durable on return. Until then a part may be seen; if this raises, none is left."""
         ...
 
-    def commit(self, name: str, data: bytes) -> None:
-        """Replace a file atomically: a reader, or a crash, finds either the old content or the new."""
+    def commit(self, name: str, data: bytes, private: bool = False) -> None:
+        """Replace a file atomically: a reader, or a crash, finds either the old content or the new.
+
+        Args:
+            private: on a disk, for this user alone. A bucket has no modes: its own rules say who reads it.
+        """
         ...
 
     def delete(self, name: str) -> None:

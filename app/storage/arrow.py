@@ -108,7 +108,7 @@ class ArrowStore:
                 raise
             raise self._error(error, name) from None
 
-    def commit(self, name: str, data: bytes) -> None:
+    def commit(self, name: str, data: bytes, private: bool = False) -> None:
         def replace(files: fs.FileSystem, path: str) -> None:
             if files.type_name in _WHOLE_ON_CLOSE:
                 _write(files, path, [data])

@@ -1,9 +1,13 @@
 """Read and write small JSON files that are never seen half-written."""
 
+import errno
 import json
+import math
 from typing import Any
 
-from app.storage import Store
+from app.storage import Store, join
+
+_MOST_BYTES = 2**24  # far more than any document of a run has
 
 
 def write_json(store: Store, name: str, value: dict[str, Any]) -> None:
@@ -11,10 +15,34 @@ def write_json(store: Store, name: str, value: dict[str, Any]) -> None:
     store.commit(name, json.dumps(value, indent=2).encode() + b"\n")
 
 
+def read_document(store: Store, name: str) -> bytes:
+    """Return a small file whole. Raises OSError as `Store.read` does, and for one that is too large for a document."""
+    data = store.read(name, 0, _MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES >> 20} MiB", join(store.uri, name))
+    return data
+
+
+def json_line(value: Any) -> str:
+    """Return JSON in one line, with null for numbers that JSON has not: NaN and infinities."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value
+
+
 def read_json(store: Store, name: str) -> dict[str, Any] | None:
     """Return the object in a file, or None if there is none that can be read."""
     try:
-        value = json.loads(store.read(name))
+        value = json.loads(read_document(store, name))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -14,6 +14,8 @@ Line = dict[str, Any]
 _SEGMENT_BYTES = 2**18
 _UPLOAD_INTERVAL_S = 2.0  # so much of a stream is lost with a machine
 _BLOCK_BYTES = 2**22  # read at once, of a stream of any length
+_LONGEST_LINE_BYTES = 2**24  # what goes on for longer without a line's end is the hole of a disk, or not of our writing
+_LARGEST_S = 2.5e11  # the year 9891: later ones no calendar can show
 
 
 class FileStream:
@@ -108,16 +110,33 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
     for part in _parts(store, name):
         start = 0
         rest = b""
+        too_long = False  # the line that `data` begins within
         with contextlib.suppress(FileNotFoundError):
             while data := store.read(part, start, _BLOCK_BYTES):
                 start += len(data)
+                if too_long:
+                    _, end, data = data.partition(b"\n")
+                    too_long = not end
                 whole, end, rest = (rest + data).rpartition(b"\n")
                 if whole:
                     yield whole + end
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    rest, too_long = b"", True
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a number that 64 bits can hold; it may be NaN."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value can be a number of steps or of bytes."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_moment(value: Any) -> bool:
+    """Return whether a value can be a Unix time, or a duration, in seconds or milliseconds."""
+    return is_number(value) and abs(value) < _LARGEST_S  # which NaN is not
 
 
 def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:

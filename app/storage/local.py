@@ -1,11 +1,14 @@
 """Store files below a path, on this machine or on a file system that the nodes share."""
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 
@@ -27,16 +30,19 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         # Buffered: one system call returns 2 GiB at most, and an unbuffered file makes only one.
-        with (self.path / name).open("rb") as file:
+        with open(self.path / name, "rb", opener=_open_regular) as file:
             first, length = span(os.fstat(file.fileno()).st_size, start, num_bytes)
             file.seek(first)
             return file.read(length)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        self._write(name, parts)
+
+    def _write(self, name: str, parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
         path = self.path / name
         _make_folder(path.parent)
         try:
-            with path.open("wb", buffering=0) as file:
+            with open(path, "wb", buffering=0, opener=partial(_open_regular, mode=mode)) as file:
                 for part in parts:
                     # A disk that fills up takes a part of it before it refuses.
                     while part:
@@ -47,11 +53,11 @@ class LocalStore:
                 path.unlink()
             raise
 
-    def commit(self, name: str, data: bytes) -> None:
+    def commit(self, name: str, data: bytes, private: bool = False) -> None:
         path = self.path / name
         # Host and process are in the name because several of them may commit the same file at once.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-        self.write(str(temporary.relative_to(self.path)), [data])
+        self._write(str(temporary.relative_to(self.path)), [data], 0o600 if private else 0o666)
         try:
             temporary.replace(path)
         except OSError:
@@ -66,6 +72,23 @@ class LocalStore:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file. Raises OSError for a link, which may lead out of the store, or a pipe, which may block."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", path) from None
+        raise
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "it is no regular file", path)
 
 
 def span(file_bytes: int, start: int, num_bytes: int | None) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class MemoryStore:
         self.operations.append(("write", name))
         self.files[name] = b"".join(parts)
 
-    def commit(self, name: str, data: bytes) -> None:
+    def commit(self, name: str, data: bytes, private: bool = False) -> None:
         self.operations.append(("commit", name))
         self.files[name] = data
 

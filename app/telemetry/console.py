@@ -14,6 +14,7 @@ from rich.text import Text
 
 from app.run.events import Event, Finished, Log
 from app.telemetry.outcome import Summary, result
+from app.units import printable
 
 _QUIET_S = 4.0  # after which a person wants to know what is going on
 
@@ -58,7 +59,7 @@ class Console:
 
     def _move_bar(self, event: Log) -> None:
         self._stage.cancel()
-        figures = Text(event.line(), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
+        figures = Text(printable(event.line()), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
         bar = ProgressBar(event.total_steps, event.step)
         with contextlib.suppress(OSError):
             self._live.start()
@@ -69,7 +70,7 @@ class Console:
         # A terminal that is closed does not end a run, nor does a pipe that nobody reads, see `_Rich`.
         with contextlib.suppress(OSError):
             # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
-            self._rich.print(Text(text), soft_wrap=True)
+            self._rich.print(Text(printable(text)), soft_wrap=True)
 
     def finish(self, summary: Summary) -> None:
         """Print the result of a run."""

@@ -100,6 +100,8 @@ class Recorder:
         self._trackers.begin(self._config, restored.step, self._past)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
+        for step, why in snapshots.damaged.items():
+            self._publish(events.SnapshotDamaged(step=step, error=why))
         if restored.source == "start":
             self._tell_of_shortened_warmup()
             self._tell_of_the_model()
@@ -187,7 +189,7 @@ class Recorder:
 
     def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
         """Tell of the attempt's start, and on which nodes and GPUs its ranks are, where that is known."""
-        known: dict[str, Any] = {"step_s": round(step_s, 4)}
+        known: dict[str, Any] = {"step_s": round(step_s, 4), "num_samples": len(self._worker.dataset)}
         if self._snapshots is not None and self._snapshots.nodes:
             known["nodes"] = self._snapshots.nodes
         if self._worker.gpus:

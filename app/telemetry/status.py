@@ -156,8 +156,8 @@ def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
     for name, ranks in started.nodes.items():
         node = Node(name, ranks)
         if started.gpus:
-            node = replace(node, gpus=tuple(started.gpus[rank] for rank in ranks))
-        if times is not None and times.attempt == started.attempt:
+            node = replace(node, gpus=tuple(started.gpus[rank] for rank in ranks if rank < len(started.gpus)))
+        if times is not None and times.attempt == started.attempt and max(ranks, default=0) < len(times.own_ms):
             num_looks = sum(times.last) or 1
             own_ms = tuple(times.own_ms[rank] for rank in ranks)
             node = replace(node, own_ms=own_ms, last=tuple(times.last[rank] / num_looks for rank in ranks))

@@ -45,7 +45,7 @@ def check_result(run: Command) -> None:
     The Trainer warms up one step later, and draws other dropout.
     """
     exported = run.directory / "exported"
-    python("main.py", "export", run.directory, "--format", "hf", "--out", exported)
+    python("main.py", "export", run.directory, "--format", "hf", "--out", exported, "--trust-code")
     found = json.loads(python("-m", "tests.cluster.trainer", run.directory, exported).splitlines()[-1])
     assert found["difference"] <= 1e-6
     assert summary_of(run.directory)["metrics"]["loss"] == pytest.approx(found["trainer_loss"], rel=0.01)

@@ -13,7 +13,7 @@ import pytest
 from app.checkpoint.node_memory import memory_name
 from app.config import parse_config
 from app.run.directory import RunDirectory
-from app.run.owner import read_owner
+from app.run.owner import read_key
 from app.storage import LocalStore
 from tests.checks import check_audit, check_stopped, summary_of
 from tests.cluster.test_slots import FOR_EVER
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.ray
 
 def holders(directory: Path) -> list[int]:
     """The processes that hold snapshots of a run."""
-    owner = read_owner(LocalStore(directory))
-    assert owner
-    name = memory_name(str(directory), owner.token)
+    key = read_key(LocalStore(directory))
+    assert key
+    name = memory_name(str(directory), key)
     return [each.pid for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or ())]
 
 

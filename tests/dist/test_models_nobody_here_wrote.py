@@ -173,7 +173,7 @@ def from_its_library(case: Case, run: Path, folder: Path) -> nn.Module:
         return model
     from transformers import AutoModelForCausalLM
 
-    export(run, folder / "exported", "--format", "hf")
+    export(run, folder / "exported", "--format", "hf", "--trust-code")
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype="auto")
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     return loaded  # type: ignore[no-any-return]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from app.checkpoint import memory_server
 from app.checkpoint.node_memory import Buffer, Label, SharedMemory, SnapshotId
 
 OLD, NEW = SnapshotId(10, 1, 1), SnapshotId(20, 1, 1)
@@ -223,9 +227,76 @@ def test_another_user_of_the_machine_is_not_answered(name: str) -> None:
     assert stranger.stdout.strip() == "0", stranger
 
 
-def test_garbage_ends_one_connection_and_nothing_else(name: str) -> None:
-    import socket
+# Takes the name of a server, and says so.
+SQUATTER = """
+import socket, sys, time
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(chr(0) + sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+time.sleep(600)
+"""
 
+
+@pytest.mark.skipif(os.getuid() != 0 or SYSTEM_PYTHON is None, reason="needs to become another user, with a Python")
+def test_another_user_who_took_the_name_is_given_no_copy(name: str) -> None:
+    command = [str(SYSTEM_PYTHON), "-c", SQUATTER, name]
+    with subprocess.Popen(command, user=65534, stdout=subprocess.PIPE, text=True, cwd="/") as stranger:
+        try:
+            assert stranger.stdout
+            assert stranger.stdout.readline() == "listens\n"
+            memory = memory_of(name)
+            with pytest.raises(OSError, match="user 65534 listens on its socket, not this run's user 0"):
+                memory.take(NUM_BYTES)
+            assert memory.stored() == {}
+        finally:
+            stranger.kill()
+
+
+@pytest.mark.parametrize("num_bytes", [NUM_BYTES - 1, NUM_BYTES])
+def test_memory_that_is_too_short_or_may_become_so_is_an_error(name: str, num_bytes: int) -> None:
+    listener = memory_server.listen(name)
+    assert listener
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.recv(memory_server.PACKET_BYTES)
+        descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, num_bytes)
+        answer = json.dumps({"buffer": 1, "bytes": NUM_BYTES, "there": [1]}).encode()
+        socket.send_fds(connection, [answer], [descriptor])
+        os.close(descriptor)
+        connection.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listener, pytest.raises(OSError, match=f"gives {num_bytes} bytes, where {NUM_BYTES} of fixed length"):
+        memory_of(name).take(NUM_BYTES)
+
+
+def test_a_servers_memory_cannot_be_cut_off() -> None:
+    descriptor = memory_server._allocate(NUM_BYTES)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1)
+    os.close(descriptor)
+
+
+def test_a_copy_that_has_changed_since_it_was_made_is_found_out(name: str) -> None:
+    memory = memory_of(name)
+    buffer = fill(memory, OLD)
+    fill(memory, NEW)
+    one, other = memory.stored()
+    memory.verify(one)
+    memory.verify(other)
+    buffer.bytes[NUM_BYTES // 2] ^= 1
+    with pytest.raises(OSError, match="not those that were copied"):
+        memory.verify(one)
+    memory.verify(other)
+    memory.keep([NEW])
+    with pytest.raises(OSError, match="the copy is gone"):
+        memory.verify(one)
+
+
+def test_garbage_ends_one_connection_and_nothing_else(name: str) -> None:
     memory = memory_of(name)
     fill(memory, OLD)
     for packet in (b"\0" * 70_000, b"{}", b"5", b'{"verb": "commit"}', b'{"verb": "open", "buffer": 99}', b"\xff"):

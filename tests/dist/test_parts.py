@@ -150,15 +150,15 @@ def test_an_export_says_that_it_lacks_the_base_or_brings_it(tmp_path: Path, caps
     assert (code, "without the frozen parameters, which the checkpoint leaves out" in said) == (0, True)
     check_equal(torch.load(tmp_path / "weights.pt"), run.weights)
 
-    code, said = export("--format", "hf", "--out", tmp_path / "whole")
+    code, said = export("--format", "hf", "--out", tmp_path / "whole", "--trust-code")
     assert (code, "a Repeated of step 14" in said) == (0, True)
     check_equal(torch.load(tmp_path / "whole" / "weights.pt"), reference(config).weights)
-    assert export("--format", "hf", "--out", tmp_path / "whole") == (
+    assert export("--format", "hf", "--out", tmp_path / "whole", "--trust-code") == (
         2,
         f"error: --out {tmp_path}/whole: is there already\n",
     )
 
     directory.write_config(repeated(tmp_path, TRAINABLE_ONLY, frozen=True, base_seed=7))
-    code, said = export("--format", "hf", "--out", tmp_path / "other")
+    code, said = export("--format", "hf", "--out", tmp_path / "other", "--trust-code")
     assert (code, "holds what was trained on another base than this one" in said) == (1, True)
     assert not (tmp_path / "other").exists()

@@ -75,16 +75,30 @@ class Lasting(ProcessMemory):
     lasting = True
 
 
+class Changing(Lasting):
+    """Memory whose copies change after they were made."""
+
+    def verify(self, number: int) -> None:
+        raise OSError("changed")
+
+
 def come_back(
-    member: Member, attempt: int, path: str, copied: int, committed: int, known: bool
+    member: Member,
+    attempt: int,
+    path: str,
+    copied: int,
+    committed: int,
+    known: bool,
+    changing: bool = False,
 ) -> tuple[int, str, float]:
     """(step, source, age of the checkpoint) that workers without a state find: of a copy, and a checkpoint.
 
     Args:
         copied, committed: their steps; 0 for no checkpoint.
         known: they are those that have written the checkpoint.
+        changing: the copies have changed.
     """
-    memory, writer = Lasting(), Writer()
+    memory, writer = Changing() if changing else Lasting(), Writer()
     replica = Replica(NO_STATE, member.number)
     state = {"model": {"w": replica.weights}}
     directory = RunDirectory(LocalStore(Path(path)))
@@ -97,6 +111,7 @@ def come_back(
             if number == 1:
                 restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
                 assert float(replica.weights[0]) == restored.step
+                assert snapshots.damaged == ({copied: f"on {world.node}: changed"} if changing else {})
                 return restored.step, restored.source, restored.age_s
             if committed:
                 replica.weights.fill_(committed)
@@ -119,6 +134,11 @@ def test_the_newer_of_copy_and_checkpoint_is_restored(
 ) -> None:
     found = gang.run(come_back, first + 100 * known, str(tmp_path), copied, committed, known)
     assert [each[:2] for each in found] == [expected] * 3
+
+
+def test_a_copy_that_has_changed_is_no_candidate(gang: Gang, tmp_path: Path) -> None:
+    found = gang.run(come_back, 250, str(tmp_path), 30, 20, True, True)
+    assert [each[:2] for each in found] == [(20, "checkpoint")] * 3
 
 
 def test_workers_that_find_a_copy_know_how_old_the_newest_checkpoint_is(gang: Gang, tmp_path: Path) -> None:

@@ -188,4 +188,4 @@ def test_a_bucket_that_does_not_exist_is_an_error_at_once(proxy: Proxy) -> None:
 def test_of_two_commands_that_start_together_one_gets_the_run(proxy: Proxy, num_pairs: int) -> None:
     stores = [open_store(proxy.uri(f"claimed-{num_pairs}/run-{number}")) for number in range(num_pairs)]
     assert claim_in_pairs(stores) == [1] * num_pairs
-    assert [store.list("") for store in stores] == [["owner.json"]] * num_pairs
+    assert [store.list("") for store in stores] == [["owner.json", "owner.key"]] * num_pairs

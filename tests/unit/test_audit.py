@@ -88,7 +88,8 @@ class Written:
 
     def started(self, attempt: int, step: int) -> None:
         times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
-        self.directory.record(AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times))
+        started = AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times)
+        self.directory.record(started.model_copy(update={"num_samples": self.num_samples}))
 
 
 @pytest.fixture
@@ -311,7 +312,38 @@ def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsy
     assert (found["proved"], found["counter_example"]["step"]) == (False, 3)
 
 
+def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = with_order("{target: 'tests.dist.test_order:Weighted'}")
+    written = Written(tmp_path, text)
+    written.attempt(1, 1, LAST)
+    Ownership.claim(written.directory.store).release()
+    uri = written.directory.uri
+    touch = "data: {order: {target: 'os:system', args: {command: 'touch PLACE/touched'}},"
+    planted = text.replace("data: {order: {target: 'tests.dist.test_order:Weighted'},", touch.replace("PLACE", uri))
+    written.directory.write_config(parse_config(planted))
+    assert main(0.0, ["audit", uri]) == 2
+    said = capsys.readouterr().err
+    assert "error: data.target tests.dist.small:Tokens: code that the run's config.yaml names" in said
+    assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
+    assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
+    said = capsys.readouterr().err
+    assert "error: data.order.target os:system: code that the run's config.yaml names" in said
+    assert f"main.py audit {uri} --samples 61 --trust-code" in said
+    assert not (tmp_path / "touched").exists()
+    written.directory.write_config(parse_config(text))
+    assert main(0.0, ["audit", uri, "--trust-code"]) == 0
+
+
+def test_a_length_that_no_dataset_has_is_refused(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["audit", claimed, "--samples", "99999999999999999999"]) == 2
+    assert "--samples 99999999999999999999: must be from 1 to" in capsys.readouterr().err
+
+
 def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.directory.store.delete("events.jsonl")
+    run.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
     run.directory.write_config(
         parse_config(RUN.replace("target: 'tests.dist.small:Tokens'", "path: gone, kind: tokens"))
     )

@@ -27,10 +27,10 @@ TAKES = {
     "status": ["RUN", "--watch", "--json", "--storage PLACE"],
     "config": ["SECTION"],
     "report": ["RUN", "--storage PLACE"],
-    "audit": ["RUN", "--samples N", "--json", "--storage PLACE"],
+    "audit": ["RUN", "--samples N", "--json", "--trust-code", "--storage PLACE"],
     "verify": ["RUN", "--json", "--storage PLACE"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json", "--storage PLACE"],
-    "export": ["RUN", "--out FILE", "--step N", "--storage PLACE"],
+    "export": ["RUN", "--out FILE", "--step N", "--trust-code", "--storage PLACE"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
 }
 

@@ -37,6 +37,15 @@ def test_the_reference_is_what_would_be_written_now() -> None:
     assert REFERENCE.read_text() == reference_page(), "run: make docs"
 
 
+def test_each_thing_that_a_stranger_reaches_has_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text().partition("## Another user of the same machine")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for what, _, test in rows:
+        file, _, name = test.strip("`").partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), what
+
+
 def test_the_page_of_programs_is_what_would_be_written_now() -> None:
     assert PROGRAMS_PAGE.read_text() == programs_page(), "run: make docs"
 

@@ -81,6 +81,7 @@ TABLE: list[Event] = [
     events.CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
     events.Snapshot(step=40, stall_s=0.01, bytes=100),
     events.AtRisk(step=40, worker=0, workers_of_node=3, workers=3, node=40, everything=40),
+    events.SnapshotDamaged(step=12, error="on a: its bytes are not those that were copied"),
     events.NoSnapshots(error="one node"),
     events.Failure(error="waited 60 s", kind="ours", fatal=True),
     events.Failure(error="bug", kind="exception", member="a", node="b", step=3, budget="3 of 3", traceback="at x"),

@@ -94,6 +94,22 @@ def test_what_cannot_be_exported_is_told(
     assert said in capsys.readouterr().err
 
 
+def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"model: {{target: 'os:system', args: {{command: 'touch {run}/touched'}}}}"
+    text = MLP.replace("model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}", model)
+    RunDirectory(LocalStore(run)).write_config(parse_config(text))
+    assert command("export", run, "--format", "hf", "--out", run / "hf") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: model.target os:system: code that the run's config.yaml names")
+    assert f"main.py export {run} --format hf --out {run}/hf --trust-code" in said
+    assert not (run / "touched").exists()
+    assert command("export", run, "--out", run / "weights.pt") == 0  # which builds no model
+    assert command("export", run, "--format", "hf", "--out", run / "hf", "--trust-code") == 2
+    assert "gave a int, not a torch.nn.Module" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run)
     assert command("export", run, "--out", run / "weights.pt") == 1

@@ -26,7 +26,7 @@ from app.parallel.precision import Precision
 from app.parallel.replicated import ReplicatedParallelism
 from app.run.directory import RunDirectory
 from app.run.events import Failure
-from app.run.owner import Owner, Ownership, read_owner
+from app.run.owner import Owner, Ownership, read_key, read_owner
 from app.storage import LocalStore
 from app.storage.documents import write_json
 from app.storage.memory import MemoryStore
@@ -73,6 +73,19 @@ def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None
     assert (written.attempt, written.gone) == (1, False)
 
 
+def test_each_command_has_a_secret_that_its_user_alone_reads(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    Ownership.claim(store, "a").release()
+    first = read_key(store)
+    assert len(first) == 32
+    assert (tmp_path / "owner.key").stat().st_mode & 0o777 == 0o600
+    assert first not in (tmp_path / "owner.json").read_text()
+    Ownership.claim(store, "a").release()
+    assert read_key(store) == first  # the same command, which came back
+    Ownership.claim(store, "b").release()
+    assert read_key(store) not in ("", first)
+
+
 def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path: Path) -> None:
     ownership = Ownership.claim(LocalStore(tmp_path))
     handed_over = pickle.loads(pickle.dumps(ownership))
@@ -90,7 +103,7 @@ def test_a_run_that_is_deleted_is_not_claimed_again(monkeypatch: pytest.MonkeyPa
     num_before = len(store.operations)
     while len(store.operations) < num_before + 20:
         time.sleep(0.001)
-    assert store.files == {}
+    assert list(store.files) == ["owner.key"]
 
 
 @pytest.mark.parametrize("abandoned", [False, True], ids=["new", "left by a command that was killed"])
@@ -101,7 +114,7 @@ def test_of_two_commands_that_start_together_one_gets_the_run(tmp_path: Path, ab
         for store in stores:
             write_json(store, "owner.json", asdict(an_owner(pid=no_process())))
     assert claim_in_pairs(stores) == [1] * num_pairs
-    assert [store.list("") for store in stores] == [["owner.json"]] * num_pairs
+    assert [store.list("") for store in stores] == [["owner.json", "owner.key"]] * num_pairs
 
 
 @pytest.fixture
@@ -125,7 +138,7 @@ def test_a_command_that_was_killed_while_it_claimed_is_waited_for_until_its_clai
     started = time.monotonic()
     Ownership.claim(store)
     assert (time.monotonic() - started > 0.3) == waits
-    assert list(store.files) == ["owner.json"]
+    assert sorted(store.files) == ["owner.json", "owner.key"]
 
 
 @pytest.mark.parametrize("clock_s", [-1e9, -21.0, 21.0, 3600.0, 1e9])

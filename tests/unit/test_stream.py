@@ -72,7 +72,7 @@ def test_segments_read_as_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_segment_that_the_bucket_refuses_goes_with_the_next_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(MemoryStore):
-        def commit(self, name: str, data: bytes) -> None:
+        def commit(self, name: str, data: bytes, private: bool = False) -> None:
             if not self.operations:
                 self.operations.append(("refused", name))
                 raise OSError("503")

@@ -9,7 +9,7 @@ from typing import Any, Self
 from app.run import events
 from app.run.directory import METRICS, RunDirectory
 from app.run.ledger import Totals
-from app.storage.jsonl import is_number, read_lines
+from app.storage.jsonl import is_count, is_number, read_lines
 from app.telemetry.goodput import TimeLedger, read_totals
 from app.telemetry.interruptions import Interruption, read_interruptions
 
@@ -90,8 +90,8 @@ class Course:
 
     def _add_figures(self, line: dict[str, Any]) -> None:
         row = {name: float(line[name]) for name in _CURVES if is_number(line.get(name))}
-        if is_number(line.get("step")):
-            self.figures.add(int(line["step"]), row)
+        if is_count(line.get("step")):
+            self.figures.add(line["step"], row)
 
     def ranks(self) -> list[Rank]:
         """Return what is known of the ranks of each attempt, in their order."""

@@ -7,6 +7,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from app.config import dump_config
+from app.errors import SteadfastError
 from app.run import events
 from app.storage.documents import read_json
 from app.telemetry.goodput import CATEGORIES, goodput
@@ -57,7 +59,7 @@ def _sections(course: Course, legends: Mapping[str, str]) -> Iterable[str]:
     yield _section("Where the time went", _explained(course), _shares(course) + plots["time"], wide=True)
     yield _section("What each interruption cost", "", _interruptions(course), wide=True)
     yield _section("Slow ranks", _RANKS_EXPLAINED, _rank_times(course) + _stragglers(course), wide=True)
-    yield _section("Configuration", "", _text(_read(course, "config.yaml")))
+    yield _section("Configuration", "", _text(_config(course)))
     environment = read_json(course.directory.store, "environment.json") or {}
     yield _section("Environment", "", _text(json.dumps(environment, indent=2)))
 
@@ -179,11 +181,13 @@ def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> s
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _read(course: Course, name: str) -> str:
+def _config(course: Course) -> str:
+    # What was read from it, not its bytes: the file may be anything that the owner of the directory put there.
     try:
-        return course.directory.store.read(name).decode("utf-8", "replace")
-    except OSError:
-        return ""
+        config = course.directory.stored_config()
+    except SteadfastError as error:
+        return str(error)
+    return dump_config(config) if config else ""
 
 
 def _text(text: str) -> str:

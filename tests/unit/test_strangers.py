@@ -1,0 +1,256 @@
+"""Run directories that somebody else has written: what reading verbs show of them, open and believe."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.cli import main
+from app.config import Config
+from app.run import events
+from app.run.directory import EVENTS, STEPS
+from app.run.owner import Ownership
+from app.storage import LocalStore
+from app.storage.jsonl import read_lines
+from app.telemetry.console import Console
+from app.units import printable
+from tests.unit.test_status import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eabc\r\b[/bold] [red]"
+SHOWN = "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffdabc\ufffd\ufffd[/bold] [red]"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a terminal in which no line is folded."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+def append(path: Path, *lines: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_control_characters_are_replaced_and_lines_stay() -> None:
+    assert printable(EVIL) == SHOWN
+    assert printable("a\tb\nc é 漢 \ud800") == "a\tb\nc é 漢 \ufffd"
+
+
+def test_the_console_shows_text_without_control_characters() -> None:
+    file = io.StringIO()
+    Console(file=file).line(EVIL)
+    assert file.getvalue() == f"{SHOWN}\n"
+
+
+def test_no_verb_shows_control_characters_or_takes_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / EVIL.replace("/", "")
+    lost = LOST.model_copy(update={"error": EVIL, "member": EVIL})
+    run_at(place / "run", os.getpid(), started(), FIRST, lost, ENDED)
+    run_at(place / "[red]", os.getpid(), started(), FIRST)
+    owner = json.loads((place / "run" / "owner.json").read_text())
+    (place / "run" / "owner.json").write_text(json.dumps({**owner, "host": EVIL}))
+    commands = [["status", place / "run"], ["status", "--storage", place], ["report", place / "run"]]
+    commands += [["verify", place / "run", place / "[red]"], ["audit", place / "run"], ["doctor", place / "run"]]
+    commands += [["status", place / "gone"]]
+    shown = ""
+    for words in commands:
+        assert main(0.0, [str(word) for word in words]) in (0, 1, 2)
+        captured = capsys.readouterr()
+        shown += captured.out + captured.err
+    assert printable(shown) == shown
+    assert "loss of worker \ufffd]0;title" in shown
+    assert "\n[red]" in shown  # the name of a run, in the table of all
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    secret = path.parent.parent / "secret"
+    secret.write_text('{"secret": "of another user"}')
+    path.unlink(missing_ok=True)
+    path.symlink_to(secret)
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def hole(path: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(2**33)
+
+
+@pytest.mark.parametrize("spoil", [fifo, link, folder, hole])
+@pytest.mark.parametrize("name", ["owner.json", STEPS, EVENTS])
+def test_a_spoilt_run_is_one_line_beside_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Callable[[Path], None]
+) -> None:
+    if spoil is hole and name != "owner.json":
+        pytest.skip("ledgers may be of any length")
+    place = tmp_path / "runs"
+    for run in ("good", "spoilt"):
+        run_at(place / run, os.getpid(), started(), FIRST)
+    spoil(place / "spoilt" / name)
+    assert main(0.0, ["status", "--storage", str(place)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("good")
+    assert lines[-1].startswith(f"{place}/spoilt/{name} cannot be read: ")
+    assert main(0.0, ["status", "--storage", str(place), "--json"]) == 0
+    good, spoilt = json.loads(capsys.readouterr().out)
+    assert (good["state"], spoilt["state"]) == ("running", "unreadable")
+    assert main(0.0, ["status", str(place / "spoilt")]) in (1, 2)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone can give a file away, and reads all")
+def test_a_store_does_not_write_through_a_link(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.commit("report.html", b"first")
+    target = tmp_path / "target"
+    temporary = tmp_path / "run" / f".report.html.{os.uname().nodename}-{os.getpid()}"
+    temporary.symlink_to(target)
+    with pytest.raises(OSError, match="it is a link"):
+        store.commit("report.html", b"second")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+def test_a_report_does_not_follow_links(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
+    directory.write_config(Config())
+    link(tmp_path / "run" / name)
+    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "of another user" not in page
+    assert ("it is a link, which is not followed" in page) is (name == "config.yaml")
+
+
+def test_a_report_shows_what_was_read_from_the_configuration(tmp_path: Path) -> None:
+    directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
+    directory.write_config(Config())
+    with (tmp_path / "run" / "config.yaml").open("a") as file:
+        file.write("# words that are no configuration\n")
+    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "global_size" in page
+    assert "words that are no configuration" not in page
+
+
+NAN = float("nan")
+NUMBERS: list[Any] = [NAN, float("inf"), 1e300, -1e18, 10**400, 10**30, -5, None, "x", [1]]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+def test_times_and_counts_that_cannot_be_end_no_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
+    folder = tmp_path / "run"
+    run_at(folder, os.getpid(), started(), FIRST)
+    first = {**FIRST.to_line(), "attempt": 2, "time_s": NOW_S}
+    for key in ("time_s", "step", "attempt", "world_size", "detected_s", "nodes", "gpus"):
+        append(folder / EVENTS, {**first, key: value})
+    append(folder / EVENTS, {**first, "nodes": {"a": [0, 7, 10**6]}, "gpus": ["a"]})
+    append(folder / EVENTS, {"time_s": NOW_S, "event": "validation", "step": 9, "metrics": {"loss": value}})
+    line = {"step": 101, "attempt": 2, "num_samples": 8, "step_s": 0.02, "time_s": NOW_S, "loss": 1.0, "shares": [1]}
+    for key in line:
+        append(folder / STEPS, {**line, key: value})
+    log = json.loads((folder / "metrics.jsonl").read_text())
+    for key in log:
+        append(folder / "metrics.jsonl", {**log, key: value})
+    append(folder / "metrics.jsonl", {**log, "loss": value, "grad_norm": value, "total_steps": 0})
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "step": value, "metrics": {"loss": value}}))
+    for words in (["status"], ["report"], ["doctor"], ["audit", "--samples", "64"], ["verify", str(folder)]):
+        assert main(0.0, [words[0], str(folder), *words[1:]]) in (0, 1, 2)
+    capsys.readouterr()
+    assert main(0.0, ["status", str(folder), "--json"]) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_a_hole_in_a_ledger_costs_one_reading(tmp_path: Path) -> None:
+    path = tmp_path / STEPS
+    append(path, {"step": 1})
+    with path.open("ab") as file:
+        file.truncate(2**28)
+        file.seek(0, os.SEEK_END)
+        file.write(b'{"step": 2}\n{"step": 3}\n')
+    began_s = time.process_time()
+    # The line that the hole begins is none, whatever it ends with.
+    assert [line["step"] for line in read_lines(LocalStore(tmp_path), STEPS)] == [1, 3]
+    assert time.process_time() - began_s < 2.0
+
+
+def test_lines_of_every_length_are_read(tmp_path: Path) -> None:
+    lengths = [1, 2**22 - 20, 2**22, 2**23, 2**24 - 100, 3]
+    append(tmp_path / STEPS, *({"step": number, "x": "y" * length} for number, length in enumerate(lengths)))
+    assert [len(line["x"]) for line in read_lines(LocalStore(tmp_path), STEPS)] == lengths
+
+
+def test_an_event_that_says_nothing_possible_is_none() -> None:
+    line = FIRST.to_line()
+    assert events.parse_event(line) == FIRST
+    for name, value in {"time_s": NAN, "detected_s": 1e300, "step": 10**30, "nodes": {"a": [10**30]}}.items():
+        assert events.parse_event({**line, name: value}) is None
+
+
+def test_runs_that_another_user_keeps_private_hide_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_at(tmp_path / "good", os.getpid(), started(), FIRST)
+    shutil.copytree(tmp_path / "good", tmp_path / "private")
+    real = LocalStore.read
+
+    def read(store: LocalStore, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        if store.path.name == "private":
+            raise PermissionError(13, "Permission denied", str(store.path / name))
+        return real(store, name, start, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "read", read)
+        assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("good")
+    assert lines[-1].endswith("private/owner.json cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_files_of_a_run_are_as_private_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        Ownership.claim(LocalStore(tmp_path / "run")).release()
+        directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
+        directory.store.commit("stacks/attempt-1", b"stacks")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "owner.key"]
+    assert len(files) == 5
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+def test_tensors_that_processes_share_have_no_name() -> None:
+    before = set(os.listdir("/dev/shm"))
+    shared = torch.zeros(1000).share_memory_()
+    assert shared.is_shared()
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name]
+
+
+def test_a_report_escapes_what_it_shows(tmp_path: Path) -> None:
+    script = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    lost = LOST.model_copy(update={"error": script, "member": script, "node": script})
+    second = SECOND.model_copy(update={"source": script, "nodes": {script: (0, 1)}})
+    run_at(tmp_path / "run", os.getpid(), started(), FIRST, lost, ENDED, second)
+    (tmp_path / "run" / "environment.json").write_text(json.dumps({script: script}))
+    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
