@@ -34,12 +34,11 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         begun = events.RunStarted(time_s=started_s, launcher="ray", again=bool(before.what) or None)
         if not start_or_resume(config, directory, begun, console.line):
             return 0
-        console.stage("starting Ray", started_s)
         bounds = before.num_workers or config.scaling.num_workers
         config = _scaled(config, bounds, directory.batch(config).num_microbatches)
         stopping = "stopping; Ctrl-C again to stop at once"
         with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
-            return _run(config, directory, ownership, console, interrupts, before)
+            return _run(config, directory, ownership, started_s, console, interrupts, before)
     finally:
         let_go(directory, ownership, new)
 
@@ -64,6 +63,7 @@ def _run(
     config: Config,
     directory: RunDirectory,
     ownership: Ownership,
+    started_s: float,
     console: Console,
     interrupts: Interrupts,
     before: Comebacks,
@@ -73,10 +73,8 @@ def _run(
 
     from app.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
 
-    address = _connect(config, console, interrupts, before)
+    address = _connect(config, started_s, console, interrupts, before)
     interrupts.on_abort = ray.shutdown
-    # Again, because connecting has put Ray's own signal handlers in their place.
-    interrupts.install()
     from app.orchestration.internals import end_embedded
     from app.orchestration.trainer import Fit, RayDied, build_trainer, head_host, recovery_mode, start_coordinator
 
@@ -119,15 +117,17 @@ def _run(
         ray.shutdown()
 
 
-def _connect(config: Config, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
+def _connect(config: Config, started_s: float, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
     """Connect to a cluster, or embed one. Return which."""
     from app.orchestration.cluster import RayNotStarted, connect
 
     # What follows needs torch and Ray Train; their import runs while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
-    importing.start()
     try:
         with interrupts.spared():
+            # Their threads inherit the blocked signals. A thread from before could take one in Ray's handlers.
+            console.stage("starting Ray", started_s)
+            importing.start()
             address = connect(config, console.verbose)
     except Exception as error:
         if before.cluster:

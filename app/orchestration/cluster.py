@@ -14,7 +14,13 @@ import yaml
 
 from app.config import Config
 from app.errors import ResourcesMissing, TrainingError, UsageError
-from app.orchestration.internals import current_cluster, end_at_once, on_loopback, silence_raylet
+from app.orchestration.internals import (
+    current_cluster,
+    end_at_once,
+    keep_sigterm_handler,
+    on_loopback,
+    silence_raylet,
+)
 from app.orchestration.packages import check_packages
 from app.orchestration.runtime_env import runtime_env
 from app.run.interrupts import Interrupts
@@ -67,6 +73,7 @@ def connect(config: Config, verbose: bool) -> str:
     if not verbose:
         quiet["logging_level"] = logging.ERROR
         silence_raylet()
+    keep_sigterm_handler()
     address = find_cluster(config.cluster.address)
     if address is not None:
         check_packages(config.cluster.pip, Path.cwd())

@@ -18,7 +18,7 @@ from app.errors import SteadfastError, TrainingError, UsageError
 from app.orchestration.backend import RuntimeConfig, SlotConfig
 from app.orchestration.coordinator import Coordinator
 from app.orchestration.internals import dead_processes, without_idle_actors
-from app.orchestration.internals.slots import coordinator_name, find_incompatibility, slot_controller
+from app.orchestration.internals.slots import InlineFunction, coordinator_name, find_incompatibility, slot_controller
 from app.orchestration.policies import Budgets
 from app.orchestration.reach import answers
 from app.orchestration.restart import RestartCoordinator, RestartRuntime
@@ -45,9 +45,9 @@ class LeanTrainer(TorchTrainer):
 
 
 class SlotTrainer(LeanTrainer):
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+    def _initialize_and_run_controller(self, train_fn_ref: Any, **arguments: Any) -> Any:
         with slot_controller():
-            return super()._initialize_and_run_controller(**arguments)
+            return super()._initialize_and_run_controller(train_fn_ref=InlineFunction(train_fn_ref), **arguments)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,16 @@ def start_coordinator(
     return named.remote(config.recovery, config.scaling, directory, ownership, expected, config.replica_size)
 
 
+class HeadDied(TrainingError):
+    """The head node has left the cluster."""
+
+
 def head_host() -> str:
-    """Return the address of the head node, where the coordinator runs. Raises TrainingError if it is dead."""
+    """Return the address of the head node, where the coordinator runs. Raises HeadDied."""
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeManagerAddress"])
-    raise TrainingError(
-        "the cluster's head node is dead. Start it again (ray up FILE, or ray start --head). " + _REMEDY
-    )
+    raise HeadDied("the cluster's head node is dead. Start it again (ray up FILE, or ray start --head). " + _REMEDY)
 
 
 def build_trainer(
@@ -216,6 +218,8 @@ class Fit:
             self._check_ray()
             thread.join(_POLL_S)
         self._check_ray()
+        if isinstance(self._error, HeadDied) and not self.cluster:
+            self._raise_ray_died("Ray's raylet")  # which leaves the cluster before it ends
         self._show_events()
 
     def _run_trainer(self) -> None:

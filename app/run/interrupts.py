@@ -39,7 +39,6 @@ class Interrupts:
         self._of_process = of_process
         self._first_s = 0.0
         self._former: dict[int, Any] = {}
-        self._has_terminal = False
 
     @property
     def stopping(self) -> bool:
@@ -54,7 +53,6 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._has_terminal = _has_terminal()
             self.install()
         return self
 
@@ -70,21 +68,20 @@ class Interrupts:
 
         A service manager sends SIGTERM to all processes of a service; what it asks for is the command's to do.
         """
-        # They inherit that the one signal is ignored. Sent within, it would be lost: whether it was shows in the
-        # terminal. The other one they inherit as blocked, because they handle it themselves; sent within, it waits.
+        # They inherit both signals as blocked. So do threads that start within: a signal waits for the end of the
+        # context, because handlers of libraries may be in place until then.
         if not self._former:
             yield
             return
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        blocked = {signal.SIGTERM}
+        if self._former[signal.SIGHUP] != signal.SIG_IGN:
+            blocked.add(signal.SIGHUP)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             self.install()
-            is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            if self._has_terminal and not (is_ignored or self.stopping or _has_terminal()):
-                self._handle(signal.SIGHUP, None)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
@@ -107,6 +104,16 @@ class Interrupts:
             os._exit(EXIT_STOPPED)
 
 
+def stop_by_signals() -> None:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, until `Interrupts` takes them over.
+
+    A SIGHUP that is ignored stays so.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
 def outlive_sigterm() -> None:
     """Have SIGTERM do nothing to this process where it has inherited that from `Interrupts.spared`.
 
@@ -121,14 +128,6 @@ def outlive_sigterm() -> None:
 def unblock_sigterm() -> None:
     """Let SIGTERM come to this thread, and to what it starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 def _leave_terminal() -> None:

@@ -69,7 +69,11 @@ def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Co
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("title", "what"),
-    [("gcs_server", "Ray's GCS"), pytest.param("/raylet/raylet", "Ray's raylet", marks=pytest.mark.slow)],
+    [
+        ("gcs_server", "Ray's GCS"),
+        pytest.param("/raylet/raylet", "Ray's raylet", marks=pytest.mark.slow),
+        pytest.param("ray::RuntimeEnvAgent", "Ray's raylet", marks=pytest.mark.slow),  # which follows its agent
+    ],
 )
 def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
     command: Commands, title: str, what: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ray.train.torch import TorchTrainer
 from app.orchestration.internals import (
     current_cluster,
     dead_processes,
+    keep_sigterm_handler,
     on_loopback,
     remember_head,
     without_idle_actors,
@@ -28,6 +30,18 @@ from app.orchestration.internals.slots import find_incompatibility
 def test_the_raylets_messages_go_through_a_function_that_can_be_replaced() -> None:
     assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
     assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names
+
+
+def test_ray_sets_its_sigterm_handlers_through_a_function_that_can_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(utils, "set_sigterm_handler", utils.set_sigterm_handler)  # put back after the test
+    former = signal.getsignal(signal.SIGTERM)
+    keep_sigterm_handler()
+    utils.set_sigterm_handler(signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is former
+    for function in (inspect.unwrap(worker.init), Node._register_shutdown_hooks):
+        assert "set_sigterm_handler" in function.__code__.co_names
 
 
 def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones() -> None:

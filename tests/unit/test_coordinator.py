@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from app.orchestration.coordinator import Coordinator
 from app.orchestration.heartbeat import _proof
 from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from app.orchestration.restart import RestartCoordinator
-from app.orchestration.trainer import Fit
+from app.orchestration.trainer import Fit, HeadDied, RayDied
 from app.orchestration.worker_runtime import _kind
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
@@ -460,6 +462,25 @@ def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
     fit = Fit(nothing, None, directory, nothing, nothing, 2, 2, "", only_saves=False)
     error = fit._explained(Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
+
+
+@pytest.mark.parametrize(("cluster", "raised"), [("", RayDied), ("10.0.0.1:6379", None)])
+def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, raised: type[Exception] | None
+) -> None:
+    """As a raylet does whose agent has died; the controller has died with it, and another one is to start."""
+
+    def refuse() -> Any:
+        raise HeadDied("the cluster's head node is dead")
+
+    monkeypatch.setattr(Fit, "_show_events", lambda self: None)
+    monkeypatch.setattr(Fit, "_cluster_answers", lambda self: True)
+    nothing = cast(Any, None)
+    interrupts = cast(Any, SimpleNamespace(stopping=False))
+    fit = Fit(refuse, None, RunDirectory(LocalStore(tmp_path)), nothing, interrupts, 2, 2, cluster, only_saves=False)
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
+        fit._fit()
+    assert isinstance(fit._error, HeadDied)
 
 
 @pytest.mark.parametrize("late", [False, True])

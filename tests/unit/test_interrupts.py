@@ -75,6 +75,52 @@ def test_what_is_started_in_between_survives_the_terminal() -> None:
         assert interrupts.stopping
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_while_libraries_have_their_handlers_in_place(number: signal.Signals) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    taken: list[int] = []
+    with Interrupts() as interrupts:
+        with interrupts.spared():
+            thread = threading.Thread(target=time.sleep, args=(0.5,))
+            thread.start()  # any thread may be given a signal of the process
+            signal.signal(number, lambda number, _: taken.append(number))
+            os.kill(os.getpid(), number)
+            thread.join()
+            assert not interrupts.stopping
+        assert interrupts.stopping
+    assert taken == []
+
+
+SLOW = """
+import os, time
+open(os.environ["READY"], "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["yaml", "target"])  # the program's own imports, and code of the user
+def test_command_ends_with_three_and_leaves_nothing_if_it_is_stopped_while_it_imports(
+    tmp_path: Path, module: str, number: signal.Signals
+) -> None:
+    (tmp_path / f"{module}.py").write_text(SLOW)
+    ready = tmp_path / "ready"
+    words = ("--config", "digits.yaml", "data.target=target:dataset", f"run.storage={tmp_path}/runs")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "READY": str(ready)}
+    command = subprocess.Popen([sys.executable, "main.py", *words], env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        until_s = time.monotonic() + 60.0
+        while not ready.exists() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        command.send_signal(number)
+        _, said = command.communicate(timeout=30)
+    finally:
+        command.kill()
+        command.communicate()
+    assert (command.returncode, said) == (3, "")
+    assert not (tmp_path / "runs").exists()
+
+
 WORKER = """
 import os, signal, subprocess, sys
 from app.run.interrupts import outlive_sigterm

@@ -26,13 +26,14 @@ def config() -> Config:
 def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
     monkeypatch.setattr(cluster, "silence_raylet", Mock())
+    monkeypatch.setattr(cluster, "keep_sigterm_handler", Mock())
     monkeypatch.setattr("ray.init", Mock(side_effect=error))
 
 
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(error, monkeypatch)
     monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
-    subject._connect(config, Mock(verbose=False), Interrupts(lambda: None), before)
+    subject._connect(config, 0.0, Mock(verbose=False), Interrupts(lambda: None), before)
 
 
 def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ from app.orchestration.internals.slots import (
     report,
 )
 from app.orchestration.policies import Quarantine
+from app.orchestration.trainer import LeanTrainer, SlotTrainer
 
 
 class Group(SlotWorkerGroup):
@@ -131,3 +133,16 @@ def test_controller_of_slots_uses_that_register(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(TrainController, "__init__", lambda self: made(controller.CheckpointManager))
     SlotController()
     made.assert_called_once_with(LastCommit)
+
+
+def test_trainer_of_slots_keeps_no_object_in_rays_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client would end the command when the store is gone, see `InlineFunction`."""
+    given: list[Any] = []
+    monkeypatch.setattr(LeanTrainer, "_initialize_and_run_controller", lambda self, **named: given.append(named))
+    stored = SimpleNamespace(_ref="of the store", get=lambda: abs)
+    trainer = SlotTrainer.__new__(SlotTrainer)
+    trainer._initialize_and_run_controller(train_fn_ref=stored, callbacks=[])
+    (named,) = given
+    assert pickle.loads(pickle.dumps(named["train_fn_ref"])).get() is abs
+    assert stored._ref is None
+    assert named["callbacks"] == []

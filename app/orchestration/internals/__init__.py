@@ -17,6 +17,11 @@ def silence_raylet() -> None:
     worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
+def keep_sigterm_handler() -> None:
+    """Keep this process's handler of SIGTERM, which `ray.init` would replace by one that ends the process."""
+    utils.set_sigterm_handler = lambda handler: None
+
+
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
     """Let a Ray that is started in this context listen on the loopback alone, where its node is to be 127.0.0.1."""

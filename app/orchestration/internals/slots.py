@@ -28,7 +28,7 @@ from ray.train.v2._internal.execution.worker_group.execution_group import Replic
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
-from ray.train.v2._internal.util import bundle_to_remote_args, invoke_context_managers, time_monotonic
+from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args, invoke_context_managers, time_monotonic
 from ray.train.v2.api import data_parallel_trainer
 
 from app.orchestration.messages import Leave
@@ -53,6 +53,7 @@ CONTRACT = {
     WorkerGroup.abort: ["self"],
     ReplicaGroup.start_training: ["self", "worker_group_context"],
     CheckpointManager.register_checkpoint: ["self", "training_report"],
+    ObjectRefWrapper.get: ["self"],
     _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
 }
 
@@ -312,6 +313,21 @@ class SlotController(TrainController):
         # The controller has a process of its own, and finds the class of its register under this name.
         controller.CheckpointManager = LastCommit
         super().__init__(*arguments, **named)
+
+
+class InlineFunction:
+    """A training function that travels with calls, in place of a reference to Ray's object store.
+
+    When an agent of an embedded Ray dies, the raylet leaves the cluster and ends. Ray's client then restores each
+    object that this process has put into the store, finds no store, and ends the process. So the command puts none.
+    """
+
+    def __init__(self, stored: ObjectRefWrapper[Any]) -> None:
+        self._pickled = ray.cloudpickle.dumps(stored.get())
+        stored._ref = None  # the last reference: the store forgets the function
+
+    def get(self) -> Any:
+        return ray.cloudpickle.loads(self._pickled)
 
 
 @contextlib.contextmanager
