@@ -49,7 +49,7 @@ class Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (AttributeError, LookupError, TypeError, ValueError):  # PyYAML's constructors do not check their text
             _refuse(f"not a valid {node.tag.rpartition(':')[2]}", node)
 
