@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ class _Trial:
         if isinstance(self._task, GlobalTask):
             self._compare_rows(self._task, whole, *halves)
             return
-        parts = [self._loss(part, seed=0) for part in halves]
+        parts = self._losses_of(halves)
         self._compare_counts(loss, parts)
         if not self._is_equal([loss], [self._loss(whole, seed=0)]):
             return  # a loss that changes from call to call, by a counter of the model say, cannot be compared
@@ -95,6 +96,15 @@ class _Trial:
         elif not self._is_equal([loss], parts):
             found, expected = float(loss.loss_sum), sum(float(part.loss_sum) for part in parts)
             self._refuse(f"the loss of {num_rows} samples is {found:.6g}, and {expected:.6g} as the sum of its halves")
+
+    def _losses_of(self, parts: Sequence[Batch]) -> list[Sums]:
+        try:
+            return [self._loss(part, seed=0) for part in parts]
+        except UsageError:
+            raise
+        except Exception as error:  # of a model that keeps a state for each sample of its microbatch, say
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
 
     def _exchange_halves(self) -> None:
         """Compare losses whose draws are equal, because seeds and shapes are, with halves of the batch exchanged."""
@@ -150,7 +160,7 @@ class _Trial:
         # Not the other way round: of losses that are not finite nothing can be said.
         return not abs(difference) > self._tolerance * sum(map(abs, losses))
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"{self._name}: {what}. So the loss follows from batch.microbatch_size, and changes where memory runs out "
             "and a microbatch runs in smaller forwards. Negatives of the batch, mixup and means over the batch are "

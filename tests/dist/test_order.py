@@ -145,7 +145,9 @@ def test_truncated_backpropagation_carries_its_state_as_in_a_plain_loop(tmp_path
         "optimizer={kind: sgd, lr: 0.1, momentum: 0, max_grad_norm: null}",
         "schedule={kind: constant}",
     ]
-    config = small(tmp_path, *words)
+    with pytest.raises(MemberFailed, match="UsageError: NextToken: the loss of half of a batch of 4 samples fails"):
+        drill(small(tmp_path / "not coupled", *words), worlds=[1])
+    config = small(tmp_path, *words, "task.coupled=true")
     drill(config, worlds=[1], stop_after=6)
     run = drill(config, worlds=[1])
     weights, losses = plain_loop(config)
