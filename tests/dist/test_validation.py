@@ -66,6 +66,7 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
     seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
     assert [json.loads(line) for line in sorted(seen)] == [
         {"step": False, "dropout": False, "backbone": False},
+        {"step": True, "dropout": False, "backbone": False},  # the check of the task, before the first step
         {"step": True, "dropout": True, "backbone": not frozen},
     ]
     assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
