@@ -154,17 +154,17 @@ class GradientBuckets:
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, reduction: Reduction) -> None:
         self._reduction = reduction
         self._communicator: Communicator | None = None
-        self._bucket_of: dict[Tensor, int] = {}
+        self._bucket_of: dict[int, int] = {}  # by id of a parameter, since a tensor's own hash is slow Python
         self._armed = False
         self._last = False  # the backward under way is the last one of the step
         self._held = False  # what backwards leave stays in the buckets
-        self._reached: set[Tensor] = set()  # parameters that a backward of this step has reached
+        self._reached: set[int] = set()  # ids of parameters that a backward of this step has reached
         self._missing: list[int] = []  # by bucket, the parameters whose gradient is not whole yet
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
         for index, bucket in enumerate(self._buckets):
             for param in bucket.params:
-                self._bucket_of[param] = index
+                self._bucket_of[id(param)] = index
                 param.register_post_accumulate_grad_hook(self._accumulated)
         self._flats = [bucket.flat for bucket in self._buckets]
         self._flags = [bucket.used for bucket in self._buckets]
@@ -236,10 +236,10 @@ class GradientBuckets:
 
     def _accumulated(self, param: Tensor) -> None:
         # Called by autograd, on its own thread on CUDA.
-        self._reached.add(param)
+        self._reached.add(id(param))
         if not self._armed:
             return
-        bucket = self._bucket_of[param]
+        bucket = self._bucket_of[id(param)]
         self._missing[bucket] -= 1
         if self._missing[bucket] < 0:
             raise RuntimeError(
@@ -261,7 +261,7 @@ class GradientBuckets:
     def _flag_unused(self, bucket: Bucket) -> None:
         """Note which of the bucket's parameters no backward of the step has reached."""
         for place, param in enumerate(bucket.params):
-            if param not in self._reached:
+            if id(param) not in self._reached:
                 bucket.unused.append(place)
                 bucket.used[place] = 0
 
