@@ -25,12 +25,12 @@ class GlobalStepper(Stepper):
     """Stepper by the method of GradCache (Gao et al. 2021, arXiv:2101.06983), over ranks as over microbatches.
 
     First every rank embeds its microbatches without gradients, and the embeddings of all ranks are gathered in the
-    order of the grid. Then each rank takes the loss of all of them and its gradient, the same on all ranks. At last
-    each rank embeds its microbatches again, with the same random draws, and the backward of each continues from its
-    rows of that gradient. So the loss sees the whole global batch, whatever the number of workers.
+    order of the grid. Then each rank computes the loss of the whole table and its gradient, the same on all ranks. At
+    last each rank embeds its microbatches again, with the same random draws, and the backward of each microbatch
+    continues from its rows of that gradient. So the loss sees the whole global batch, whatever the number of workers.
     """
 
-    task: GlobalTask  # or, with faults on purpose, what stands around one
+    task: GlobalTask  # or the wrapper that injects faults into one
     _begin: int = field(default=0, init=False)  # position of the first sample of the step
     _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
     _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # of each tensor of the embeddings

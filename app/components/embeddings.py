@@ -59,7 +59,7 @@ class Embeddings:
             if table.is_floating_point():
                 table.add_(0.0)  # turns -0.0 into 0.0, as the sum over several ranks does, so that one rank has it too
             groups.communicator.sum(table)
-        # A loss of what an aborted collective left, labels out of range say, could end the process on a GPU.
+        # After an abort the table may hold garbage. Labels out of range would then end a process on a GPU.
         groups.gate()
         whole = iter(self.tensors)
         restored: list[Tensor] = []
