@@ -125,7 +125,7 @@ def _connect(config: Config, started_s: float, console: Console, interrupts: Int
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     try:
         with interrupts.spared():
-            # Their threads inherit the blocked signals. A thread from before could take one in Ray's handlers.
+            # Threads that start here inherit the blocked signals.
             console.stage("starting Ray", started_s)
             importing.start()
             address = connect(config, console.verbose)

@@ -53,34 +53,34 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.getsignal(number) for number in _SIGNALS}
-            self.install()
+            for number, former in self._former.items():
+                if number != signal.SIGHUP or former != signal.SIG_IGN:
+                    signal.signal(number, self._handle)
         return self
-
-    def install(self) -> None:
-        """Put the handlers in place, also again after a library has installed its own."""
-        for number, former in self._former.items():
-            if number != signal.SIGHUP or former != signal.SIG_IGN:
-                signal.signal(number, self._handle)
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """Have processes that are started within outlive a closed terminal, and SIGTERM, to finish what they are about.
+        """Have processes that are started within survive SIGHUP and SIGTERM; keep this object's handlers in place.
 
-        A service manager sends SIGTERM to all processes of a service; what it asks for is the command's to do.
+        A service manager sends SIGTERM to all processes of a service; this command decides when the others end.
         """
-        # They inherit both signals as blocked. So do threads that start within: a signal waits for the end of the
-        # context, because handlers of libraries may be in place until then.
+        # Processes inherit both signals as blocked. Threads that libraries (numpy) have started before do not block
+        # them, and the signal then comes within the context; so a library's handler must not be installed there.
         if not self._former:
             yield
             return
         blocked = {signal.SIGTERM}
         if self._former[signal.SIGHUP] != signal.SIG_IGN:
             blocked.add(signal.SIGHUP)
+        set_handler = signal.signal
+        signal.signal = lambda number, handler: (  # type: ignore[assignment]
+            signal.getsignal(number) if number in self._former else set_handler(number, handler)
+        )
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             yield
         finally:
-            self.install()
+            signal.signal = set_handler
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
     def __exit__(self, *_: object) -> None:

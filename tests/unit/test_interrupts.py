@@ -76,17 +76,20 @@ def test_what_is_started_in_between_survives_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_waits_while_libraries_have_their_handlers_in_place(number: signal.Signals) -> None:
+@pytest.mark.parametrize("thread_starts", ["before", "within"])  # any thread may be given a signal of the process
+def test_a_library_that_is_started_does_not_take_over_a_signal(number: signal.Signals, thread_starts: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     taken: list[int] = []
+    thread = threading.Thread(target=time.sleep, args=(0.5,))
     with Interrupts() as interrupts:
+        if thread_starts == "before":
+            thread.start()
         with interrupts.spared():
-            thread = threading.Thread(target=time.sleep, args=(0.5,))
-            thread.start()  # any thread may be given a signal of the process
+            if thread_starts == "within":
+                thread.start()
             signal.signal(number, lambda number, _: taken.append(number))
             os.kill(os.getpid(), number)
             thread.join()
-            assert not interrupts.stopping
         assert interrupts.stopping
     assert taken == []
 
