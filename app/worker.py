@@ -3,28 +3,21 @@
 import traceback
 
 import torch
-from torch import nn
 
-from app.checkpoint.durable import Checkpoints
-from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import EXITS, SteadfastError, as_exception
+from app.errors import EXITS, as_exception
 from app.faults.corruption import Corrupted
-from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
-from app.parallel import Parallel, arrange, build_parallel
-from app.run import events
+from app.parallel import arrange
+from app.rescue import announce_end, rescue
 from app.run.directory import RunDirectory
 from app.telemetry.memory_history import record_memory_history, write_memory_history
 from app.telemetry.startup import StartupTimer
 from app.train import train
 from app.world.compilation import follow_compilations
 from app.world.device import set_numerics
-from app.world.groups import is_peer_loss
-from app.world.runtime import Outcome, Runtime, World
-
-_RESCUE_S = 60.0  # in which an emergency checkpoint must be written
+from app.world.runtime import Outcome, Runtime
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
@@ -74,16 +67,21 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             step = worker.step
             if isinstance(error, Corrupted) and error.rank == world.rank:
                 worker.forget()  # its step too, which is reported all the same
+            # The abort is how the others learn that something is wrong, so it comes once the reason is known.
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):
                     runtime.publish(history)
-                runtime.failed(step, error)
+                trains_on = runtime.failed(step, error)
             except Exception:
+                announce_end(world, error)
                 world.groups.abort()  # the others need not wait for storage
-                rescue(config, runtime, world, worker, directory, error)
+                rescue(config, runtime, world, worker, directory, error, raised=True)
                 raise
+            else:
+                if not trains_on:
+                    world.groups.abort()
+                    rescue(config, runtime, world, worker, directory, error, raised=False)
             finally:
-                # The abort is how the others learn that something is wrong, so it comes once the reason is known.
                 world.groups.abort()
                 _clear_frames(error)
                 if isinstance(error, OutOfMemory) and runtime.device.type == "cuda":
@@ -99,44 +97,3 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
-
-
-def rescue(
-    config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, error: BaseException
-) -> None:
-    """Write a checkpoint of the last step that was done, or say why not. It is a worker's last act."""
-    step = worker.step
-    if not step or step == worker.writer.committed:
-        return
-    # After an error that is not the user's own the state is on storage, with a survivor, or not to be trusted.
-    if isinstance(error, BadStep | OutOfMemory | SteadfastError) or is_peer_loss(error):
-        return
-    if isinstance(error, Corrupted) and error.witness != world.rank:
-        return  # all ranks raise it, and one writes
-    parallel = build_parallel(config.parallel, world, worker.precision)
-    state = worker.state(worker.model) if parallel.survivors_hold_all else {}
-    if reason := _reason_not_to_save(state, worker.model, parallel, world):
-        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
-        return
-    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
-    checkpoints.stage(step, state, {})
-    try:
-        checkpoints.wait_for_commit(_RESCUE_S)
-    except SteadfastError as late:
-        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=str(late)))
-    for news in checkpoints.news():
-        runtime.publish(news.of_attempt(world.attempt))
-
-
-def _reason_not_to_save(state: dict[str, Tensors], model: nn.Module, parallel: Parallel, world: World) -> str:
-    """Return why the state is not worth a checkpoint; "" if it is."""
-    if not parallel.survivors_hold_all:
-        return "the state is spread over workers that have stopped"
-    if world.progress.phase == "update":
-        return "the exception came while the weights were being updated"
-    # Parameters, not buffers: a mask may hold infinities.
-    learned = [*model.parameters(), *flatten(state.get("optimizer", {})).values()]
-    for tensor in learned:
-        if not bool(tensor.isfinite().all()):
-            return "some of the weights are not finite"
-    return ""

@@ -60,7 +60,7 @@ class Checkpoints:
         # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
-        self._command = self._owning_command() if world.leader else ""
+        self._command = self._owning_command() if self._may_commit() else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self._replicated and world.leader)
 
     def newest(self) -> Stored:
@@ -78,6 +78,10 @@ class Checkpoints:
                     newest = [Stored(candidate.step, age_s(candidate))]
         dist.broadcast_object_list(newest, src=0, group=control)
         return newest[0]
+
+    def _may_commit(self) -> bool:
+        """Return whether this rank writes manifests."""
+        return self._replicated or self._world.leader
 
     def _owning_command(self) -> str:
         """Return the token of the command that began this attempt; "" if that cannot be known."""
@@ -201,31 +205,38 @@ class Checkpoints:
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
         """Write the manifest, on the leader. Other ranks return None once it has."""
         files = self._gather_files(pending)
-        if not (self._replicated or self._world.leader):
+        if not self._may_commit():
             return None
-        manifest = Manifest(
-            step=pending.step,
+        pending.check()
+        self._check_owner(pending.step, attempt)
+        manifest = self._manifest(pending.step, files, pending.metrics)
+        self._catalog.commit(manifest)
+        return manifest
+
+    def _manifest(self, step: int, files: dict[str, FileDigest], metrics: dict[str, float]) -> Manifest:
+        return Manifest(
+            step=step,
             attempt=self._world.attempt,
             world_size=self._world.size,
             time_s=round(time.time(), 3),
             dataset=self._dataset,
             files=files,
-            skipped=skipped_up_to(pending.step, self._world.amendments.skip),
-            metrics=pending.metrics,
+            skipped=skipped_up_to(step, self._world.amendments.skip),
+            metrics=metrics,
             base=self._base,
         )
-        pending.check()
+
+    def _check_owner(self, step: int, attempt: int) -> None:
+        """Raise Superseded if the run is not this command's any more, or a later attempt than `attempt` has begun."""
         # A process that was cut off may find others at work when it comes back. Its own attempt may be a later one than
         # that of the copy: a leader brings to storage what it had no time to write before.
         owner = read_owner(self._directory.store)
         if owner and owner.attempt > attempt:
             who = f"attempt {owner.attempt} on {owner.host}"
-            raise Superseded(f"{who} has taken over; step {pending.step} is not committed")
+            raise Superseded(f"{who} has taken over; step {step} is not committed")
         # Where a run has been deleted and begun anew, attempts count from 1 again.
         if self._command and (owner is None or owner.token != self._command):
-            raise Superseded(f"the run is another command's by now, or deleted; step {pending.step} is not committed")
-        self._catalog.commit(manifest)
-        return manifest
+            raise Superseded(f"the run is another command's by now, or deleted; step {step} is not committed")
 
     def _gather_files(self, pending: PendingWrite) -> dict[str, FileDigest]:
         """Return the files of all ranks on the leader. The others return once it has committed them."""

@@ -321,17 +321,10 @@ class Snapshots:
         return AtRisk.of(step, newest, committed, self._world.shard, ranks)
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
-        skipped = skipped_up_to(snapshot.step, self._world.amendments.skip)
-        return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
+        return _label(snapshot, files, self._world.amendments.skip)
 
     def _stored(self) -> dict[int, Label]:
-        # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a
-        # state is of no use to a world that leaves out other steps than its own did.
-        found = {}
-        for number, label in self._memory.stored().items() if self._memory else ():
-            if label == self._label(label.snapshot, label.files):
-                found[number] = label
-        return found
+        return stored_copies(self._memory, self._world.amendments.skip) if self._memory else {}
 
     def find(self) -> Found | None:
         """Return the newest snapshot that the living hold all of, None if there is none. A collective."""
@@ -458,6 +451,22 @@ class Snapshots:
                 if (label.snapshot, rank) == (snapshot, of_rank):
                     return number, start, num_bytes
         raise OSError(f"the snapshot of step {snapshot.step} is gone")
+
+
+def _label(snapshot: SnapshotId, files: Files, skip: frozenset[int]) -> Label:
+    skipped = skipped_up_to(snapshot.step, skip)
+    return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
+
+
+def stored_copies(memory: NodeMemory, skip: frozenset[int]) -> dict[int, Label]:
+    """Return the copies of a run that leaves out the steps in `skip`, by number."""
+    # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a state
+    # is of no use to a world that leaves out other steps than its own did.
+    found = {}
+    for number, label in memory.stored().items():
+        if label == _label(label.snapshot, label.files, skip):
+            found[number] = label
+    return found
 
 
 def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> events.NoSnapshots | None:

@@ -70,11 +70,11 @@ class HeldShards:
 
     def __init__(self, part: tuple[int, int], state: State) -> None:
         self.part = part
-        self._state = state
+        self.state = state  # live references
 
     def take(self) -> State:
         """Return the shards themselves, and copies of what is not sharded: what it belongs to is used again."""
-        return _without_owners(self._state)
+        return _without_owners(self.state)
 
 
 def newest_whole(steps: Sequence[int], shard: int) -> int:

@@ -339,6 +339,13 @@ class WorkerState:
         held = ModelState(model, self._config.checkpoint.trainable_only)
         return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
 
+    def last_state(self) -> State:
+        """Return live references to what this rank holds of the state of `step`, also after an attempt has broken."""
+        if self._shards is not None:
+            # Not from the model: a forward that was interrupted may have left gathered parameters in it.
+            return self.current(self._shards.state)
+        return self.state(self._model)
+
     def current(self, state: State) -> State:
         """Return a state of `state` with what hooks have changed since: only they keep numbers of their own."""
         self.hooks.state_dict()

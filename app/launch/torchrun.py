@@ -89,7 +89,7 @@ class TorchrunRuntime:
         self._events.write(event)
         self._console.show(event)
 
-    def failed(self, step: int, error: BaseException) -> None:
+    def failed(self, step: int, error: BaseException) -> bool:
         if isinstance(error, OutOfMemory):  # which the processes that torchrun starts read
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
         amended = self._amended_by(error) if self._is_alone else None
@@ -101,6 +101,7 @@ class TorchrunRuntime:
         self._attempt = self._ownership.next_attempt()
         self._formed = False
         self._rolled_back = True
+        return True
 
     def _amended_by(self, error: BaseException) -> Amendments | None:
         """Return what the next attempt goes by, as a restart would read it from the events; None if there is none."""

@@ -47,12 +47,16 @@ class RestartRuntime(RayRuntime):
         if isinstance(event, Checkpoint):
             self._commit = event
 
-    def failed(self, step: int, error: BaseException) -> None:
-        """Report why the attempt broke after `step`, and raise `error`, by which Ray starts all workers again."""
+    def failed(self, step: int, error: BaseException) -> bool:
+        """Report why the attempt broke after `step`, and raise `error`, by which Ray starts all workers again.
+
+        Returns False if the run is over because of another worker.
+        """
         kind, over = self._report(step, error)
         super().close()
         if not over or kind != "peer":
             raise error
+        return False
 
     def close(self) -> None:
         # A report is a barrier of all ranks, and one that has died since would never come.

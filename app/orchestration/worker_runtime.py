@@ -110,14 +110,18 @@ class RayRuntime:
         if isinstance(event, Checkpoint):
             report(event.path, {"step": event.step})
 
-    def failed(self, step: int, error: BaseException) -> None:
-        """Report why the attempt broke after `step`. Raise `error` if that ends the run."""
+    def failed(self, step: int, error: BaseException) -> bool:
+        """Report why the attempt broke after `step`. Return whether this worker trains on.
+
+        Raises `error` if that ends the run.
+        """
         kind, over = self._report(step, error)
         if over and kind != "peer":
             raise error
         is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
         if is_odd or kind not in ("peer", "numeric", "smaller", "corruption"):
             self.leave_reason = Leave.RELEASED  # a process that an exception has gone through is not trusted any more
+        return not over and self.leave_reason != Leave.RELEASED
 
     def close(self) -> None:
         """Leave the run."""

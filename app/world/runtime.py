@@ -110,8 +110,11 @@ class Runtime(Protocol):
     def publish(self, event: Event) -> None:
         """Record an event and show it."""
 
-    def failed(self, step: int, error: BaseException) -> None:
-        """Record why an attempt broke after `step`. Raise `error` if the run may not go on."""
+    def failed(self, step: int, error: BaseException) -> bool:
+        """Record why an attempt broke after `step`. Return whether this worker trains on.
+
+        Raises `error` if the run may not go on because of it.
+        """
 
 
 def publish_once(event: Event, runtime: Runtime, world: World) -> None:

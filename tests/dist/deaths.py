@@ -214,9 +214,10 @@ class MortalRuntime(DrillRuntime):
             threading.Thread(target=self._watch, args=(world,), daemon=True).start()
         return world
 
-    def failed(self, step: int, error: BaseException) -> None:
+    def failed(self, step: int, error: BaseException) -> bool:
         if not is_peer_loss(error):
             raise error
+        return True
 
     def _watch(self, world: World) -> None:
         victim = self._deaths[world.attempt][0]

@@ -185,7 +185,7 @@ class DrillRuntime:
     def close(self) -> None:
         self._events.close()
 
-    def failed(self, step: int, error: BaseException) -> None:
+    def failed(self, step: int, error: BaseException) -> bool:
         """A bad step, or one computed wrongly, or want of memory ends an attempt as a wish to leave does: the schedule
         goes on."""
         if isinstance(error, Corrupted):  # by the odd rank too, which has given up its state
@@ -199,6 +199,7 @@ class DrillRuntime:
             raise error
         self._events.close()  # which step is to be left out is read there
         self._events = self._directory.open_events()
+        return True
 
     def _wants(self, after: int | None) -> bool:
         return self._wishes and after is not None and self._num_steps >= after

@@ -48,7 +48,7 @@ def hold_still() -> None:
     honest = WorkerState._prepare_shards
 
     def prepare(self: WorkerState, parallel: Parallel) -> tuple[nn.Module, State]:
-        held = self._shards._state["optimizer"] if self._shards and self._goes_on_with_shards else {}
+        held = self._shards.state["optimizer"] if self._shards and self._goes_on_with_shards else {}
         places = {name: local(tensor).data_ptr() for name, tensor in flatten(held).items() if "exp_avg" in name}
         model, state = honest(self, parallel)
         now = flatten(state["optimizer"])

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
 from app.checkpoint.catalog import Catalog
+from app.config import Config
+from app.data import build_order
 from app.parallel.precision import Precision
 from app.run.directory import RunDirectory
 from app.storage import LocalStore
-from tests.dist.checks import check_run
+from tests.dist.checks import check_run, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
@@ -101,7 +104,6 @@ def break_updates() -> None:
 @pytest.mark.parametrize(
     ("overrides", "patch", "why"),
     [
-        ([BUG, "parallel.kind=fsdp"], None, "the state is spread over workers that have stopped"),
         ([], break_updates, "the exception came while the weights were being updated"),
     ],
 )
@@ -114,3 +116,76 @@ def test_what_is_not_whole_is_not_saved_and_the_run_says_so(
     directory = RunDirectory.of(config)
     assert Catalog(directory.store).steps() == []
     assert why in {event["error"] for event in event_lines(directory) if event["event"] == "not_saved"}
+
+
+FSDP, HSDP = "parallel={kind: fsdp}", "parallel={kind: fsdp, shard_size: 2}"
+UNREADABLE = 3 * 13 + 5  # place in the order of the samples: in step 4, within the first epoch
+LAST_WHOLE = {"data": 3, "forward": 8, "backward": 8, "validation": 9}
+
+
+def raising(phase: str, config: Config, num_forwards: int) -> list[str]:
+    """The overrides by which one rank raises behind step `LAST_WHOLE`; it runs so many forwards a step."""
+    match phase:
+        case "data":
+            [index] = build_order(config.data, 61, config.run.seed).train(np.array([UNREADABLE])).tolist()
+            return [f'data={{target: "tests.dist.quitting:Unreadable", args: {{index: {index}}}}}']
+        case "forward":
+            return ["faults.inject=[{kind: fail_at, step: 9, rank: 1}]"]
+        case "backward":
+            return [
+                f'task={{target: "tests.dist.quitting:Raises", args: {{phase: {phase}, forward: {8 * num_forwards}}}}}'
+            ]
+        case "validation":
+            return [
+                f'task={{target: "tests.dist.quitting:Raises", args: {{phase: {phase}, forward: 0}}}}',
+                "validation.every=9 steps",
+                "data.validation_fraction=0.1",
+            ]
+    raise AssertionError(phase)
+
+
+@pytest.mark.parametrize("phase", LAST_WHOLE)
+@pytest.mark.parametrize(("sharding", "size", "num_forwards"), [(FSDP, 2, 4), (HSDP, 4, 2)])
+def test_shards_of_the_last_step_are_saved_wherever_the_exception_comes(
+    tmp_path: Path, phase: str, sharding: str, size: int, num_forwards: int
+) -> None:
+    config = small(tmp_path, sharding)
+    with pytest.raises(MemberFailed, match=r"Bug|InjectedFault"):
+        drill(small(tmp_path, sharding, *raising(phase, config, num_forwards)), worlds=[size])
+    directory = RunDirectory.of(config)
+    assert [event for event in event_lines(directory) if event["event"] == "not_saved"] == []
+    assert Catalog(directory.store).newest() == LAST_WHOLE[phase]
+
+
+HOOK = 'hooks=[{target: "tests.dist.quitting:RaisingHook", args: {step: 9}}]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "patch", "why"),
+    [
+        ([], break_updates, "the exception came while the weights were being updated"),
+        ([HOOK], None, "the parts of other workers are missing"),
+    ],
+)
+def test_if_an_update_was_interrupted_the_copies_in_memory_are_saved(
+    tmp_path: Path, overrides: list[str], patch: Any, why: str
+) -> None:
+    with pytest.raises(MemberFailed):
+        drill(small(tmp_path, FSDP, *overrides), worlds=[2], patch=patch)
+    config = small(tmp_path)
+    directory = RunDirectory.of(config)
+    assert why in {event["error"] for event in event_lines(directory) if event["event"] == "not_saved"}
+    step = Catalog(directory.store).newest()
+    assert step in range(1, 9)
+    resumed = drill(config, worlds=[2])
+    assert resumed.told("restore", "step") == [step]
+    check_weights(resumed, reference(config))
+
+
+def test_another_number_of_workers_goes_on_with_the_shards_of_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(MemberFailed):
+        drill(small(tmp_path, FSDP, BUG), worlds=[2])
+    resumed = drill(small(tmp_path, FSDP), worlds=[3])
+    assert resumed.told("restore", "step") == [8]
+    assert resumed.told("restore", "lost_steps") == [0]
+    check_run_but_for_losses(resumed, small(tmp_path))

@@ -113,9 +113,8 @@ def lose_a_peer_while_agreeing() -> None:
             raise PeerLost("while ranks agreed on the names of metrics")
         return agree(names, group)
 
-    def survive(self: DrillRuntime, step: int, error: BaseException) -> None:
-        if not isinstance(error, PeerLost):
-            failed(self, step, error)
+    def survive(self: DrillRuntime, step: int, error: BaseException) -> bool:
+        return isinstance(error, PeerLost) or failed(self, step, error)
 
     app.step.agree_on_names = lost  # type: ignore[attr-defined]
     DrillRuntime.failed = survive

@@ -173,12 +173,13 @@ class MemberRuntime:
     def publish(self, event: Event) -> None:
         self._events.write(event)
 
-    def failed(self, step: int, error: BaseException) -> None:
+    def failed(self, step: int, error: BaseException) -> bool:
         """Note why an attempt broke. A lost peer is what most drills are about; anything else ends the member."""
         text = f"{type(error).__name__}: {error}"
         self._rank.note(kind="failed", attempt=self._attempt, step=step, error=text[:500], peer=is_peer_loss(error))
         if not is_peer_loss(error):
             raise error
+        return True
 
     def note_updates(self) -> None:
         """Write down the digests of the attempt's updates. Reading them waits for the device."""

@@ -30,10 +30,11 @@ class Runtime:
     def __init__(self, spec: Any) -> None:
         Runtime.told = []
 
-    def failed(self, step: int, error: BaseException) -> None:
+    def failed(self, step: int, error: BaseException) -> bool:
         self.told.append(error)
         if isinstance(error, UsageError):  # which ends the run
             raise error
+        return True
 
     def close(self) -> None:
         pass

@@ -1,0 +1,112 @@
+"""Save what a worker holds when an exception ends the run, or takes the worker out of the run."""
+
+import contextlib
+
+from app.checkpoint.parts import Parts
+from app.checkpoint.state import State, flatten
+from app.components.worker_state import WorkerState
+from app.config import Config
+from app.errors import SteadfastError, StorageError
+from app.faults.corruption import Corrupted
+from app.faults.numerics import BadStep
+from app.faults.out_of_memory import OutOfMemory
+from app.parallel import Parallel, build_parallel
+from app.parallel.dtensor import local
+from app.run import events
+from app.run.directory import RunDirectory
+from app.world.groups import is_peer_loss
+from app.world.runtime import Runtime, World
+
+_LIMIT_S = 60.0  # in which a checkpoint must be written
+_ENDS = "run-ends"  # in the store of a world: tells the peers of an exception that the run ends
+
+
+def announce_end(world: World, error: BaseException) -> None:
+    """Tell the other ranks that an exception of this one ends the run."""
+    if not is_peer_loss(error):
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            world.groups.store.set(_ENDS, "")
+
+
+def rescue(
+    config: Config,
+    runtime: Runtime,
+    world: World,
+    worker: WorkerState,
+    directory: RunDirectory,
+    error: BaseException,
+    raised: bool,
+) -> None:
+    """Write a checkpoint of the newest step that the ranks still hold, or say why not. It is a worker's last act.
+
+    Each rank writes the part that it holds. If not all parts of a step come together, the copies in the memory of the
+    nodes are written.
+
+    Args:
+        error: what ended the attempt for this worker.
+        raised: whether the worker ends by it. If not, the run goes on without a worker that raised, and the run ends
+            for one that lost a peer.
+    """
+    parallel = build_parallel(config.parallel, world, worker.precision)
+    is_peer = is_peer_loss(error)
+    if is_peer:
+        # If the run goes on, it does so with the state of survivors, or with copies in memory.
+        wanted = not raised or _announced(world) or _stopping(runtime)
+    else:
+        wanted = _is_trusted(error, world, parallel) and (raised or not parallel.survivors_hold_all)
+    step = worker.step
+    if not wanted or not step or step == worker.writer.committed:
+        return
+    parts = Parts(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
+    reason = ""
+    try:
+        state = worker.last_state()
+        if not _is_finite(state, worker):
+            reason = "some of the weights are not finite"
+        elif reason := _save(parts, step, state, world, at_once=not is_peer, others_follow=raised or is_peer):
+            memory = worker.memory(directory) if raised or is_peer else None
+            if memory is not None and (event := parts.save_copies(memory)):
+                runtime.publish(event.of_attempt(world.attempt))
+    except (StorageError, OSError) as refused:
+        reason = str(refused)
+    for news in parts.news():
+        runtime.publish(news.of_attempt(world.attempt))
+    if reason:
+        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
+
+
+def _save(parts: Parts, step: int, state: State, world: World, at_once: bool, others_follow: bool) -> str:
+    """Save the state of `step` with the other ranks, and return why it is not; "" if it is."""
+    if world.progress.phase == "update":
+        return "the exception came while the weights were being updated"
+    if parts.save_part(step, state, _LIMIT_S, at_once, others_follow):
+        return ""
+    return "the parts of other workers are missing"
+
+
+def _announced(world: World) -> bool:
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        return world.groups.store.check([_ENDS])
+    return False
+
+
+def _stopping(runtime: Runtime) -> bool:
+    with contextlib.suppress(SteadfastError):  # the run is another command's by now
+        return runtime.signals().stop
+    return False
+
+
+def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
+    """Return whether this rank holds a right state after an error that is not the loss of a peer."""
+    if isinstance(error, Corrupted):
+        # All ranks raise it. One of those that compute rightly writes, if it holds all of the state.
+        return parallel.survivors_hold_all and error.witness == world.rank
+    return not isinstance(error, BadStep | OutOfMemory | SteadfastError)
+
+
+def _is_finite(state: State, worker: WorkerState) -> bool:
+    # Parameters, not buffers: a mask may hold infinities.
+    names = {name for name, _ in worker.model.named_parameters()}
+    learned = [tensor for name, tensor in state["model"].items() if name in names]
+    learned += flatten(state.get("optimizer", {})).values()
+    return all(bool(local(tensor).isfinite().all()) for tensor in learned)
