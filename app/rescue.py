@@ -57,21 +57,22 @@ def rescue(
     step = worker.step
     if not wanted or not step or step == worker.writer.committed:
         return
+    ends_run = raised or is_peer
     parts = Parts(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     reason = ""
     try:
         state = worker.last_state()
         if not _is_finite(state, worker):
             reason = "some of the weights are not finite"
-        elif reason := _save(parts, step, state, world, at_once=not is_peer, others_follow=raised or is_peer):
-            memory = worker.memory(directory) if raised or is_peer else None
+        elif reason := _save(parts, step, state, world, at_once=not is_peer, others_follow=ends_run):
+            memory = worker.memory(directory) if ends_run else None
             if memory is not None and (event := parts.save_copies(memory)):
                 runtime.publish(event.of_attempt(world.attempt))
     except (StorageError, OSError) as refused:
         reason = str(refused)
     for news in parts.news():
         runtime.publish(news.of_attempt(world.attempt))
-    if reason:
+    if reason and ends_run:
         runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
 
 

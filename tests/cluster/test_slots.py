@@ -174,6 +174,16 @@ def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run
 
 
 @pytest.mark.timeout(240)
+def test_an_exception_that_ends_the_run_loses_no_finished_step_of_sharded_workers(on_head: Commands) -> None:
+    faults = "faults.inject=[{kind: fail_at, step: 60, rank: 1, times: null}]"
+    words = ("parallel.kind=fsdp", "checkpoint.every=1000 steps")
+    running = on_head().start(FOR_EVER, "scaling.num_workers=2", *words, faults)
+    assert running.wait().code == 1
+    assert [event["step"] for event in running.events if event["event"] == "checkpoint"] == [59]
+    assert [event for event in running.events if event["event"] == "not_saved"] == []
+
+
+@pytest.mark.timeout(240)
 def test_a_spare_takes_the_place_of_the_only_worker_before_another_one_has_started(on_head: Commands) -> None:
     words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps", "checkpoint.node_memory=false")
     running = on_head().start(FOR_EVER, *words)

@@ -102,20 +102,20 @@ def _begin(operation: Operation, honest: Callable[..., None], store: LocalStore,
     elif operation.verb == "write":
         _half(honest)(store, *args)
     else:
-        LocalStore.write = _half(LocalStore.write)
+        LocalStore._write = _half(LocalStore._write)
         honest(store, *args)
         raise AssertionError(f"{operation.verb} writes no file of which there could be a half")
 
 
 def _half(write: Callable[..., None]) -> Callable[..., None]:
-    def half(store: LocalStore, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    def half(store: LocalStore, name: str, parts: Iterable[bytes | memoryview], *mode: int) -> None:
         data = b"".join(parts)
 
         def first_half() -> Iterator[bytes]:
             yield data[: len(data) // 2]
             _die()
 
-        write(store, name, first_half())
+        write(store, name, first_half(), *mode)
 
     return half
 

@@ -124,9 +124,9 @@ def load_no_optimizer() -> None:
 
 def find_no_unused_parameters() -> None:
     def broken(honest: Any) -> Any:
-        return lambda model, **how: honest(model, **{**how, "find_unused_parameters": False})
+        return lambda self, model, **how: honest(self, model, **{**how, "find_unused_parameters": False})
 
-    _replace(app.parallel.ddp, "_Transparent", broken)
+    _replace(app.parallel.ddp._Transparent, "__init__", broken)
 
 
 def refuse_to_take_times() -> None:
