@@ -102,8 +102,8 @@ class Parts(Checkpoints):
         while len(files := self._recorded(snapshot)) < snapshot.num_ranks:
             if not (self._others_follow and self._wait_until(partial(self._has_more_parts, snapshot, len(files)))):
                 raise Dropped
-        # All ranks find all parts at the same moment, and one manifest is enough.
-        if not (self._at_once or self._world.leader) and self._wait_until(lambda: self._has_commit_of(snapshot.step)):
+        # All ranks find all parts at the same moment, and one manifest is enough: that of the rank that raised.
+        if not self._at_once and self._wait_until(lambda: self._has_commit_of(snapshot.step)):
             return None
         self._check_owner(snapshot.step, attempt)
         manifest = self._manifest(snapshot.step, dict(files.values()), {})
