@@ -55,7 +55,7 @@ class Hook:
         """Begin an attempt; after any failure or resize too."""
 
     def on_step(self, run: HookContext) -> None:
-        """Follow an update of the weights. An error in it costs the step."""
+        """Follow an update of the weights. An error in it costs the steps since the last copy of the state."""
 
     def on_validation(self, run: HookContext, metrics: Mapping[str, float]) -> None:
         """Follow a validation; `metrics` are the same on all ranks."""
