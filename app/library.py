@@ -254,6 +254,8 @@ def _place(config: Config) -> Place:
     """Return where this process trains. Another call is at another place, or it would read the answers of the first."""
     if dist.is_initialized():
         raise UsageError("torch.distributed is in use; fit forms groups of its own: call destroy_process_group() first")
+    if not torch.is_grad_enabled():
+        raise UsageError("fit is called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
     number = next(_calls)
     if not under_torchrun():
         return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())

@@ -103,6 +103,9 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
         app.fit(app.load_config("ddp.yaml"), words)
     with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
         app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
+    for without_gradients in (torch.no_grad(), torch.inference_mode()):
+        with without_gradients, pytest.raises(UsageError, match=r"within torch\.no_grad.*call fit outside"):
+            app.fit("ddp.yaml", words)
     assert not list(tmp_path.iterdir())
 
 
