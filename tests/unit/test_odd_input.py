@@ -57,7 +57,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "nested lists": (b"run: " + b"[" * 1500 + b"]" * 1500, "odd.yaml:1: not valid YAML: nested more than 50 deep"),
     "nested maps": (b"run: " + b"{a: " * 1500 + b"}" * 1500, "odd.yaml:1: not valid YAML: nested more than 50 deep"),
     "huge int": (b"run: {steps: " + b"9" * 5000 + b"}", "odd.yaml:1: not valid YAML: a number of 5000 characters"),
-    "ten megabytes": (b"# " + b"x" * 10_000_000, "odd.yaml: 10000002 bytes, where a configuration has at most"),
+    "ten megabytes": (b"# " + b"x" * 10_000_000, "odd.yaml: more than 2097152 bytes, the most that a"),
     "twice on one line": (b"run: {steps: 300, steps: 400}\n", "odd.yaml:1: run.steps: given twice"),
     "twice on two lines": (b"run:\n  steps: 5\n  steps: 6\n", "odd.yaml:3: run.steps: given twice, first on line 2"),
     "true for a number": (b"run: {steps: true}\n", "odd.yaml:1: run.steps: must be a valid integer"),
@@ -208,6 +208,13 @@ def test_a_verb_ends_quietly_when_the_reader_of_its_output_has_left(finished: Pa
     command = f"{sys.executable} {ROOT}/main.py doctor {finished} | head -n 1"
     answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert (answer.stdout, answer.stderr) == ("step 2999: unfinished, never committed\n", "")
+
+
+def test_a_configuration_of_a_hole_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "odd.yaml").open("wb") as file:
+        file.truncate(2**43)
+    with pytest.raises(ConfigError, match=r"odd\.yaml: more than 2097152 bytes"):
+        load_config(str(tmp_path / "odd.yaml"))
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "/proc/self/mem"])
