@@ -171,7 +171,7 @@ class _Objects:
             return {"model": Target(target=self._name("model", given, given))}
         # A copy each time, because an attempt may have to begin with the weights as they were given. A resume compares
         # the digest, as it compares all arguments of a model.
-        name = self._name("model", given, lambda **_: copy.deepcopy(given))
+        name = self._name("model", given, lambda **_: _copied(given))
         return {"model": Target(target=name, args={"parameters": _digest(given)})}
 
     def data(
@@ -242,6 +242,20 @@ class _Objects:
 
 def _itself(given: Any, **_: Any) -> Any:
     return given
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that the caller made. Raises UsageError if there can be none."""
+    why = "its parameters have no values on the meta device"
+    try:
+        if not any(param.is_meta for param in model.parameters()):
+            return copy.deepcopy(model)
+    except (TypeError, RuntimeError) as error:
+        why = str(error)
+    name = type(model).__name__
+    raise UsageError(
+        f"model: this {name} cannot be copied: {why}. Give a function that makes it: model=lambda: {name}()"
+    )
 
 
 def _digest(model: nn.Module) -> str:

@@ -109,6 +109,14 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_cannot_be_copied_is_one_clear_error(tmp_path: Path) -> None:
+    locked, abstract = nn.Linear(1, 1), nn.Linear(1, 1, device="meta")
+    locked.lock = threading.Lock()  # type: ignore[assignment]
+    for model, why in ((locked, "cannot pickle '_thread.lock' object"), (abstract, "its parameters have no values")):
+        with pytest.raises(UsageError, match=rf"^model: this Linear cannot be copied: {why}.*model=lambda: Linear\(\)"):
+            app.fit("ddp.yaml", [f"run.storage={tmp_path}"], model=model)
+
+
 def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:
     trained: list[list[float]] = []
     evaluated: list[list[float]] = []  # by the check of the task before the first step too
