@@ -88,7 +88,7 @@ for _resolver in (Loader, Dumper):
 
 
 def read_text(path: Path, file: str) -> str:
-    """Read a configuration that errors call `file`, or as much of it as shows that it is too long. Raises ConfigError."""
+    """Read a configuration that errors call `file`. Raises ConfigError, also if it is too long."""
     with path.open("rb") as stream:
         return decoded(stream.read(_MOST_BYTES + 1), file)
 
