@@ -9,7 +9,7 @@ from app.checkpoint.durable import Checkpoints
 from app.checkpoint.state import Tensors, flatten
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import EXITS, SteadfastError, as_exception
+from app.errors import SteadfastError, as_exception
 from app.faults.corruption import Corrupted
 from app.faults.numerics import BadStep
 from app.faults.out_of_memory import OutOfMemory
@@ -46,7 +46,7 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
         record_memory_history(config.profile, runtime.device)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)
-    except (Exception, *EXITS) as raised:
+    except BaseException as raised:
         runtime.failed(0, as_exception(raised))
         return None
 
@@ -67,7 +67,7 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             if outcome.kind != "resized":
                 worker.leave_run()
                 return outcome
-        except (Exception, *EXITS) as raised:
+        except BaseException as raised:
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
                 raise  # a second Ctrl-C, where the process is not ours
             error = as_exception(raised)
