@@ -78,14 +78,11 @@ class UserExit(Exception):
     """The user's code would have ended the process, or raised what cannot be told as it is."""
 
 
-# What ends a process where it is not caught, and passes whoever catches exceptions.
-EXITS = (SystemExit, KeyboardInterrupt)
-
-
 def as_exception(error: BaseException) -> Exception:
-    """Return what came out of the user's code as an exception like any other, with its traceback.
+    """Convert what the user's code raised into an exception like any other, with its traceback.
 
-    Of those that are none, `EXITS`, a worker would end without a word.
+    Handlers of `Exception` miss SystemExit, KeyboardInterrupt and the user's own BaseExceptions: the worker would exit
+    without reporting them.
     """
     try:
         told = str(error)

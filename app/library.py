@@ -171,7 +171,7 @@ class _Objects:
             return {"model": Target(target=self._name("model", given, given))}
         # A copy each time, because an attempt may have to begin with the weights as they were given. A resume compares
         # the digest, as it compares all arguments of a model.
-        name = self._name("model", given, lambda **_: copy.deepcopy(given))
+        name = self._name("model", given, lambda **_: _copied(given))
         return {"model": Target(target=name, args={"parameters": _digest(given)})}
 
     def data(
@@ -244,6 +244,20 @@ def _itself(given: Any, **_: Any) -> Any:
     return given
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that the caller made. Raises UsageError if there can be none."""
+    why = "its parameters have no values on the meta device"
+    try:
+        if not any(param.is_meta for param in model.parameters()):
+            return copy.deepcopy(model)
+    except (TypeError, RuntimeError) as error:
+        why = str(error)
+    name = type(model).__name__
+    raise UsageError(
+        f"model: this {name} cannot be copied: {why}. Give a function that makes it: model=lambda: {name}()"
+    )
+
+
 def _digest(model: nn.Module) -> str:
     """Return what tells models apart whose weights cannot be each other's."""
     shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
@@ -254,6 +268,8 @@ def _place(config: Config) -> Place:
     """Return where this process trains. Another call is at another place, or it would read the answers of the first."""
     if dist.is_initialized():
         raise UsageError("torch.distributed is in use; fit forms groups of its own: call destroy_process_group() first")
+    if not torch.is_grad_enabled():
+        raise UsageError("fit is called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
     number = next(_calls)
     if not under_torchrun():
         return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())

@@ -6,7 +6,7 @@ import torch
 
 from app.components.worker_state import WorkerState
 from app.config import Config
-from app.errors import EXITS, as_exception
+from app.errors import as_exception
 from app.faults.corruption import Corrupted
 from app.faults.out_of_memory import OutOfMemory
 from app.parallel import arrange
@@ -39,7 +39,7 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
         record_memory_history(config.profile, runtime.device)
         # Before joining, so that nobody waits for a newcomer's data and model.
         return WorkerState(config, runtime.device)
-    except (Exception, *EXITS) as raised:
+    except BaseException as raised:
         runtime.failed(0, as_exception(raised))
         return None
 
@@ -60,7 +60,7 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             if outcome.kind != "resized":
                 worker.leave_run()
                 return outcome
-        except (Exception, *EXITS) as raised:
+        except BaseException as raised:
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
                 raise  # a second Ctrl-C, where the process is not ours
             error = as_exception(raised)

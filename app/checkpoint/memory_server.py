@@ -65,7 +65,7 @@ class MemoryServer:
 
     def __init__(self, listener: socket.socket, watched_pid: int, linger_s: float) -> None:
         self._listener = listener
-        self._watched = (watched_pid, _started(watched_pid))
+        self._watched = (watched_pid, started_at(watched_pid))
         self._linger_s = linger_s
         self._alone_since_s: float | None = time.monotonic()
         self._over = False  # the run has ended
@@ -88,7 +88,8 @@ class MemoryServer:
 
     def _is_done(self) -> bool:
         pid, started = self._watched
-        if pid and _started(pid) != started:
+        # The command may have ended before this process began.
+        if pid and (not started or started_at(pid) != started):
             return True
         if self._alone_since_s is None:
             return False
@@ -270,8 +271,8 @@ def user_of(connection: socket.socket) -> int:
     return int(_IDS.unpack(packed)[1])
 
 
-def _started(pid: int) -> str:
-    """Return when a process has started, which tells it from a later one of its number; "" if there is none."""
+def started_at(pid: int) -> str:
+    """Return when a process started, which tells it from a later one of its number; "" if there is none."""
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:

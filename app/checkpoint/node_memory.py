@@ -323,7 +323,8 @@ def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned
     watched = 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         watched = os.getppid()
-    elif owner and owner.host == socket.gethostname():
+    elif owner and owner.host == socket.gethostname() and memory_server.started_at(owner.pid):
+        # A container may have the host's name, and not its processes.
         watched = owner.pid
     if owner is None or not key or watched == os.getpid() or not hasattr(os, "memfd_create"):
         return ProcessMemory()

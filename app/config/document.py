@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -86,10 +87,16 @@ for _resolver in (Loader, Dumper):
     )
 
 
+def read_text(path: Path, file: str) -> str:
+    """Read a configuration that errors call `file`. Raises ConfigError, also if it is too long."""
+    with path.open("rb") as stream:
+        return decoded(stream.read(_MOST_BYTES + 1), file)
+
+
 def decoded(data: bytes, file: str) -> str:
     """Return the text of a configuration. Raises ConfigError if it is none."""
     if len(data) > _MOST_BYTES:
-        what = f"{len(data)} bytes, where a configuration has at most {_MOST_BYTES}: is it another file?"
+        what = f"more than {_MOST_BYTES} bytes, the most that a configuration may have: is it another file?"
         raise ConfigError([Problem(file, "", what)])
     try:
         return data.decode()

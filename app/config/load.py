@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from app.config.base import BALANCES, ORDERS, Section
-from app.config.document import Document, Dumper, Keys, decoded
+from app.config.document import Document, Dumper, Keys, read_text
 from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
@@ -40,8 +40,11 @@ _INSTEAD = {
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     """Read FILE as given, else in configs/, then apply the overrides. Raises ConfigError."""
     for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
-        if path.is_file():
-            return parse_config(decoded(path.read_bytes(), name), name, overrides)
+        try:
+            if path.is_file():
+                return parse_config(read_text(path, name), name, overrides)
+        except OSError as error:
+            raise ConfigError([Problem(name[:200], "", f"cannot be read: {error.strerror}")]) from error
     known = [path.name for path in CONFIGS.glob("*.yaml")]
     what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
     raise ConfigError([Problem(file, "", what)])

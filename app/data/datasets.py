@@ -138,7 +138,11 @@ def _checked(dataset: Any, name: str) -> Dataset:
     # Looked at now: in a loader process the same would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{name} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
-    if not len(dataset):
+    try:
+        length = len(dataset)
+    except TypeError as error:  # also of a length that is no int
+        raise DataError(f"{name} gave a {type(dataset).__name__}, whose length cannot be told: {error}") from error
+    if not length:
         raise DataError(f"{name} gave a dataset of 0 samples; at least 1 is needed")
     checked: Dataset = dataset
     return checked

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn, Self
 
-from app.errors import TrainingError
+from app.errors import TrainingError, UsageError
 from app.orchestration.reach import answers
 
 _VARIABLE = "STEADFAST_CAME_BACK"
@@ -30,10 +30,17 @@ class Comebacks:
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Return what the process has left to itself; nothing in one that the user has started."""
-        record = json.loads(os.environ.get(_VARIABLE, "{}"))
-        bounds = record.pop("num_workers", None)
-        return cls(**record, num_workers=tuple(bounds) if bounds else None)
+        """Read the record of the former process from the environment; a new command has an empty one.
+
+        Raises UsageError if another program has set the variable.
+        """
+        text = os.environ.get(_VARIABLE, "{}")
+        try:
+            record = json.loads(text)
+            bounds = record.pop("num_workers", None)
+            return cls(**record, num_workers=tuple(bounds) if bounds else None)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UsageError(f"{_VARIABLE}={text[:80]}: steadfast sets this variable for itself; unset it") from error
 
     def check(self, allowed: int) -> None:
         """Raise TrainingError if the command has come back more often than is `allowed`, or its cluster has not."""

@@ -146,7 +146,9 @@ class HeartbeatServer:
         if len(words) != 2 or words[0] not in self._admitted:
             return None
         name, proof = words
-        return name if hmac.compare_digest(proof, _proof(self._secret, challenge, name)) else None
+        # As bytes, since strings that are not ASCII raise TypeError.
+        right = hmac.compare_digest(proof.encode(), _proof(self._secret, challenge, name).encode())
+        return name if right else None
 
     async def _follow(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take the messages of a worker until its connection ends."""

@@ -271,6 +271,8 @@ def reading(directory: RunDirectory) -> Iterator[None]:
     """Turn an OSError of reading a run directory into a StorageError that names the file."""
     try:
         yield
+    except BrokenPipeError:  # from printing: the command line ends quietly when the reader of its output has left
+        raise
     except OSError as error:
         place = error.filename or directory.uri
         raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error

@@ -81,6 +81,10 @@ class Interrupts:
             yield
         finally:
             signal.signal = set_handler
+            for number in blocked:
+                # Ray's C++ code sets a handler by sigaction, which Python does not see. After a SIGTERM that one prints
+                # a stack and, three seconds later, aborts the process.
+                signal.signal(number, signal.getsignal(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
     def __exit__(self, *_: object) -> None:

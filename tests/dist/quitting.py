@@ -17,6 +17,9 @@ class Unprintable(Exception):
         raise ZeroDivisionError
 
 
+class Base(BaseException): ...
+
+
 class Quits(LanguageModeling):
     """Rank 1 ends in its training forward number `forward`, from 0."""
 
@@ -37,6 +40,8 @@ class Quits(LanguageModeling):
                 sys.exit("no more")
             case "interrupt":
                 raise KeyboardInterrupt
+            case "base":
+                raise Base("no more")
             case "unprintable":
                 raise Unprintable
 

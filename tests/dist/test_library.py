@@ -103,7 +103,18 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
         app.fit(app.load_config("ddp.yaml"), words)
     with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
         app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
+    for without_gradients in (torch.no_grad(), torch.inference_mode()):
+        with without_gradients, pytest.raises(UsageError, match=r"within torch\.no_grad.*call fit outside"):
+            app.fit("ddp.yaml", words)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_copied_is_one_clear_error(tmp_path: Path) -> None:
+    locked, abstract = nn.Linear(1, 1), nn.Linear(1, 1, device="meta")
+    locked.lock = threading.Lock()  # type: ignore[assignment]
+    for model, why in ((locked, "cannot pickle '_thread.lock' object"), (abstract, "its parameters have no values")):
+        with pytest.raises(UsageError, match=rf"^model: this Linear cannot be copied: {why}.*model=lambda: Linear\(\)"):
+            app.fit("ddp.yaml", [f"run.storage={tmp_path}"], model=model)
 
 
 def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_it_ends_with_the_command(name: str) -> None:
     command.wait()
 
 
+def test_it_ends_when_the_command_ended_before_it_began(name: str) -> None:
+    command = subprocess.Popen([sys.executable, "-c", ""])
+    command.wait()
+    with suppress(OSError):  # it may have gone by then
+        memory_of(name, watched_pid=command.pid).take(NUM_BYTES)
+    wait_until(lambda: not servers(name))
+
+
 def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str) -> None:
     first, second = memory_of(name), memory_of(name)
     fill(first, OLD)

@@ -41,6 +41,7 @@ def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) 
     [
         ("exit", r"UserExit: sys\.exit in code of your own \(no more\)"),
         ("interrupt", r"UserExit: KeyboardInterrupt in code of your own"),
+        ("base", r"UserExit: Base in code of your own \(no more\)"),
         ("unprintable", r"UserExit: Unprintable in code of your own \(.* ZeroDivisionError in __str__\)"),
     ],
 )

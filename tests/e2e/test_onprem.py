@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 
 from tests.checks import check_ledger, distance, summary_of
 from tests.command import Command, Running, files_with
-from tests.e2e.lab.hosts import Lab
+from tests.e2e.lab.hosts import ROOT, Lab
 from tests.e2e.user import SLOW, WORDS, User
 from tests.wheels import write_wheel
 
@@ -52,8 +55,9 @@ def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user: User
     finished = running.wait(240)
     assert finished.code == 0, finished.output
     check_ledger(running.directory, STEPS)
+    check_curves_on_the_laptop(user)
     user.types(f"ray down -y {CLUSTER}", timeout_s=120)
-    lab.await_end_of("[r]aylet|[g]cs_server|[r]ay::|[m]ain.py", (HEAD, *WORKERS), LAST_S)
+    lab.await_end_of("[r]aylet|[g]cs_server|[r]ay::|[m]ain.py|[t]ensorboard", (HEAD, *WORKERS), LAST_S)
 
     one, two = Command(tmp_path, "one"), Command(tmp_path, "two")
     words += ["cluster.address=local"]
@@ -144,6 +148,34 @@ def test_nobody_from_outside_gets_in_without_the_token(user: User) -> None:
     connects = f"python -c \"import ray; ray.init('ray://{address}:10001')\""
     assert "timeout" in lab.run("stranger", connects).stdout  # it is not told why
     assert "Authentication required" in lab.run(HEAD, "cat /tmp/ray/session_latest/logs/ray_client_server.err").stdout
+
+
+def check_curves_on_the_laptop(user: User) -> None:
+    """Check that the command of the guide forwards TensorBoard's port, by which the laptop sees the whole run."""
+    command = f"ray exec {CLUSTER} --port-forward=6006 'tensorboard --logdir /mnt/shared/runs'"
+    assert command.replace(CLUSTER, "cluster/aws.yaml") in (ROOT / "README.md").read_text()
+    output = user.lab.home(user.host) / "tensorboard.txt"
+    viewer = user.lab.start(user.host, f"cd ~/steadfast && exec {command} > ~/{output.name} 2>&1")
+    try:
+        points: list[list[float]] = []
+        until = time.monotonic() + 60
+        while not points or points[-1][1] < STEPS:
+            assert viewer.poll() is None, output.read_text()
+            assert time.monotonic() < until, points
+            time.sleep(0.5)
+            points = scalars(user, "run/tensorboard", "train/loss")
+    finally:
+        os.killpg(viewer.pid, signal.SIGKILL)
+    steps = [step for _, step, _ in points]
+    assert steps == sorted(set(steps))
+
+
+def scalars(user: User, run: str, tag: str) -> list[list[float]]:
+    """Return [time, step, value] of each point that TensorBoard serves at the host's port 6006, [] if none yet."""
+    place = f"http://localhost:6006/data/plugin/scalars/scalars?run={run}&tag={tag}"
+    got = user.lab.run(user.host, f"curl -fs --max-time 10 '{place}'")
+    found: list[list[float]] = json.loads(got.stdout) if got.returncode == 0 else []
+    return found
 
 
 def train_on_all(lab: Lab, *words: str) -> Running:

@@ -16,6 +16,14 @@ WORDS = [word for word in SMALL if not word.startswith(("cluster.", "scaling."))
 SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 60}]"
 
 
+def copy_project(to: Path) -> None:
+    """Copy the project's files, as `git clone` gives them, and those that are not committed yet."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
+    copying = ["rsync", "-a", "--ignore-missing-args", "--from0", "--files-from=-", f"{ROOT}/", str(to)]
+    subprocess.run(copying, input=listed, check=True)
+
+
 @dataclass
 class User:
     """Sits at a host, in a copy of the project at ~/steadfast.
@@ -28,11 +36,7 @@ class User:
     settings: dict[str, str] | None = None
 
     def clone(self) -> None:
-        """The project's files, as `git clone` gives them, and what is not committed yet."""
-        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout
-        copying = ["rsync", "-a", "--ignore-missing-args", "--from0", "--files-from=-", f"{ROOT}/", str(self.project)]
-        subprocess.run(copying, input=listed, check=True)
+        copy_project(self.project)
 
     @property
     def project(self) -> Path:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from app.errors import TrainingError
+from app.errors import TrainingError, UsageError
 from app.launch.again import Comebacks
 
 PROGRAM = """
@@ -57,3 +57,10 @@ def test_a_cluster_that_does_not_answer_is_told_with_what_to_do() -> None:
         Comebacks(cluster=address).check(0)
     Comebacks().check(0)
     assert "STEADFAST_CAME_BACK" not in os.environ
+
+
+@pytest.mark.parametrize("text", ["garbage", "5", "[]", '{"no_such_field": 1}'])
+def test_a_record_that_another_program_wrote_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEADFAST_CAME_BACK", text)
+    with pytest.raises(UsageError, match=r"^STEADFAST_CAME_BACK=.*unset it"):
+        Comebacks.of_this_process()

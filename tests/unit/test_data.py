@@ -108,6 +108,11 @@ def test_tokens_are_mapped_and_pickle_without_the_file(tmp_path: Path, dtype: ty
     assert pickle.loads(pickled)[10][1].tolist() == list(range(91, 100))
 
 
+class OfHalfASample(list[int]):
+    def __len__(self) -> Any:
+        return 0.5
+
+
 def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
@@ -118,6 +123,9 @@ def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
         "No such file": lambda: TokensDataset(str(tmp_path / "y"), "uint16", 2),
         "list gave a dataset of 0 samples": lambda: build_dataset(TargetData(target="builtins:list")),
         "int, which lacks __len__ or __getitem__": lambda: build_dataset(TargetData(target="builtins:int")),
+        "OfHalfASample, whose length cannot be told: 'float' object": lambda: build_dataset(
+            TargetData(target="tests.unit.test_data:OfHalfASample")
+        ),
     }
     for message, build in builders.items():
         with pytest.raises(DataError, match=message):

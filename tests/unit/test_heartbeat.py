@@ -207,6 +207,7 @@ ANSWERS_OF_STRANGERS = [
     b"deadbeef\n",
     b"a\n",  # a worker's name, without the secret
     b"a " + b"0" * 64 + b"\n",
+    "a ünï\n".encode(),  # hmac takes strings of ASCII only
     b"/../../../../tmp/x " + b"0" * 64 + b"\n",
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"x" * 2**21,

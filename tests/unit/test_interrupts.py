@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pty
 import signal
@@ -73,6 +74,19 @@ def test_what_is_started_in_between_survives_the_terminal() -> None:
         assert not interrupts.stopping
         os.kill(os.getpid(), signal.SIGHUP)
         assert interrupts.stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_handler_that_a_library_sets_in_c_is_replaced(number: signal.Signals) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    taken: list[int] = []
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(taken.append)
+    with Interrupts() as interrupts:
+        with interrupts.spared():
+            ctypes.CDLL(None).signal(number, handler)
+            os.kill(os.getpid(), number)
+        assert interrupts.stopping
+    assert taken == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -23,11 +23,13 @@ from app.checkpoint.initial import load_weights
 from app.checkpoint.manifest import FileDigest, Manifest, _digest
 from app.checkpoint.shards import StagingBuffer, shards_of
 from app.checkpoint.weights import read_whole
+from app.cli import main
 from app.config import dump_config, load_config, parse_config
 from app.errors import ConfigError, SteadfastError, StorageError, UsageError
 from app.launch.resume import start_or_resume
 from app.run.directory import RunDirectory
 from app.run.events import RunStarted
+from app.run.owner import Ownership
 from app.storage import LocalStore
 from tests.command import ROOT
 
@@ -55,7 +57,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "nested lists": (b"run: " + b"[" * 1500 + b"]" * 1500, "odd.yaml:1: not valid YAML: nested more than 50 deep"),
     "nested maps": (b"run: " + b"{a: " * 1500 + b"}" * 1500, "odd.yaml:1: not valid YAML: nested more than 50 deep"),
     "huge int": (b"run: {steps: " + b"9" * 5000 + b"}", "odd.yaml:1: not valid YAML: a number of 5000 characters"),
-    "ten megabytes": (b"# " + b"x" * 10_000_000, "odd.yaml: 10000002 bytes, where a configuration has at most"),
+    "ten megabytes": (b"# " + b"x" * 10_000_000, "odd.yaml: more than 2097152 bytes, the most that a"),
     "twice on one line": (b"run: {steps: 300, steps: 400}\n", "odd.yaml:1: run.steps: given twice"),
     "twice on two lines": (b"run:\n  steps: 5\n  steps: 6\n", "odd.yaml:3: run.steps: given twice, first on line 2"),
     "true for a number": (b"run: {steps: true}\n", "odd.yaml:1: run.steps: must be a valid integer"),
@@ -157,6 +159,68 @@ def test_a_file_of_a_run(tmp_path: Path, name: str, content: bytes, said: str | 
             begin(directory, [])
         assert said in str(refused.value)
         assert str(tmp_path / "run") in str(refused.value)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run that has done nothing."""
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    Ownership.claim(directory.store).release()
+    directory.write_config(parse_config(""))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report"],
+        ["audit", "--samples", "100"],
+        ["doctor"],
+        ["export", "--out", "x.pt"],
+        ["verify", "other"],
+        ["status"],
+    ],
+)
+def test_links_in_a_circle_are_one_line_of_every_verb(
+    words: list[str], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("steps.jsonl", "events.jsonl", "checkpoints"):
+        (finished / name).symlink_to(name)
+    (finished.parent / "other").symlink_to(finished)
+    verb, *rest = words
+    assert main(0.0, [verb, "run", *rest, "--storage", str(finished.parent)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.endswith("cannot be read: Too many levels of symbolic links\n")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "99999999999999999999"])
+def test_audit_refuses_a_number_of_samples_that_no_dataset_has(
+    number: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(0.0, ["audit", str(finished), f"--samples={number}"]) == 2
+    assert f"--samples {number}: must be from 1 to 281474976710656" in capsys.readouterr().err
+
+
+def test_a_verb_ends_quietly_when_the_reader_of_its_output_has_left(finished: Path) -> None:
+    for step in range(3000):
+        (finished / path_of(step)).mkdir(parents=True)
+    command = f"{sys.executable} {ROOT}/main.py doctor {finished} | head -n 1"
+    answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (answer.stdout, answer.stderr) == ("step 2999: unfinished, never committed\n", "")
+
+
+def test_a_configuration_of_a_hole_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "odd.yaml").open("wb") as file:
+        file.truncate(2**43)
+    with pytest.raises(ConfigError, match=r"odd\.yaml: more than 2097152 bytes"):
+        load_config(str(tmp_path / "odd.yaml"))
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "/proc/self/mem"])
+def test_a_configuration_that_cannot_be_read_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^.{14,200}: cannot be read: (File name too long|Input/output error)$"):
+        load_config(name)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "events.jsonl"])
