@@ -23,6 +23,7 @@ from app.checkpoint.catalog import skipped_up_to
 from app.checkpoint.memory_server import free_bytes
 from app.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
 from app.checkpoint.shards import (
+    OPTIONAL,
     Layout,
     Request,
     Shard,
@@ -119,14 +120,22 @@ class _Copy:
 
 
 class Snapshots:
-    """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective."""
+    """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective.
 
-    def __init__(self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State) -> None:
+    Args:
+        data: fingerprint of what else the state follows from, the dataset and frozen parameters. A copy of another
+            model or of other data is not found: code may have changed since a command was killed.
+    """
+
+    def __init__(
+        self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
+    ) -> None:
         self.refused: events.NoSnapshots | None = None  # why no copies are made, if it is for want of memory
         self.damaged: dict[int, str] = {}  # why `find` has not taken snapshots, by step
         self._world = world
         self._memory = memory  # the process's own; None where no copies are wanted
         self._replicated = parallel.survivors_hold_all
+        self._origin = ""
         self._on = False
         self._writes = False
         self._takes_part = False  # in what all ranks do together for a copy
@@ -140,6 +149,8 @@ class Snapshots:
         self.num_nodes = 1
         self.nodes: dict[str, tuple[int, ...]] = {}  # the ranks on each; empty where no copies are wanted
         if memory is not None:
+            shapes = [(shard.name, shard.shape) for shard in shards_of({"model": state["model"]})]
+            self._origin = str((data, sorted(shapes)))
             self._begin(memory, state)
 
     def _begin(self, memory: NodeMemory, state: State) -> None:
@@ -322,7 +333,8 @@ class Snapshots:
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
         skipped = skipped_up_to(snapshot.step, self._world.amendments.skip)
-        return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
+        origin = hashlib.sha256(f"{self._origin} {skipped}".encode()).hexdigest()[:16]
+        return Label(snapshot, origin, files)
 
     def _stored(self) -> dict[int, Label]:
         # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a
@@ -392,7 +404,7 @@ class Snapshots:
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""
         shards = shards_of(state)
-        load_shards(self._files(found, shards), shards)
+        load_shards(self._files(found, shards), shards, optional=OPTIONAL)
 
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
         # One file after the other, so that a process needs room for the parts of one only.
