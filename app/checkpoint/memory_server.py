@@ -61,8 +61,7 @@ class MemoryServer:
     Args:
         listener: what workers connect to.
         watched_pid: torchrun's process: when it ends, so does this one. 0 for none.
-        linger_s: how long to wait for another worker when the last one has gone. The command that starts it may be the
-            same one, or the next one after a kill.
+        linger_s: how long to wait for another worker, perhaps of the next command, when the last one has gone.
     """
 
     def __init__(self, listener: socket.socket, watched_pid: int, linger_s: float) -> None:

@@ -111,7 +111,9 @@ def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_on_a_cl
 @pytest.mark.timeout(240)
 def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
     run = on_head()
-    failing = run.start("run.steps=1000", "parallel.kind=fsdp", "faults.inject=[{kind: fail_at, step: 100}]")
+    failing = run.start(
+        "run.steps=1000", "parallel.kind=fsdp", "faults.inject=[{kind: fail_at, step: 100, times: null}]"
+    )
     failing.wait_for_event("snapshot", timeout_s=150)
     name = memory_of(run.directory)
     assert len(holders(name)) == 1
