@@ -66,7 +66,7 @@ def rescue(
             reason = "some of the weights are not finite"
         elif reason := _save(parts, step, state, world, at_once=not is_peer, others_follow=ends_run):
             memory = worker.memory(directory) if ends_run else None
-            if memory is not None and (event := parts.save_copies(memory)):
+            if memory is not None and (event := parts.save_copies(memory, state)):
                 runtime.publish(event.of_attempt(world.attempt))
     except (StorageError, OSError) as refused:
         reason = str(refused)

@@ -40,7 +40,7 @@ def train(
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
     checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
-    snapshots = Snapshots(world, worker.memory(directory), parallel, state)
+    snapshots = Snapshots(world, worker.memory(directory), parallel, state, worker.fingerprint + worker.base)
     timer.mark("built")
 
     # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from app.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of, skipped_up_to
 from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import load_shards, shards_of, shards_to_write
+from app.checkpoint.shards import OPTIONAL, load_shards, shards_of, shards_to_write
 from app.checkpoint.state import State
 from app.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
 from app.config import Config
@@ -143,8 +143,7 @@ class Checkpoints:
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state` in place. Raises StorageError if the checkpoint is of another model."""
         self._world.progress.enter("load")
-        # Hooks may be added to a run, and taken out of it.
-        load_shards(self._catalog.readers(manifest), shards_of(state), optional=("hooks.", "precision."))
+        load_shards(self._catalog.readers(manifest), shards_of(state), optional=OPTIONAL)
 
     def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
         """Return once the state has been copied; at the `ending` of an attempt, once it is on storage.

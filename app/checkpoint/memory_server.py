@@ -27,6 +27,7 @@ from typing import Any
 
 PACKET_BYTES = 2**17
 _TICK_S = 0.5
+_END_S = 2.0  # for the answer to `end`
 _CONNECTIONS = 4096
 _MOST_TOO_LARGE = 1.25
 _MOST_OF_FREE = 0.8
@@ -59,13 +60,13 @@ class MemoryServer:
 
     Args:
         listener: what workers connect to.
-        watched_pid: the command's process if it is on this machine: when it ends, so does this one. 0 for none.
-        linger_s: how long to wait for another worker when the last one has gone.
+        watched_pid: torchrun's process: when it ends, so does this one. 0 for none.
+        linger_s: how long to wait for another worker, perhaps of the next command, when the last one has gone.
     """
 
     def __init__(self, listener: socket.socket, watched_pid: int, linger_s: float) -> None:
         self._listener = listener
-        self._watched = (watched_pid, started_at(watched_pid))
+        self._watched = (watched_pid, _started(watched_pid))
         self._linger_s = linger_s
         self._alone_since_s: float | None = time.monotonic()
         self._over = False  # the run has ended
@@ -76,7 +77,7 @@ class MemoryServer:
         self._to_hash: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Answer until the run has ended, the command has gone, or no worker has come for too long."""
+        """Answer until the run has ended, torchrun has gone, or no worker has come for too long."""
         threading.Thread(target=self._hash_for_ever, daemon=True, name="hash").start()
         self._selector.register(self._listener, selectors.EVENT_READ)
         while not self._is_done():
@@ -89,7 +90,7 @@ class MemoryServer:
     def _is_done(self) -> bool:
         pid, started = self._watched
         # The command may have ended before this process began.
-        if pid and (not started or started_at(pid) != started):
+        if pid and (not started or _started(pid) != started):
             return True
         if self._alone_since_s is None:
             return False
@@ -271,13 +272,27 @@ def user_of(connection: socket.socket) -> int:
     return int(_IDS.unpack(packed)[1])
 
 
-def started_at(pid: int) -> str:
+def _started(pid: int) -> str:
     """Return when a process started, which tells it from a later one of its number; "" if there is none."""
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]
+
+
+def server_name(uri: str, key: str) -> str:
+    """Return the name of a machine's server for the run at `uri`, whose secret is `key`."""
+    return f"steadfast-{hashlib.sha256(f'{uri} {key}'.encode()).hexdigest()[:32]}"
+
+
+def end_server(name: str) -> None:
+    """Let the server of this name end when its last worker has gone; do nothing if there is no such server."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_END_S)
+        connection.connect(f"\0{name}")
+        connection.send(json.dumps({"verb": "end"}).encode())
+        connection.recv(PACKET_BYTES)
 
 
 def listen(name: str) -> socket.socket | None:
@@ -306,8 +321,7 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
     if os.fork():
         return
     os.chdir("/")
-    # Whoever stops a service sends these to all of its processes, while the command may yet need what is held here. It
-    # ends soon after the command does.
+    # Whoever stops a service sends these to all of its processes, while the command may yet need what is held here.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     MemoryServer(listener, int(watched_pid), float(linger_s)).serve()

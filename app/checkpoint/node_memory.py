@@ -45,7 +45,7 @@ class Label(NamedTuple):
     """What a buffer holds: files of some ranks, one after the other."""
 
     snapshot: SnapshotId
-    skip: str  # digest of the steps up to its own that the state leaves out
+    origin: str  # digest of the model, the data and the steps left out, from which the state follows
     files: Files
 
 
@@ -157,7 +157,7 @@ class SharedMemory:
 
     Args:
         name: of the run, on this machine.
-        watched_pid: the command's process, with which the copies end; 0 if it is on another machine.
+        watched_pid: torchrun's process, with which the copies end; 0 if there is none.
         linger_s: how long the copies stay when no worker is left here.
         pinned: for copies from a GPU.
     """
@@ -206,7 +206,7 @@ class SharedMemory:
         for number, found in self._listed().items():
             if label := found["label"]:
                 files = tuple((rank, start, length) for rank, start, length in label["files"])
-                labels[int(number)] = Label(SnapshotId(*label["snapshot"]), label["skip"], files)
+                labels[int(number)] = Label(SnapshotId(*label["snapshot"]), label["origin"], files)
         return labels
 
     def open(self, number: int) -> Tensor:
@@ -318,22 +318,15 @@ class SharedMemory:
 
 
 def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
-    """Return the memory for the snapshots of a run at `uri`, which the command of `owner`, with its `key`, runs."""
-    # torchrun starts ranks again, the first of which owns the run each time; so does Ray for its command.
-    watched = 0
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        watched = os.getppid()
-    elif owner and owner.host == socket.gethostname() and memory_server.started_at(owner.pid):
-        # A container may have the host's name, and not its processes.
-        watched = owner.pid
-    if owner is None or not key or watched == os.getpid() or not hasattr(os, "memfd_create"):
+    """Return the memory for the snapshots of a run at `uri`, whose secret is `key`, in a worker of its `owner`."""
+    # torchrun starts ranks again, the first of which owns the run each time.
+    watched = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    if owner is None or not key or not hasattr(os, "memfd_create"):
         return ProcessMemory()
-    return SharedMemory(memory_name(uri, key), watched, linger_s, pinned)
-
-
-def memory_name(uri: str, key: str) -> str:
-    """Return under what name a machine keeps snapshots of the run at `uri`, for the command with this secret."""
-    return f"steadfast-{hashlib.sha256(f'{uri} {key}'.encode()).hexdigest()[:32]}"
+    # A process that trains alone, by `fit`, would leave the copies to nobody.
+    if not watched and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
+        return ProcessMemory()
+    return SharedMemory(memory_server.server_name(uri, key), watched, linger_s, pinned)
 
 
 def _check_size(descriptor: int, num_bytes: int) -> None:

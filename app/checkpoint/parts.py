@@ -15,7 +15,7 @@ from app.checkpoint.durable import Checkpoints
 from app.checkpoint.manifest import FileDigest, Manifest
 from app.checkpoint.node_memory import NodeMemory, SnapshotId
 from app.checkpoint.shards import StagingBuffer, shards_to_write
-from app.checkpoint.snapshots import stored_copies
+from app.checkpoint.snapshots import origin_of, stored_copies
 from app.checkpoint.state import State
 from app.checkpoint.writer import Dropped, PendingWrite
 from app.run.events import Event
@@ -63,13 +63,21 @@ class Parts(Checkpoints):
         self._record(snapshot, self._world.part, *pending.file)
         return self._commit_whole(snapshot, attempt)
 
-    def save_copies(self, memory: NodeMemory) -> Event | None:
+    def save_copies(self, memory: NodeMemory, state: State) -> Event | None:
         """Commit the newest snapshot that the memories of the nodes hold all parts of, unless a checkpoint is newer.
 
-        Returns the event that tells of the commit; None if this rank has committed nothing. Raises OSError.
+        Args:
+            state: what the copies are of, with other values.
+
+        Returns:
+            The event that tells of the commit; None if this rank has committed nothing.
+
+        Raises:
+            OSError: storage refuses, or a copy is damaged.
         """
+        origin = origin_of(self._dataset + self._base, state)
         copies: dict[SnapshotId, list[tuple[int, int, int, int]]] = {}  # rank, buffer, first byte, length
-        for number, label in stored_copies(memory, self._world.amendments.skip).items():
+        for number, label in stored_copies(memory, origin, self._world.amendments.skip).items():
             for rank, start, num_bytes in label.files:
                 copies.setdefault(label.snapshot, []).append((rank, number, start, num_bytes))
         for snapshot in sorted(copies, reverse=True):

@@ -72,6 +72,10 @@ def _shard(name: str, tensor: Any) -> Shard:
     return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True)
 
 
+# Hooks may be added to a run, and taken out of it; and a resume may change the precision.
+OPTIONAL = ("hooks.", "precision.")
+
+
 class StagingBuffer:
     """A copy of shards in host memory, byte for byte as their file will be. Its memory is used again and again."""
 

@@ -23,6 +23,7 @@ from app.checkpoint.catalog import skipped_up_to
 from app.checkpoint.memory_server import free_bytes
 from app.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
 from app.checkpoint.shards import (
+    OPTIONAL,
     Layout,
     Request,
     Shard,
@@ -119,14 +120,22 @@ class _Copy:
 
 
 class Snapshots:
-    """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective."""
+    """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective.
 
-    def __init__(self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State) -> None:
+    Args:
+        data: fingerprint of what else the state follows from, the dataset and frozen parameters. A copy of another
+            model or of other data is not found: code may have changed since a command was killed.
+    """
+
+    def __init__(
+        self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
+    ) -> None:
         self.refused: events.NoSnapshots | None = None  # why no copies are made, if it is for want of memory
         self.damaged: dict[int, str] = {}  # why `find` has not taken snapshots, by step
         self._world = world
         self._memory = memory  # the process's own; None where no copies are wanted
         self._replicated = parallel.survivors_hold_all
+        self._origin = ""
         self._on = False
         self._writes = False
         self._takes_part = False  # in what all ranks do together for a copy
@@ -140,6 +149,7 @@ class Snapshots:
         self.num_nodes = 1
         self.nodes: dict[str, tuple[int, ...]] = {}  # the ranks on each; empty where no copies are wanted
         if memory is not None:
+            self._origin = origin_of(data, state)
             self._begin(memory, state)
 
     def _begin(self, memory: NodeMemory, state: State) -> None:
@@ -321,10 +331,10 @@ class Snapshots:
         return AtRisk.of(step, newest, committed, self._world.shard, ranks)
 
     def _label(self, snapshot: SnapshotId, files: Files) -> Label:
-        return _label(snapshot, files, self._world.amendments.skip)
+        return _label(snapshot, files, self._origin, self._world.amendments.skip)
 
     def _stored(self) -> dict[int, Label]:
-        return stored_copies(self._memory, self._world.amendments.skip) if self._memory else {}
+        return stored_copies(self._memory, self._origin, self._world.amendments.skip) if self._memory else {}
 
     def find(self) -> Found | None:
         """Return the newest snapshot that the living hold all of, None if there is none. A collective."""
@@ -385,7 +395,7 @@ class Snapshots:
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""
         shards = shards_of(state)
-        load_shards(self._files(found, shards), shards)
+        load_shards(self._files(found, shards), shards, optional=OPTIONAL)
 
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
         # One file after the other, so that a process needs room for the parts of one only.
@@ -453,18 +463,28 @@ class Snapshots:
         raise OSError(f"the snapshot of step {snapshot.step} is gone")
 
 
-def _label(snapshot: SnapshotId, files: Files, skip: frozenset[int]) -> Label:
+def origin_of(data: str, state: State) -> str:
+    """Return what tells copies of this model and data from those of others.
+
+    Args:
+        data: fingerprint of the dataset, and of parameters that the state leaves out.
+    """
+    shapes = [(shard.name, shard.shape) for shard in shards_of({"model": state["model"]})]
+    return str((data, sorted(shapes)))
+
+
+def _label(snapshot: SnapshotId, files: Files, origin: str, skip: frozenset[int]) -> Label:
     skipped = skipped_up_to(snapshot.step, skip)
-    return Label(snapshot, hashlib.sha256(str(skipped).encode()).hexdigest()[:16], files)
+    return Label(snapshot, hashlib.sha256(f"{origin} {skipped}".encode()).hexdigest()[:16], files)
 
 
-def stored_copies(memory: NodeMemory, skip: frozenset[int]) -> dict[int, Label]:
-    """Return the copies of a run that leaves out the steps in `skip`, by number."""
+def stored_copies(memory: NodeMemory, origin: str, skip: frozenset[int]) -> dict[int, Label]:
+    """Return the copies of a run that leaves out the steps in `skip`, by number. See `origin_of`."""
     # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a state
     # is of no use to a world that leaves out other steps than its own did.
     found = {}
     for number, label in memory.stored().items():
-        if label == _label(label.snapshot, label.files, skip):
+        if label == _label(label.snapshot, label.files, origin, skip):
             found[number] = label
     return found
 

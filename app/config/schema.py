@@ -695,7 +695,8 @@ class RecoveryConfig(Section):
     """what seems hung is told after 3 s, and ended after this, five times the usual duration, or what being wrong would
     cost, whichever is longest; five times this where steps would be lost, ten times where nobody waits for anybody"""
     wait_s: PositiveFloat = 600.0
-    """how long a run that has too few workers waits for more, including the start of their nodes"""
+    """how long a run that has too few workers waits for more, including the start of their nodes; and how long copies
+    in node memory outlive their last worker, and a command that was killed"""
     max_skipped_steps: NonNegativeInt = 5
     """in any 1000 steps, how many are left out because loss or gradient is not finite or spikes; after these, a value
     that is not finite ends the run, and a spike is let pass"""

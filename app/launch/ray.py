@@ -1,5 +1,6 @@
 """Train on Ray: from a configuration to a running `TorchTrainer`, and back to an exit code."""
 
+import contextlib
 import sys
 import threading
 from functools import partial
@@ -8,7 +9,7 @@ from importlib import import_module
 from app.config import Config
 from app.errors import UsageError
 from app.launch.again import Comebacks
-from app.launch.resume import let_go, start_or_resume
+from app.launch.resume import end_copies, let_go, start_or_resume
 from app.run import events
 from app.run.directory import RunDirectory
 from app.run.interrupts import Interrupts
@@ -101,7 +102,13 @@ def _run(
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
         limit = config.recovery.max_failures
         fit = Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster, before.stopping)
-        return fit.result()
+        try:
+            return fit.result()
+        finally:
+            # Whoever has taken the run over needs the copies.
+            if fit.over and ownership.holds():
+                with contextlib.suppress(OSError):
+                    end_copies(directory)
     except RayDied as died:
         follows = "the command starts again from the newest state"
         if interrupts.stopping:

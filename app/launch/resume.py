@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from app.checkpoint.catalog import Catalog
+from app.checkpoint.memory_server import end_server, server_name
 from app.config import Change, Config, diff
 from app.errors import RunConflict, StorageError
 from app.plan import begin_of
 from app.run.directory import RunDirectory
 from app.run.events import Failure, RunStarted, ShortStep
 from app.run.ledger import last_end
-from app.run.owner import Ownership
+from app.run.owner import Ownership, read_key, write_key
 from app.telemetry.environment import environment
 from app.telemetry.outcome import already_finished, finished_otherwise
 
@@ -61,6 +62,9 @@ def _start_or_resume(
         # There is nothing to resume, and the ledger and events of the former configuration would only mislead.
         directory.clear()
         begun = begun.model_copy(update={"again": None})
+    never = config.run.resume == "never" and not begun.again
+    if not resumable and (stored is None or refused or never):
+        end_copies(directory)  # which a command that was killed may have left
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
@@ -187,6 +191,16 @@ def has_checkpoint(directory: RunDirectory) -> bool:
     """Return whether a checkpoint was ever committed, even if it is damaged by now."""
     catalog = Catalog(directory.store)
     return bool(catalog.quarantined()) or catalog.newest() is not None
+
+
+def end_copies(directory: RunDirectory) -> None:
+    """End this machine's copies of the run's state in memory, and have no later command find any elsewhere.
+
+    Raises OSError if storage does not take the new secret.
+    """
+    if key := read_key(directory.store):
+        end_server(server_name(directory.uri, key))
+    write_key(directory.store)
 
 
 def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:

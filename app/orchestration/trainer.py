@@ -166,6 +166,7 @@ class Fit:
     max_failures: int  # how often the controller may die in a row, without a new step between
     cluster: str  # the address of its GCS, "" where Ray is embedded
     only_saves: bool  # whether to stop as soon as the workers have found the newest state
+    over: bool = False  # the run has trained and ended, so that no copy in node memory is needed any more
     _num_shown: int = 0  # of the events that are kept
     _asked: Any = None  # the call for events that has not been answered
     _answered_s: float = 0.0  # when the cluster's GCS has done so last
@@ -190,6 +191,7 @@ class Fit:
             self.coordinator.publish.remote(ProcessRestarted(process="Ray's controller", follows=follows))
             self._error = None
             self._fit()
+        self.over = self._trains
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self.coordinator.close.remote(), timeout=_CLOSE_S)
 

@@ -1,7 +1,8 @@
 """Let one command at a time run a run, and let commits of a former attempt be refused.
 
 `owner.json` is a lease: the command that runs the run renews it, and another one may take it over once it has expired.
-Everybody who sees the run may read it. `owner.key` is a secret of the same command, for its user alone.
+Everybody who sees the run may read it. `owner.key` is a secret for the run's user alone, from which the name of node
+memory follows. A command that takes over from a killed one keeps the secret, and so finds the copies.
 """
 
 import contextlib
@@ -183,11 +184,16 @@ def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
 
 
 def read_key(store: Store) -> str:
-    """Return the secret of the command that owns a run; "" if this user may not read it, or there is none."""
+    """Return the secret of a run; "" if this user may not read it, or there is none."""
     try:
         return read_document(store, _KEY).decode("ascii", "replace")
     except OSError:
         return ""
+
+
+def write_key(store: Store) -> None:
+    """Give a run a new secret: copies in node memory are not found any more. Raises OSError."""
+    store.commit(_KEY, secrets.token_hex(16).encode(), private=True)
 
 
 def _parse(fields: dict[str, Any]) -> Owner:
@@ -220,8 +226,8 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
                 # Attempts are counted on, so that what the last command still has in flight is refused as older.
                 attempt = last.attempt if last else 0
                 owner = replace(claimant, attempt=attempt, renewed=time.time())
-                if last is None or last.token != token:
-                    store.commit(_KEY, secrets.token_hex(16).encode(), private=True)
+                if last is None or not read_key(store):
+                    write_key(store)
                 write_json(store, _OWNER, owner.to_line())
                 return owner
 

@@ -1,4 +1,4 @@
-"""The death of all workers at once, long before the first checkpoint."""
+"""The death of all workers at once, or of the command, long before the first checkpoint."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from app.checkpoint.node_memory import memory_name
+from app.checkpoint.memory_server import server_name
 from app.config import parse_config
 from app.run.directory import RunDirectory
 from app.run.owner import read_key
 from app.storage import LocalStore
-from tests.checks import check_audit, check_stopped, summary_of
+from tests.checks import check_audit, check_identical, check_ledger, check_stopped, summary_of
 from tests.cluster.test_slots import FOR_EVER
-from tests.command import Commands
+from tests.command import Command, Commands, Running
 
 pytestmark = pytest.mark.ray
 
+STEPS = 200
 
-def holders(directory: Path) -> list[int]:
-    """The processes that hold snapshots of a run."""
+
+def memory_of(directory: Path) -> str:
+    """Return the name of the process that holds snapshots of a run; a run has another one once it has ended."""
     key = read_key(LocalStore(directory))
     assert key
-    name = memory_name(str(directory), key)
+    return server_name(str(directory), key)
+
+
+def holders(name: str) -> list[int]:
+    """Return the processes of this name."""
     return [each.pid for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or ())]
 
 
-def wait_until_gone(directory: Path) -> None:
-    until = time.monotonic() + 15
-    while holders(directory):
+def wait_until_gone(name: str, limit_s: float = 15.0) -> None:
+    until = time.monotonic() + limit_s
+    while holders(name):
         assert time.monotonic() < until
         time.sleep(0.1)
 
@@ -45,28 +52,88 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_hea
     # On a busy machine a start takes as long as all that follows.
     copied = running.wait_for_event("snapshot", timeout_s=150)
     running.wait_for_step(120)
-    assert len(holders(running.directory)) == 1
+    name = memory_of(running.directory)
+    assert len(holders(name)) == 1
     for pid in running.worker_pids("SlotWorker"):
         os.kill(pid, signal.SIGKILL)
     restored = running.wait_for_event("restore", source="snapshot")
     running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
     check_stopped(running, lost_steps=restored["lost_steps"])
     history = running.history
-    steps_s = [line["step_s"] for line in history.lines if line["attempt"] == 1]
-    # A copy is made every so often that all of them take one per cent of the time.
-    interval = 100 * copied["stall_s"] / sorted(steps_s)[len(steps_s) // 2]
+    interval = steps_between_copies(running, copied)
     print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")
     assert history.num_lost == restored["lost_steps"] <= 2 * interval + 10
-    wait_until_gone(running.directory)
+    wait_until_gone(name)
+
+
+def steps_between_copies(running: Running, copied: dict[str, Any]) -> float:
+    """Return how many steps of the first attempt lie between two copies, of which an event tells of one."""
+    steps_s = [line["step_s"] for line in running.history.lines if line["attempt"] == 1]
+    # A copy is made every so often that all of them take one per cent of the time.
+    return float(100 * copied["stall_s"] / sorted(steps_s)[len(steps_s) // 2])
+
+
+def check_the_next_command_goes_on_from_copies(run: Command, *words: str) -> None:
+    words = (*words, f"run.steps={STEPS}", "checkpoint.every=60 minutes")
+    killed = run.start(*words, "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 20}]")
+    copied = killed.wait_for_event("snapshot", timeout_s=150)
+    killed.wait_for_step(120)
+    name = memory_of(run.directory)
+    server = holders(name)
+    killed.process.kill()
+    killed.wait()
+
+    resumed = run.start(*words)
+    restored = resumed.wait_for_event("restore", source="snapshot", timeout_s=150)
+    assert holders(name) == server  # there is one, and it has outlived the command
+    finished = resumed.wait()
+    assert finished.code == 0, finished.output
+    interval = steps_between_copies(resumed, copied)
+    history = check_ledger(run.directory, STEPS)
+    print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")
+    assert history.num_lost == restored["lost_steps"] <= 2 * interval + 10
+    wait_until_gone(name)
+
+
+@pytest.mark.timeout(480)
+def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_with_its_ray(command: Commands) -> None:
+    run, undisturbed = command("killed"), command("undisturbed")
+    check_the_next_command_goes_on_from_copies(run)
+    assert undisturbed.run(f"run.steps={STEPS}", "checkpoint.node_memory=false").code == 0
+    check_identical(run.directory, undisturbed.directory)
+
+
+@pytest.mark.timeout(300)
+def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_on_a_cluster(on_head: Commands) -> None:
+    check_the_next_command_goes_on_from_copies(on_head(), "parallel.kind=fsdp")
 
 
 @pytest.mark.timeout(240)
-def test_the_nodes_memory_goes_with_the_command(on_head: Commands) -> None:
-    running = on_head().start(FOR_EVER)
+def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
+    run = on_head()
+    failing = run.start(
+        "run.steps=1000", "parallel.kind=fsdp", "faults.inject=[{kind: fail_at, step: 100, times: null}]"
+    )
+    failing.wait_for_event("snapshot", timeout_s=150)
+    name = memory_of(run.directory)
+    assert len(holders(name)) == 1
+    failed = failing.wait(150)
+    assert failed.code == 1, failed.output
+    wait_until_gone(name)
+    assert memory_of(run.directory) != name
+
+
+@pytest.mark.timeout(240)
+def test_nothing_of_a_killed_commands_copies_is_left_where_no_other_follows_in_time(command: Commands) -> None:
+    running = command().start(FOR_EVER, "recovery.wait_s=6")
     running.wait_for_event("snapshot", timeout_s=150)
-    assert len(holders(running.directory)) == 1
+    name = memory_of(running.directory)
     running.process.kill()
-    wait_until_gone(running.directory)
+    running.wait()
+    time.sleep(3)
+    assert len(holders(name)) == 1
+    wait_until_gone(name, limit_s=30)
+    assert name not in Path("/proc/net/unix").read_text()
 
 
 @pytest.mark.timeout(300)
@@ -74,6 +141,7 @@ def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_ho
     running = command().start(FOR_EVER, "checkpoint.every=60 minutes")
     copied = running.wait_for_event("snapshot", timeout_s=150)
     running.wait_for_step(120)
+    name = memory_of(running.directory)
     (raylet,) = running.worker_pids("/raylet/raylet")
     os.kill(running.process.pid, signal.SIGTERM)
     os.kill(raylet, signal.SIGKILL)
@@ -87,4 +155,4 @@ def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_ho
     # Of the copies, or of a checkpoint for which a worker had the time.
     restored = next(event for event in running.events if event["event"] == "restore")
     assert copied["step"] <= restored["step"] < summary["step"]
-    wait_until_gone(running.directory)
+    wait_until_gone(name)

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from app.checkpoint import memory_server
-from app.checkpoint.node_memory import Buffer, Label, SharedMemory, SnapshotId
+from app.checkpoint.node_memory import Buffer, Label, ProcessMemory, SharedMemory, SnapshotId, open_memory
+from app.run.owner import Owner
 
 OLD, NEW = SnapshotId(10, 1, 1), SnapshotId(20, 1, 1)
 NUM_BYTES = 100_000
@@ -135,7 +136,7 @@ def test_it_ends_when_nobody_has_come_for_so_long(name: str) -> None:
     wait_until(lambda: not servers(name))
 
 
-def test_it_ends_with_the_command(name: str) -> None:
+def test_it_ends_with_torchrun(name: str) -> None:
     command = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     fill(memory_of(name, watched_pid=command.pid), OLD)
     assert servers(name)
@@ -161,6 +162,37 @@ def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str) ->
     assert len(second.stored()) == 1
     second.end()
     wait_until(lambda: not servers(name))
+
+
+def test_it_ends_when_the_command_says_so_and_the_last_worker_has_gone(name: str) -> None:
+    memory = memory_of(name)
+    fill(memory, OLD)
+    memory_server.end_server(name)
+    time.sleep(1.5)
+    assert len(memory.stored()) == 1
+    memory.close()
+    wait_until(lambda: not servers(name))
+    memory_server.end_server(name)
+    assert not servers(name)
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "pid", "expected"), [(False, 0, 0), (True, 0, os.getppid()), (True, 1, os.getppid()), (False, 1, None)]
+)
+def test_copies_end_with_torchrun_and_outlive_a_command_of_ray(
+    monkeypatch: pytest.MonkeyPatch, torchrun: bool, pid: int, expected: int | None
+) -> None:
+    """`pid`: 1 where this process is the command itself, as that of `fit` is."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    owner = Owner(1, "token", socket.gethostname(), os.getpid() if pid else os.getppid(), 1.0)
+    memory = open_memory(owner, "key", "uri", LINGER_S, False)
+    if expected is None:
+        assert isinstance(memory, ProcessMemory)
+    else:
+        assert isinstance(memory, SharedMemory)
+        assert memory._arguments == (str(expected), str(LINGER_S))
 
 
 def test_it_outlives_whoever_has_started_it_and_there_is_one_only(name: str) -> None:

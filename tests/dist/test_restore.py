@@ -90,6 +90,7 @@ def come_back(
     committed: int,
     known: bool,
     changing: bool = False,
+    other: str = "",
 ) -> tuple[int, str, float]:
     """(step, source, age of the checkpoint) that workers without a state find: of a copy, and a checkpoint.
 
@@ -97,6 +98,7 @@ def come_back(
         copied, committed: their steps; 0 for no checkpoint.
         known: they are those that have written the checkpoint.
         changing: the copies have changed.
+        other: what is not as it was when the copies were made: "data", "model" or "hooks".
     """
     memory, writer = Changing() if changing else Lasting(), Writer()
     replica = Replica(NO_STATE, member.number)
@@ -107,10 +109,15 @@ def come_back(
         try:
             parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
             checkpoints = Checkpoints(Config(), directory, world, "", parallel, writer if known else Writer())
-            snapshots = Snapshots(world, memory, parallel, state)
+            if number == 1 and other == "model":
+                state = {"model": {"w": replica.weights, "b": torch.zeros(1)}}
+            if number == 1 and other == "hooks":
+                state["hooks"] = {"h": torch.zeros(1)}
+            data = "others" if number == 1 and other == "data" else "data"
+            snapshots = Snapshots(world, memory, parallel, state, data)
             if number == 1:
                 restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
-                assert float(replica.weights[0]) == restored.step
+                assert restored.source == "start" or float(replica.weights[0]) == restored.step
                 assert snapshots.damaged == ({copied: f"on {world.node}: changed"} if changing else {})
                 return restored.step, restored.source, restored.age_s
             if committed:
@@ -139,6 +146,14 @@ def test_the_newer_of_copy_and_checkpoint_is_restored(
 def test_a_copy_that_has_changed_is_no_candidate(gang: Gang, tmp_path: Path) -> None:
     found = gang.run(come_back, 250, str(tmp_path), 30, 20, True, True)
     assert [each[:2] for each in found] == [(20, "checkpoint")] * 3
+
+
+@pytest.mark.parametrize(("first", "other", "step"), [(300, "data", 0), (310, "model", 0), (320, "hooks", 30)])
+def test_a_copy_of_another_model_or_of_other_data_is_no_candidate(
+    gang: Gang, tmp_path: Path, first: int, other: str, step: int
+) -> None:
+    found = gang.run(come_back, first, str(tmp_path), 30, 0, False, False, other)
+    assert [each[0] for each in found] == [step] * 3
 
 
 def test_workers_that_find_a_copy_know_how_old_the_newest_checkpoint_is(gang: Gang, tmp_path: Path) -> None:

@@ -73,17 +73,21 @@ def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None
     assert (written.attempt, written.gone) == (1, False)
 
 
-def test_each_command_has_a_secret_that_its_user_alone_reads(tmp_path: Path) -> None:
+def test_a_run_has_a_secret_that_its_user_alone_reads_and_that_the_next_command_keeps(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     Ownership.claim(store, "a").release()
     first = read_key(store)
     assert len(first) == 32
     assert (tmp_path / "owner.key").stat().st_mode & 0o777 == 0o600
     assert first not in (tmp_path / "owner.json").read_text()
-    Ownership.claim(store, "a").release()
-    assert read_key(store) == first  # the same command, which came back
-    Ownership.claim(store, "b").release()
+    Ownership.claim(store, "b")
+    assert read_key(store) == first
+    (tmp_path / "owner.json").unlink()
+    Ownership.claim(store, "c")  # of another run in the same folder
     assert read_key(store) not in ("", first)
+    (tmp_path / "owner.key").write_text("")
+    Ownership.claim(store, "c")
+    assert len(read_key(store)) == 32
 
 
 def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from app.checkpoint import memory_server
 from app.checkpoint.catalog import Catalog
 from app.checkpoint.manifest import Manifest
 from app.config import parse_config
@@ -14,6 +16,7 @@ from app.launch.resume import start_or_resume
 from app.plan import End
 from app.run.directory import STEPS, RunDirectory
 from app.run.events import RunStarted
+from app.run.owner import read_key
 from app.storage import LocalStore
 from app.storage.jsonl import FileStream, open_stream
 from tests.events import event_lines
@@ -48,6 +51,43 @@ def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(dire
     start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, BEGUN, nothing)
     assert directory.store.read("model.safetensors") == b"x"
     assert [event["event"] for event in event_lines(directory)] == ["run_started"]
+
+
+@pytest.mark.parametrize(
+    ("words", "again", "kept"),
+    [
+        ("", None, True),
+        ("steps: 7", None, True),
+        ("seed: 2", None, False),
+        ("resume: never", None, False),
+        ("resume: never", True, True),  # the command that was told so goes on
+    ],
+)
+def test_copies_of_a_killed_command_are_found_unless_the_run_begins_anew(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, words: str, again: bool | None, kept: bool
+) -> None:
+    monkeypatch.setattr(memory_server, "_END_S", 0.01)
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    key = read_key(directory.store)
+    listener = memory_server.listen(memory_server.server_name(directory.uri, key))
+    assert listener
+    listener.settimeout(0)
+    begun = BEGUN.model_copy(update={"again": again})
+    with listener:
+        start_or_resume(parse_config(f"{CONFIG}\nrun: {{{words}}}"), directory, begun, nothing)
+        assert (read_key(directory.store) == key) == kept
+        with nullcontext() if not kept else pytest.raises(BlockingIOError):
+            connection, _ = listener.accept()
+            assert connection.recv(1000) == b'{"verb": "end"}'
+            connection.close()
+
+
+def test_copies_of_a_run_without_a_configuration_are_not_found(directory: RunDirectory, tmp_path: Path) -> None:
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    key = read_key(directory.store)
+    (tmp_path / "run" / "config.yaml").unlink()
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    assert read_key(directory.store) != key
 
 
 def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory, tmp_path: Path) -> None:
