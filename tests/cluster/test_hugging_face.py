@@ -60,6 +60,7 @@ def test_gpt2_from_pretrained_trains_and_its_frozen_part_does_not(on_head: Comma
     lines = [line for line in (tmp_path / "told").read_text().splitlines() if line.endswith("}")]
     assert [json.loads(line) for line in sorted(set(lines))] == [
         {"gradients": False, "dropout": False, "frozen": False},
+        {"gradients": True, "dropout": False, "frozen": False},  # the check of the task, before the first step
         {"gradients": True, "dropout": True, "frozen": False},
     ]
     check_result(run)
