@@ -83,9 +83,11 @@ class Interrupts:
             signal.signal = set_handler
             for number in blocked:
                 # Ray's C++ code sets a handler by sigaction, which Python does not see. After a SIGTERM that one prints
-                # a stack and, three seconds later, aborts the process.
+                # a stack and, three seconds later, aborts the process by SIGALRM.
                 signal.signal(number, signal.getsignal(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+            if self.stopping:
+                signal.alarm(0)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():

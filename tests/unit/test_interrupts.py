@@ -84,9 +84,19 @@ def test_a_handler_that_a_library_sets_in_c_is_replaced(number: signal.Signals) 
     with Interrupts() as interrupts:
         with interrupts.spared():
             ctypes.CDLL(None).signal(number, handler)
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)
         assert interrupts.stopping
     assert taken == []
+
+
+@pytest.mark.parametrize(("is_stopped", "left_s"), [(True, 0), (False, 60)])
+def test_an_alarm_that_a_librarys_handler_has_set_is_cancelled(is_stopped: bool, left_s: int) -> None:
+    with Interrupts() as interrupts:
+        with interrupts.spared():
+            signal.alarm(60)
+            if is_stopped:
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert signal.alarm(0) == left_s
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
