@@ -18,12 +18,14 @@ from app.world.groups import is_peer_loss
 from app.world.runtime import Runtime, World
 
 _LIMIT_S = 60.0  # in which a checkpoint must be written
+# After one of these the state is on storage or with a survivor, or it is not to be trusted.
+_OWN = BadStep | OutOfMemory | SteadfastError
 _ENDS = "run-ends"  # in the store of a world: tells the peers of an exception that the run ends
 
 
 def announce_end(world: World, error: BaseException) -> None:
-    """Tell the other ranks that an exception of this one ends the run."""
-    if not is_peer_loss(error):
+    """Tell the other ranks that an exception of the user's code, raised on this rank, ends the run."""
+    if not isinstance(error, _OWN | Corrupted) and not is_peer_loss(error):
         with contextlib.suppress(RuntimeError):  # the store is gone
             world.groups.store.set(_ENDS, "")
 
@@ -102,7 +104,7 @@ def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
     if isinstance(error, Corrupted):
         # All ranks raise it. One of those that compute rightly writes, if it holds all of the state.
         return parallel.survivors_hold_all and error.witness == world.rank
-    return not isinstance(error, BadStep | OutOfMemory | SteadfastError)
+    return not isinstance(error, _OWN)
 
 
 def _is_finite(state: State, worker: WorkerState) -> bool:
