@@ -4,6 +4,7 @@ import contextlib
 
 from app.checkpoint.parts import Parts
 from app.checkpoint.state import State, flatten
+from app.checkpoint.writer import Superseded
 from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import SteadfastError, StorageError
@@ -63,6 +64,7 @@ def rescue(
     parts = Parts(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     reason = ""
     try:
+        parts.begin(worker.command)
         state = worker.last_state()
         if not _is_finite(state, worker):
             reason = "some of the weights are not finite"
@@ -70,6 +72,8 @@ def rescue(
             memory = worker.memory(directory) if ends_run else None
             if memory is not None and (event := parts.save_copies(memory, state)):
                 runtime.publish(event.of_attempt(world.attempt))
+    except Superseded:
+        return  # who has taken the run over may be writing the same steps
     except (StorageError, OSError) as refused:
         reason = str(refused)
     for news in parts.news():

@@ -60,7 +60,7 @@ class Checkpoints:
         # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
-        self._command = self._owning_command() if self._may_commit() else ""
+        self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self._replicated and world.leader)
 
     def newest(self) -> Stored:

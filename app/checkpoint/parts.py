@@ -33,6 +33,11 @@ class Parts(Checkpoints):
     _at_once = False
     _others_follow = True
 
+    def begin(self, command: str) -> None:
+        """Check that the run is still the `command`'s that this process was started for. Raises Superseded."""
+        self._command = command
+        self._check_owner(self._newest, self._world.attempt)
+
     def save_part(self, step: int, state: State, limit_s: float, at_once: bool, others_follow: bool) -> bool:
         """Write this rank's part of the state of `step`, and return whether that step is committed.
 

@@ -96,6 +96,7 @@ class WorkerState:
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
         self._memory: NodeMemory | None = None
+        self.command = ""  # token of the one that has started this process, if it is known
         self._triggers: dict[str, Interval] = {}
         self._closing: list[Callable[[], object]] = []
         self.built_whole_because = ""  # where a model whose numbers are sharded cannot do without the others at first
@@ -307,6 +308,7 @@ class WorkerState:
             owner = None
             with contextlib.suppress(OSError):  # without storage's answer there is none that outlives this process
                 owner = read_owner(directory.store)
+            self.command = owner.token if owner else ""
             key = read_key(directory.store)
             pinned = self.precision.device.type == "cuda"
             self._memory = open_memory(owner, key, directory.uri, self._config.recovery.wait_s, pinned)
