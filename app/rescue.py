@@ -19,7 +19,7 @@ from app.world.groups import is_peer_loss
 from app.world.runtime import Runtime, World
 
 _LIMIT_S = 60.0  # in which a checkpoint must be written
-# After one of these the state is on storage or with a survivor, or it is not to be trusted.
+# After these errors the state is on storage or with a survivor, or the state cannot be trusted.
 _OWN = BadStep | OutOfMemory | SteadfastError
 _ENDS = "run-ends"  # in the store of a world: tells the peers of an exception that the run ends
 
@@ -40,15 +40,15 @@ def rescue(
     error: BaseException,
     raised: bool,
 ) -> None:
-    """Write a checkpoint of the newest step that the ranks still hold, or say why not. It is a worker's last act.
+    """Write a checkpoint of the newest step that the ranks still hold, or record why there is none.
 
-    Each rank writes the part that it holds. If not all parts of a step come together, the copies in the memory of the
-    nodes are written.
+    Each rank writes its own part of the state. If parts of that step are missing, the ranks write the copies in the
+    memory of the nodes.
 
     Args:
         error: what ended the attempt for this worker.
-        raised: whether the worker ends by it. If not, the run goes on without a worker that raised, and the run ends
-            for one that lost a peer.
+        raised: whether `Runtime.failed` raised the error. If it did not, a worker whose own code failed leaves a run
+            that goes on, and a worker that lost a peer belongs to a run that has ended.
     """
     parallel = build_parallel(config.parallel, world, worker.precision)
     is_peer = is_peer_loss(error)

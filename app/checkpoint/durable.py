@@ -79,10 +79,6 @@ class Checkpoints:
         dist.broadcast_object_list(newest, src=0, group=control)
         return newest[0]
 
-    def _may_commit(self) -> bool:
-        """Return whether this rank writes manifests."""
-        return self._replicated or self._world.leader
-
     def _owning_command(self) -> str:
         """Return the token of the command that began this attempt; "" if that cannot be known."""
         with contextlib.suppress(OSError):
@@ -204,7 +200,7 @@ class Checkpoints:
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
         """Write the manifest, on the leader. Other ranks return None once it has."""
         files = self._gather_files(pending)
-        if not self._may_commit():
+        if not (self._replicated or self._world.leader):
             return None
         pending.check()
         self._check_owner(pending.step, attempt)

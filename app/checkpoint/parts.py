@@ -30,11 +30,11 @@ _CHUNK_BYTES = 2**24
 class Parts(Checkpoints):
     """Write the parts of the state that this rank can reach. Whichever rank finds all parts on storage commits them."""
 
-    _at_once = False
+    _at_once = False  # see `save_part`
     _others_follow = True
 
     def begin(self, command: str) -> None:
-        """Check that the run is still the `command`'s that this process was started for. Raises Superseded."""
+        """Check that the run still belongs to the command with this token. Raises Superseded."""
         self._command = command
         self._check_owner(self._newest, self._world.attempt)
 
@@ -42,8 +42,8 @@ class Parts(Checkpoints):
         """Write this rank's part of the state of `step`, and return whether that step is committed.
 
         Args:
-            at_once: whether this rank need not see first whether another one commits the step.
-            others_follow: whether other ranks write their parts now.
+            at_once: whether this rank writes and commits without waiting for the commit of another rank.
+            others_follow: whether the other ranks write their parts as well.
 
         Raises:
             StorageError: storage takes longer than `limit_s`.
@@ -115,7 +115,7 @@ class Parts(Checkpoints):
         while len(files := self._recorded(snapshot)) < snapshot.num_ranks:
             if not (self._others_follow and self._wait_until(partial(self._has_more_parts, snapshot, len(files)))):
                 raise Dropped
-        # All ranks find all parts at the same moment, and one manifest is enough: that of the rank that raised.
+        # All ranks find all parts at the same moment. One manifest is enough, so the rank that raised commits first.
         if not self._at_once and self._wait_until(lambda: self._has_commit_of(snapshot.step)):
             return None
         self._check_owner(snapshot.step, attempt)
@@ -159,6 +159,3 @@ class Parts(Checkpoints):
 
     def _record_of(self, snapshot: SnapshotId, rank: int) -> str:
         return f"{path_of(snapshot.step)}/{of_attempt(self._world.attempt)}-part-{rank:05d}.json"
-
-    def _may_commit(self) -> bool:
-        return True

@@ -96,7 +96,7 @@ class WorkerState:
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
         self.writer = Writer()  # outlives attempts too: a checkpoint on its way is finished in the next one
         self._memory: NodeMemory | None = None
-        self.command = ""  # token of the one that has started this process, if it is known
+        self.command = ""  # token of the command that started this process; "" if unknown
         self._triggers: dict[str, Interval] = {}
         self._closing: list[Callable[[], object]] = []
         self.built_whole_because = ""  # where a model whose numbers are sharded cannot do without the others at first
