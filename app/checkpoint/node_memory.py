@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from app.checkpoint import memory_server
+from app.checkpoint.pinned import pin
 from app.run.owner import Owner
 
+_CPU = torch.device("cpu")
 _START_S = 20.0  # for a process to start
 _ANSWER_S = 2.0  # for what needs no new memory
 _POLL_S = 0.05
@@ -159,15 +161,15 @@ class SharedMemory:
         name: of the run, on this machine.
         watched_pid: torchrun's process, with which the copies end; 0 if there is none.
         linger_s: how long the copies stay when no worker is left here.
-        pinned: for copies from a GPU.
+        device: where copies come from. Memory is pinned for a GPU.
     """
 
     lasting = True
 
-    def __init__(self, name: str, watched_pid: int, linger_s: float, pinned: bool = False) -> None:
+    def __init__(self, name: str, watched_pid: int, linger_s: float, device: torch.device = _CPU) -> None:
         self._name = name
         self._arguments = (str(watched_pid), str(linger_s))
-        self._pinned = pinned
+        self._device = device
         self._connection: socket.socket | None = None
         self._mapped: dict[int, Tensor] = {}
 
@@ -257,8 +259,8 @@ class SharedMemory:
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 _check_size(descriptor, num_bytes)
                 memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
-                if self._pinned:
-                    _pin(memory)
+                if self._device.type == "cuda":
+                    pin(memory, self._device)
                 self._mapped[number] = memory
             return self._mapped[number]
         finally:
@@ -317,7 +319,7 @@ class SharedMemory:
             self._connection = None
 
 
-def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned: bool) -> NodeMemory:
+def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, device: torch.device) -> NodeMemory:
     """Return the memory for the snapshots of a run at `uri`, whose secret is `key`, in a worker of its `owner`."""
     # torchrun starts ranks again, the first of which owns the run each time.
     watched = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
@@ -326,7 +328,7 @@ def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, pinned
     # A process that trains alone, by `fit`, would leave the copies to nobody.
     if not watched and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         return ProcessMemory()
-    return SharedMemory(memory_server.server_name(uri, key), watched, linger_s, pinned)
+    return SharedMemory(memory_server.server_name(uri, key), watched, linger_s, device)
 
 
 def _check_size(descriptor: int, num_bytes: int) -> None:
@@ -335,8 +337,3 @@ def _check_size(descriptor: int, num_bytes: int) -> None:
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if found_bytes < num_bytes or not sealed:
         raise OSError(f"the server gives {found_bytes} bytes, where {num_bytes} of fixed length are needed")
-
-
-def _pin(memory: Tensor) -> None:
-    # Where it fails, copies from the device are slower, and no less right.
-    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

@@ -310,8 +310,7 @@ class WorkerState:
                 owner = read_owner(directory.store)
             self.command = owner.token if owner else ""
             key = read_key(directory.store)
-            pinned = self.precision.device.type == "cuda"
-            self._memory = open_memory(owner, key, directory.uri, self._config.recovery.wait_s, pinned)
+            self._memory = open_memory(owner, key, directory.uri, self._config.recovery.wait_s, self.precision.device)
         return self._memory
 
     def leave_run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -19,14 +20,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from app.checkpoint import memory_server
 from app.checkpoint.node_memory import Buffer, Label, ProcessMemory, SharedMemory, SnapshotId, open_memory
 from app.run.owner import Owner
+from tests.dist.like_cuda import DEVICE, OUT_OF_MEMORY, LikeCuda, behave_like_cuda
 
 OLD, NEW = SnapshotId(10, 1, 1), SnapshotId(20, 1, 1)
 NUM_BYTES = 100_000
 LINGER_S = 30.0
+CPU = torch.device("cpu")
 OPENED: list[SharedMemory] = []
 # How many bytes a process gets for an answer.
 STRANGER = """
@@ -67,8 +71,8 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def memory_of(name: str, watched_pid: int = 0, linger_s: float = LINGER_S) -> SharedMemory:
-    OPENED.append(SharedMemory(name, watched_pid, linger_s))
+def memory_of(name: str, watched_pid: int = 0, linger_s: float = LINGER_S, device: torch.device = CPU) -> SharedMemory:
+    OPENED.append(SharedMemory(name, watched_pid, linger_s, device))
     return OPENED[-1]
 
 
@@ -187,7 +191,7 @@ def test_copies_end_with_torchrun_and_outlive_a_command_of_ray(
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     owner = Owner(1, "token", socket.gethostname(), os.getpid() if pid else os.getppid(), 1.0)
-    memory = open_memory(owner, "key", "uri", LINGER_S, False)
+    memory = open_memory(owner, "key", "uri", LINGER_S, CPU)
     if expected is None:
         assert isinstance(memory, ProcessMemory)
     else:
@@ -345,3 +349,58 @@ def test_garbage_ends_one_connection_and_nothing_else(name: str) -> None:
             connection.send(packet)
             assert connection.recv(1000) == b""
     assert len(memory.stored()) == 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[LikeCuda]:
+    twin = behave_like_cuda(monkeypatch)
+    yield twin
+    while OPENED:
+        OPENED.pop().close()
+    assert twin.mistakes == []
+    assert twin.registered == {}
+
+
+def copies_of(memory: SharedMemory, cuda: LikeCuda, num_bytes: int, first_step: int) -> None:
+    """Copy two states of `num_bytes`, and check what others read of them."""
+    for step in (first_step, first_step + 1):
+        snapshot = SnapshotId(step, 1, 1)
+        memory.keep([SnapshotId(step - 1, 1, 1), snapshot])
+        state = torch.randint(255, (num_bytes,), dtype=torch.uint8)
+        buffer = memory.take(num_bytes)
+        cuda.copy(state, buffer.bytes[:num_bytes])
+        cuda.synchronize()
+        cuda.launch()
+        memory.commit(buffer, Label(snapshot, "", ((0, 0, num_bytes),)))
+        other = memory_of(memory._name)
+        (number,) = [number for number, label in other.stored().items() if label.snapshot == snapshot]
+        assert torch.equal(other.open(number)[:num_bytes], state)
+        other.close()
+    gc.collect()
+
+
+@pytest.mark.parametrize("num_parts", [(4, 3, 4), (3, 4, 3)])
+def test_pinned_memory_is_unregistered_before_it_is_unmapped(
+    name: str, cuda: LikeCuda, num_parts: tuple[int, ...]
+) -> None:
+    """Worlds of other sizes cut the state into other parts, whose memory comes to lie at the same addresses."""
+    memory = memory_of(name, device=DEVICE)
+    for generation, parts in enumerate(num_parts):
+        copies_of(memory, cuda, 24 * 2**20 // parts, 10 * generation + 1)
+        memory.keep([])
+        assert len(cuda.registered) == 2
+    memory.close()
+    copies_of(memory, cuda, 2**20, 100)
+
+
+def test_a_copy_under_way_ends_before_its_memory_is_unregistered(name: str, cuda: LikeCuda) -> None:
+    memory = memory_of(name, device=DEVICE)
+    cuda.copy(torch.ones(NUM_BYTES, dtype=torch.uint8), memory.take(NUM_BYTES).bytes)
+    memory.close()
+
+
+def test_copies_go_on_unpinned_where_cuda_refuses_memory(name: str, cuda: LikeCuda) -> None:
+    memory = memory_of(name, device=DEVICE)
+    cuda.refuses = OUT_OF_MEMORY
+    copies_of(memory, cuda, NUM_BYTES, 1)
+    assert cuda.registered == {}
