@@ -268,11 +268,11 @@ def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts
     if dist.get_rank() not in ranks:
         return None
     backend = group._get_backend(device)
-    # Each collective takes its limit from the group when it is launched.
-    backend._set_default_timeout(timeouts.collective)
     first = torch.zeros(1, device=device)
     group.allreduce([first]).wait()
     torch.cuda.current_stream().synchronize()
+    # Not before: where connecting fails, the abort waits for the group's time-out.
+    backend._set_default_timeout(timeouts.collective)
     return NcclCommunicator(group, lambda: _abort_soon(backend, timeouts.silence_s), 2 * timeouts.silence_s)
 
 

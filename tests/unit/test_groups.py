@@ -195,7 +195,7 @@ def test_a_failure_while_nccl_connects_is_a_lost_peer_and_leaves_no_group(monkey
         dist.new_group([0], backend="broken")
         raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp")
 
-    dist.Backend.register_backend("broken", lambda _, rank, size, limit: Broken(rank, size), devices=["cpu"])
+    dist.Backend.register_backend("broken", lambda _, rank, size, limit: Broken(rank, size), devices=["cpu"])  # type: ignore[call-arg]
     monkeypatch.setattr(groups, "connect", connect)
     with pytest.raises(PeerLost, match="NCCL timeout"):
         Groups.form(dist.HashStore(), 0, 1, 1, torch.device("cpu"), Timeouts())
@@ -205,11 +205,12 @@ def test_a_failure_while_nccl_connects_is_a_lost_peer_and_leaves_no_group(monkey
 
 def test_an_abort_does_not_wait_for_a_launch_that_hangs() -> None:
     launching, may_go_on, aborted = threading.Event(), threading.Event(), threading.Event()
+    told: list[bool] = []
 
     class Hanging(FakeGroup):
         def allreduce(self, tensors: list[torch.Tensor]) -> Any:
             launching.set()
-            may_go_on.wait(SOON_S)
+            told.append(may_go_on.wait(SOON_S))
 
     group: Any = Hanging()
     communicator = NcclCommunicator(group, aborted.set, SOON_S)
@@ -220,6 +221,7 @@ def test_an_abort_does_not_wait_for_a_launch_that_hangs() -> None:
     assert not aborted.is_set()
     may_go_on.set()
     launcher.join()
+    assert told == [True]  # the launch still hung when the abort had returned
     assert aborted.wait(SOON_S)
 
 
