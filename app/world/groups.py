@@ -47,8 +47,9 @@ _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 # The text cannot tell a peer that is gone from one that cannot be reached; the coordinator knows who lives.
 _MARKS = ("/gloo/", "caused pair closure")
 # Texts of gloo, NCCL and their stores that an error of the user's own code may have too.
-_DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
 _COMMON_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+# A failure of this rank's own GPU, in torch's words and in NCCL's.
+_DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
 # Code that calls collectives: this program, and of torch what C++ raises through, that of `loss.backward()` included.
 _TORCH = Path(torch.__file__).parent
 _CALLERS = (
