@@ -1,5 +1,6 @@
 """A worker process: it outlives attempts."""
 
+import gc
 import traceback
 
 import torch
@@ -8,7 +9,6 @@ from app.components.worker_state import WorkerState
 from app.config import Config
 from app.errors import as_exception
 from app.faults.corruption import Corrupted
-from app.faults.out_of_memory import OutOfMemory
 from app.parallel import arrange
 from app.rescue import announce_end, rescue
 from app.run.directory import RunDirectory
@@ -84,12 +84,14 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             finally:
                 world.groups.abort()
                 _clear_frames(error)
-                if isinstance(error, OutOfMemory) and runtime.device.type == "cuda":
-                    torch.cuda.empty_cache()  # of parts that are too large for what comes
         finally:
             world.progress.leave()
             world.groups.destroy()
             worker.close_attempt()
+            if runtime.device.type == "cuda":
+                # What is cached for the attempt's streams serves no other stream, and NCCL allocates beside torch.
+                gc.collect()
+                torch.cuda.empty_cache()
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
-import torch
 import torch.distributed as dist
 
 from app.balance.shares import LABEL
@@ -27,7 +26,14 @@ from app.run.events import Checkpoint, Event
 from app.run.interrupts import unblock_sigterm
 from app.world.device import assigned_device
 from app.world.flight_recorder import FlightRecorder
-from app.world.groups import PeerLost, is_peer_loss, prefer_interface_of, recover_in_process, serve_store
+from app.world.groups import (
+    PeerLost,
+    is_out_of_memory,
+    is_peer_loss,
+    prefer_interface_of,
+    recover_in_process,
+    serve_store,
+)
 from app.world.progress import Limits, Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
@@ -86,7 +92,7 @@ class RayRuntime:
                 break
             try:
                 self._world = self._form(answer)
-            except PeerLost as error:
+            except (PeerLost, RuntimeError) as error:
                 # Once the coordinator has missed whoever did not come, it forms a world without them.
                 self.failed(0, error)
                 continue
@@ -231,7 +237,7 @@ def _kind(error: BaseException, attempt: int) -> str:
         return "numeric"
     if isinstance(error, Corrupted):
         return "corruption"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "oom"
     return "exception"
 

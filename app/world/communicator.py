@@ -113,19 +113,20 @@ class NcclCommunicator:
         self._abort = abort
         self._bound_s = bound_s
         # An abort frees the communicator, also under the hands of a thread that is launching.
-        self._lock = threading.Lock()
+        self._launching = threading.Lock()
+        self._ending_lock = threading.Lock()  # nobody launches under it
         self._ending: threading.Thread | None = None
         self.under_way: list[dist.Work] = []
 
     def sum(self, tensor: Tensor) -> None:
-        with self._lock:
+        with self._launching:
             if self._ending is None:
                 self.under_way.append(self.group.allreduce([tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        with self._lock:
+        with self._launching:
             if self._ending is None:
                 self.under_way.append(self.group.broadcast([tensor], options))
 
@@ -142,7 +143,8 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         # On a thread of its own: without heartbeats, which are this one, the coordinator takes this process for dead.
-        with self._lock:
+        # Nor does this one wait for a launch, which may connect to a peer that is gone.
+        with self._ending_lock:
             if self._ending is not None:
                 return
             ending = threading.Thread(target=self._end, daemon=True, name="abort")
@@ -151,7 +153,7 @@ class NcclCommunicator:
         threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
 
     def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has failed already
+        with self._launching, contextlib.suppress(RuntimeError):  # it has failed already
             self._abort()
 
     def _bound(self, ending: threading.Thread) -> None:

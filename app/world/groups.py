@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 _MARKS = ("/gloo/", "caused pair closure")
 # Texts of gloo, NCCL and their stores that an error of the user's own code may have too.
 _COMMON_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+# A failure of this rank's own GPU, in torch's words and in NCCL's.
+_DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
 # Code that calls collectives: this program, and of torch what C++ raises through, that of `loss.backward()` included.
 _TORCH = Path(torch.__file__).parent
 _CALLERS = (
@@ -83,6 +85,7 @@ class Groups:
 
         Raises:
             PeerLost: a member did not come, or died while forming.
+            RuntimeError: this rank's device has failed, or has no memory left.
         """
         before = _open_sockets()
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
@@ -99,7 +102,9 @@ class Groups:
             sockets = _opened_since(before)
             communicator = connect(device, aborted, timeouts)
         except (RuntimeError, dist.DistError) as error:
-            _destroy()  # one of them may have formed
+            _destroy(abort=True)  # one of them may have formed
+            if is_own_fault(error):
+                raise
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (None, control):
             _set_pg_timeout(timeouts.collective, group)
@@ -137,6 +142,8 @@ class Groups:
             # Every rank forms all of them, in one order, as torch wants it.
             formed = [connect_part(ranks, device, self.aborted, self.timeouts) for ranks in (*across, *within)]
         except (RuntimeError, dist.DistError) as error:
+            if is_own_fault(error):
+                raise
             raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
         if device.type != "cuda":  # NCCL's are its own to close
             self.sockets.update(_opened_since(before))
@@ -203,7 +210,7 @@ class Groups:
                 communicator.synchronize()
             left += communicator.under_way
         self._abandon_if_stuck(left)
-        _destroy()
+        _destroy(abort=self.aborted.is_set())
 
     def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
         # The end of a group waits for its threads. One that is stuck keeps its group, until the process ends.
@@ -256,6 +263,7 @@ def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(bound_s))
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0
+    options._timeout = timeouts.form  # or torch warns that the argument below is another one
     # Given its device, the group connects now.
     group = dist.new_group(list(ranks), timeouts.form, "nccl", pg_options=options, device_id=device)
     if dist.get_rank() not in ranks:
@@ -264,9 +272,15 @@ def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts
     first = torch.zeros(1, device=device)
     group.allreduce([first]).wait()
     torch.cuda.current_stream().synchronize()
+    # Not before: where connecting fails, the abort waits for the group's time-out.
+    backend._set_default_timeout(timeouts.collective)
+    return NcclCommunicator(group, lambda: _abort_soon(backend, timeouts.silence_s), 2 * timeouts.silence_s)
+
+
+def _abort_soon(backend: Any, limit_s: float) -> None:
     # Torch's abort waits for at most the group's time-out, and the limit of a collective is half an hour.
-    backend._set_default_timeout(timedelta(seconds=timeouts.silence_s))
-    return NcclCommunicator(group, backend.abort, 2 * timeouts.silence_s)
+    backend._set_default_timeout(timedelta(seconds=limit_s))
+    backend.abort()
 
 
 def recover_in_process() -> None:
@@ -278,9 +292,30 @@ def recover_in_process() -> None:
         os.environ.setdefault(name, value)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that this rank's device or host has no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return _names_device(error) and "out of memory" in str(error).lower()
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an error says that this rank's own device has failed, or has no memory left."""
+    return is_out_of_memory(error) or _names_device(error)
+
+
+def _names_device(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_MARKS)
+
+
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether an error says that a peer cannot be reached, rather than that the code is wrong."""
-    if isinstance(error, PeerLost | dist.DistError):
+    if isinstance(error, PeerLost):
+        return True
+    if is_own_fault(error):
+        return False  # NCCL reports a failure of the device too
+    if isinstance(error, dist.DistError):
         return True
     if not isinstance(error, RuntimeError):
         return False
@@ -318,9 +353,18 @@ def prefer_interface_of(address: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", all that begin so
 
 
-def _destroy() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _destroy(abort: bool) -> None:
+    if not dist.is_initialized():
+        return
+    # In torch's order, but for torch the first group that raises is the last: the default group would stay.
+    for group in sorted(_world.pg_names, key=lambda each: _world.pg_names[each], reverse=True):
+        if abort:  # or the end of a communicator that is still connecting waits for its peers
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        with contextlib.suppress(RuntimeError):
+            group.shutdown()
+    _world.pg_names.clear()  # of those that torch would shut down again
+    dist.destroy_process_group()
 
 
 def _open_sockets() -> dict[int, int]:

@@ -7,15 +7,20 @@ import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
+from app.orchestration.worker_runtime import _kind
+from app.world import groups
 from app.world.communicator import NcclCommunicator
 from app.world.groups import Groups, PeerLost, is_peer_loss, serve_store
+from app.world.timeouts import Timeouts
 from tests.command import ROOT
 
 SOON_S = 10.0
@@ -139,3 +144,92 @@ def test_an_error_of_the_users_code_that_mentions_a_socket_is_no_lost_peer(
     file: Path, message: str, expected: bool
 ) -> None:
     assert is_peer_loss(raised_at(file, message)) is expected
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+ECC = "uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (dist.DistBackendError(f"{NCCL}remote process exited or there was a network error"), "peer"),
+        (dist.DistBackendError(f"{NCCL}unhandled system error, Last error: socketProgress: Connection closed"), "peer"),
+        (dist.DistBackendError(f"{NCCL}unhandled cuda error\nLast error:\nCuda failure 214 '{ECC}'"), "exception"),
+        (dist.DistBackendError(f"{NCCL}unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), "oom"),
+        (RuntimeError(f"CUDA error: {ECC}"), "exception"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "exception"),
+        (RuntimeError("CUDA error: out of memory"), "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom"),
+        (RuntimeError(GLOO), "peer"),
+        (PeerLost("the world was aborted"), "peer"),
+    ],
+)
+def test_an_error_of_the_own_device_is_no_lost_peer(error: BaseException, kind: str) -> None:
+    assert _kind(error, attempt=1) == kind
+
+
+class Broken(dist.ProcessGroup):
+    """Raises at its end, as NCCL does in an error state, unless it was aborted before."""
+
+    calls: ClassVar[list[str]] = []
+
+    @property
+    def pg_name(self) -> str:
+        return str(_world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.pg_name
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        raise dist.DistBackendError("NCCL error: remote error")
+
+
+def test_a_failure_while_nccl_connects_is_a_lost_peer_and_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: Any) -> None:
+        dist.new_group([0], backend="broken")
+        raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp")
+
+    dist.Backend.register_backend("broken", lambda _, rank, size, limit: Broken(rank, size), devices=["cpu"])  # type: ignore[call-arg]
+    monkeypatch.setattr(groups, "connect", connect)
+    with pytest.raises(PeerLost, match="NCCL timeout"):
+        Groups.form(dist.HashStore(), 0, 1, 1, torch.device("cpu"), Timeouts())
+    assert Broken.calls == ["abort", "shutdown"]
+    assert not dist.is_initialized()
+
+
+def test_an_abort_does_not_wait_for_a_launch_that_hangs() -> None:
+    launching, may_go_on, aborted = threading.Event(), threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    class Hanging(FakeGroup):
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            launching.set()
+            told.append(may_go_on.wait(SOON_S))
+
+    group: Any = Hanging()
+    communicator = NcclCommunicator(group, aborted.set, SOON_S)
+    launcher = threading.Thread(target=communicator.sum, args=(torch.ones(1),))
+    launcher.start()
+    assert launching.wait(SOON_S)
+    communicator.abort()
+    assert not aborted.is_set()
+    may_go_on.set()
+    launcher.join()
+    assert told == [True]  # the launch still hung when the abort had returned
+    assert aborted.wait(SOON_S)
+
+
+def test_the_short_time_out_is_for_an_abort_alone() -> None:
+    calls: list[str] = []
+    backend = SimpleNamespace(
+        _set_default_timeout=lambda limit: calls.append(f"{limit.total_seconds():g} s"),
+        abort=lambda: calls.append("abort"),
+    )
+    groups._abort_soon(backend, 5.0)
+    assert calls == ["5 s", "abort"]
