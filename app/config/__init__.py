@@ -1,4 +1,4 @@
-"""The configuration of a run: its schema, how a file is read (load), and what a resume may change (identity)."""
+"""Define, load and compare the configuration of a run."""
 
 from app.config.base import Every as Every
 from app.config.base import Target as Target

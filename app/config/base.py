@@ -1,4 +1,4 @@
-"""The parts of the schema: a frozen section, the user's own code as a section, and the scalars that sections hold."""
+"""Base classes and scalar types of the configuration schema."""
 
 import re
 from dataclasses import dataclass
@@ -21,25 +21,28 @@ from pydantic.types import PositiveFloat, PositiveInt
 
 
 class Section(BaseModel):
-    """A part of the configuration. It is frozen, refuses unknown keys and checks its defaults."""
+    """Frozen part of the configuration that refuses unknown keys.
+
+    Default values are checked like values that the user gives.
+    """
 
     model_config = ConfigDict(
         frozen=True,
-        # A misspelt key that is passed over in silence costs a whole run.
+        # A misspelt key that is silently ignored would waste a whole run.
         extra="forbid",
         allow_inf_nan=False,
-        # A default may break a rule too, once a field beside it is set.
+        # A default can break a rule as well, once the user sets another field of the section.
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        # The arguments of a target may be infinite, and must be written so that they load back equal.
+        # The arguments of a target may be infinite. This format loads back as an equal value.
         ser_json_inf_nan="constants",
     )
 
     @model_validator(mode="before")
     @classmethod
     def true_is_no_number(cls, values: Any) -> Any:
-        # To Python it is 1, and `steps: true` would be a run of one step. As a word it is refused like any other.
+        # Python treats True as 1, so `steps: true` would be a run of one step. Pydantic refuses the text "true".
         if not isinstance(values, dict):
             return values
         found = dict(values)
@@ -60,10 +63,10 @@ def _without_bools(value: Any) -> Any:
 
 
 class Target(Section):
-    """The user's own code, in place of a built-in kind."""
+    """Section that names the user's code in place of a built-in kind."""
 
     kind: Literal["target"] = "target"
-    # What is in brackets is the name of an object that a program has given to `app.fit`.
+    # A name in angle brackets stands for an object that a program passed to `app.fit`.
     target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
     """what to call, as "package.module:callable"; the working directory is on the import path"""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -86,12 +89,12 @@ def _as_pattern(value: str) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    # Not a bool: whether `yes` meant "yes", "true" or "1" is for the user to say.
+    # A bool is refused: YAML reads `yes` as True, and the user may have meant "yes", "true" or "1".
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _as_writable(value: str) -> str:
-    if "\0" in value:  # which no path can hold, and YAML can name
+    if "\0" in value:  # YAML can write NUL, but no path can contain it
         raise ValueError("must not have NUL in it")
     return value
 
@@ -108,7 +111,7 @@ Value = Annotated[str, BeforeValidator(_as_text)]
 _Ends = tuple[PositiveInt, PositiveInt]
 Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=PositiveInt | _Ends)]
 
-# Pydantic is told by the value's type which of the two is meant: it would report the errors of both otherwise.
+# The value's type selects the member of the union. Without the tags pydantic would report the errors of both members.
 BALANCES = ("a known balance", "weights")
 Balance = Annotated[
     Annotated[Literal["even", "speed"], Tag(BALANCES[0])]
@@ -127,21 +130,21 @@ Unit = Literal["steps", "epochs", "minutes", "seconds"]
 
 @dataclass(frozen=True)
 class Every:
-    """A period: a count of steps, epochs, minutes or seconds."""
+    """Period as a count of steps, epochs, minutes or seconds."""
 
     count: int | float
     unit: Unit
 
     @classmethod
     def parse(cls, value: Any) -> "Every":
-        """Read "200 steps", "1 epoch", "2.5 minutes"."""
+        """Parse a period such as "200 steps", "1 epoch" or "2.5 minutes"."""
         if isinstance(value, Every):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
         if match:
             count = float(match[1])
             whole = count.is_integer()
-            # Half a step is no step; half an epoch or half a minute is fine.
+            # A step cannot be divided. Half an epoch or half a minute is valid.
             if count > 0 and (whole or match[2] != "step"):
                 return cls(int(count) if whole else count, cast(Unit, f"{match[2]}s"))
         raise ValueError('must be a count and a unit, such as "200 steps", "3 epochs" or "5 minutes"')

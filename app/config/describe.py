@@ -1,4 +1,4 @@
-"""Describe the configuration to a reader: every key with what it means, as YAML that holds the defaults."""
+"""Describe every configuration key, as YAML with the defaults."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -16,7 +16,10 @@ _REQUIRED = "..."
 
 
 def describe(sections: Iterable[str]) -> str:
-    """Return YAML with the default of every key of these sections, and the other kinds of each as comments."""
+    """Return YAML with the defaults of these sections.
+
+    The other kinds of each section are added as comments.
+    """
     config = parse_config("", "run.yaml")
     lines: list[str] = []
     for name in sections:
@@ -39,9 +42,9 @@ def describe(sections: Iterable[str]) -> str:
 
 
 def _keys(section: type[Section], value: Section | None) -> Iterator[str]:
-    """Yield a line for each key of a section, below the lines that say what it means."""
+    """Yield the description and default of each key of a section."""
     known = {} if value is None else value.model_dump(mode="json")
-    # The kind, which a section may have from one of several bases, comes first.
+    # The kind is inherited in some sections, so the order of fields does not always put the kind first.
     for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] != "kind"):
         if field.description:
             yield f"# {' '.join(field.description.split())}"
@@ -50,7 +53,7 @@ def _keys(section: type[Section], value: Section | None) -> Iterator[str]:
 
 
 def kinds_in(annotation: Any) -> list[type[Section]]:
-    """Return the sections that a value of this type may be or hold."""
+    """Return the sections that a value of this type may contain."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [kind for member in get_args(annotation) for kind in kinds_in(member)]
@@ -61,7 +64,7 @@ def _in_one_line(kind: type[Section]) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a key as YAML; "..." for a key that has to be given."""
+    """Return the default of a key as YAML, "..." if required."""
     if field.is_required():
         return _REQUIRED
     value = field.get_default(call_default_factory=True)

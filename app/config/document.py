@@ -1,4 +1,4 @@
-"""A configuration as written: YAML and KEY=VALUE overrides, with the line of every key."""
+"""Read YAML and KEY=VALUE overrides, with the line of every key."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,22 @@ import yaml
 from app.errors import ConfigError, Problem
 
 Keys = tuple[str, ...]
-# As a line number: problems are told in the order of lines, and overrides come after the last line of any file.
+# Line number of overrides. Problems are reported in the order of lines, and overrides follow the last line of any file.
 OVERRIDE = 10**9
-_MOST_BYTES = 2**21  # PyYAML takes a second for each megabyte
+_MOST_BYTES = 2**21  # PyYAML needs about a second for each megabyte
 _DEEPEST = 50
-_MOST_ALIASED = 10_000  # values that aliases stand for: with anchors in anchors, a few lines name any number of them
+_MOST_ALIASED = 10_000  # values that aliases expand to: a few lines of nested anchors can expand to any number
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)|[-+]?0[xb][0-9a-fA-F_]+")
 
 
-# Classes of our own: a resolver added to PyYAML's would change YAML for the user's code in this process as well.
+# The loader and dumper are subclasses, because a resolver added to PyYAML's own classes would also change YAML for the
+# user's code in this process.
 class Loader(yaml.SafeLoader):
-    """Reads YAML of any origin in bounded time, and takes nothing for a number that does not look like one."""
+    """YAML loader with bounded time and strict numbers.
+
+    The loader limits depth and aliases, so that an untrusted file cannot stall the command. Text that only YAML 1.1
+    reads as a number stays text.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -51,15 +56,21 @@ class Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (AttributeError, LookupError, TypeError, ValueError):  # PyYAML's constructors do not check their text
+        except (AttributeError, LookupError, TypeError, ValueError):  # PyYAML's constructors do not validate their text
             _refuse(f"not a valid {node.tag.rpartition(':')[2]}", node)
 
     def construct_date(self, node: yaml.ScalarNode) -> str:
-        """Return the text of a date: no key takes a date, and people name runs after the day."""
+        """Return the text of a date.
+
+        No key takes a date, and users name runs after the day.
+        """
         return str(self.construct_scalar(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return an int or float. What YAML 1.1 reads as another number than it says stays text: 1:30, 010."""
+        """Return an int or float, or text for an ambiguous number.
+
+        YAML 1.1 reads 1:30 in base 60 and 010 in base 8, so both stay text.
+        """
         text = str(self.construct_scalar(node))
         is_int = node.tag.endswith(":int")
         if ":" in text or (is_int and not _DECIMAL.fullmatch(text)):
@@ -79,8 +90,8 @@ class Dumper(yaml.SafeDumper):
     pass
 
 
-# YAML 1.1 takes 1e-3 for text, because it has no point; nobody who writes a learning rate means that. The dumper has to
-# know as well, or it would write the text "1e-3" without quotes.
+# YAML 1.1 reads 1e-3 as text, because the number has no point, but a user who writes 1e-3 means a number. The dumper
+# needs the same resolver; otherwise the dumper would write the text "1e-3" without quotes.
 for _resolver in (Loader, Dumper):
     _resolver.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), list("-+0123456789")
@@ -88,13 +99,19 @@ for _resolver in (Loader, Dumper):
 
 
 def read_text(path: Path, file: str) -> str:
-    """Read a configuration that errors call `file`. Raises ConfigError, also if it is too long."""
+    """Read a configuration file as text.
+
+    `file` names the file in errors. Raises ConfigError if the file is too long or not UTF-8.
+    """
     with path.open("rb") as stream:
         return decoded(stream.read(_MOST_BYTES + 1), file)
 
 
 def decoded(data: bytes, file: str) -> str:
-    """Return the text of a configuration. Raises ConfigError if it is none."""
+    """Return the text of a configuration.
+
+    Raises ConfigError if `data` is too long or not UTF-8.
+    """
     if len(data) > _MOST_BYTES:
         what = f"more than {_MOST_BYTES} bytes, the most that a configuration may have: is it another file?"
         raise ConfigError([Problem(file, "", what)])
@@ -107,7 +124,7 @@ def decoded(data: bytes, file: str) -> str:
 
 
 class Document:
-    """A configuration as a plain tree, with the line of each key and the problems found so far."""
+    """Configuration as a plain tree, with key lines and problems."""
 
     def __init__(self, text: str, file: str) -> None:
         self._file = file
@@ -124,8 +141,11 @@ class Document:
             self.tree = {}
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Set each KEY=VALUE. VALUE is read as YAML, or as text where it is not YAML (such as *.txt)."""
-        # Kinds first: a new kind drops what the file said of the former, but must not drop what another override says.
+        """Set each KEY=VALUE.
+
+        VALUE is read as YAML, or as text if VALUE is not valid YAML (such as *.txt).
+        """
+        # Kinds are set first: a new kind removes the file's keys of the former kind, but must keep the other overrides.
         for override in sorted(overrides, key=lambda each: not each.partition("=")[0].endswith((".kind", ".target"))):
             key, equals, text = override.partition("=")
             path = tuple(key.split("."))
@@ -139,7 +159,10 @@ class Document:
                 self.problem(path, "must be given as section.key=value")
 
     def problem(self, path: Keys, what: str) -> None:
-        """Record what is wrong with `path`, at its line, or at its section's line if nobody wrote `path` itself."""
+        """Record a problem of a key, at the key's line.
+
+        A key that the configuration does not contain is reported at the line of its section.
+        """
         written = path
         while written not in self._lines:
             written = written[:-1]
@@ -152,13 +175,17 @@ class Document:
         return [problem for _, problem in sorted(self._found, key=itemgetter(0))]
 
     def _read(self, text: str, path: Keys, line: int | None = None) -> Any:
-        """Return the tree in `text`, which stands at `path`. Its keys are on their own lines, or all on `line`."""
-        # Lines are known to YAML's nodes only, not to the tree that is built from them.
+        """Return the tree that `text` holds and record its lines.
+
+        `path` is the place of the tree in the document. With `line` all keys are recorded on that line.
+        """
+        # Only YAML's nodes hold line numbers; the tree built from the nodes does not.
         loader = Loader(text)
         root = loader.get_single_node()
         if root is None:
             return None
-        # Before it is constructed, which puts the keys of a merge beside those that override them.
+        # The lines are recorded before construction, because construction mixes merged keys with the keys that override
+        # the merged ones.
         self._note_lines(root, path, line)
         return loader.construct_document(root)
 
@@ -173,7 +200,7 @@ class Document:
         for name, key, value in _children(node):
             line = all_on or key.start_mark.line + 1
             self._lines[*path, name] = line
-            # YAML takes the last of two equal keys without a word, and the first would be looked at for long.
+            # YAML silently uses the last of two equal keys, so the user would search at the first key for a long time.
             if name in first_lines:
                 first_line = first_lines[name]
                 where = f", first on line {first_line}" if first_line != line else ""
@@ -206,23 +233,26 @@ def _refuse(what: str, place: Any) -> NoReturn:
 
 
 def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
-    """Remove from `section` what setting `path` to `value` puts out of force."""
+    """Remove keys that setting `path` to `value` invalidates."""
     name = path[-1]
     if name in ("kind", "target"):
-        # Keys of another kind would be unknown to this one. A target may stand without its kind.
+        # The new kind would not know the keys of the former kind. A section with a target may omit its kind.
         former = section.get("kind", "target" if "target" in section else None)
         new = value if name == "kind" else "target"
         if former is not None and former != new:
             section.clear()
 
-    # A run has one length, in steps or in epochs: that of the override, not that of the file.
+    # A run has one length, in steps or in epochs. The length in the override replaces the length in the file.
     if path in (("run", "steps"), ("run", "epochs")) and value is not None:
         section.pop("steps", None)
         section.pop("epochs", None)
 
 
 def _children(node: yaml.Node) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield name, key node and value node of each child; an item of a sequence is its own key."""
+    """Yield name, key node and value node of each child.
+
+    An item of a sequence serves as its own key node.
+    """
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield str(key.value), key, value

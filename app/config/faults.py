@@ -1,4 +1,7 @@
-"""Faults that a configuration may inject, for drills and for users who want to see their own run recover."""
+"""Configuration of injected faults.
+
+Drills use injected faults, and users inject faults to see their own run recover.
+"""
 
 from typing import Annotated, Literal
 
@@ -11,12 +14,12 @@ Phase = Literal["loader", "forward", "collective", "checkpoint"]
 
 class Fault(Section):
     step: PositiveInt
-    """the step of the fault; one in a collective or a checkpoint strikes at the first of these from this step on"""
+    """the step of the fault; a fault in a collective or checkpoint strikes at the first one from this step on"""
     rank: NonNegativeInt = 0
-    """the worker that has this rank when the step comes"""
-    # By default once: attempts do the step again, and would never get beyond it.
+    """the rank, at that step, of the worker that the fault strikes"""
+    # The default is once: a later attempt repeats the step, and would fail again in each attempt.
     times: PositiveInt | None = 1
-    """how often it strikes in the whole run, attempts that do the step again included; null for every time"""
+    """how often the fault strikes in the whole run, including attempts that repeat the step; null for every time"""
 
 
 class FailAt(Fault):
@@ -32,13 +35,13 @@ class OomAt(Fault):
 
 
 class DrainAt(Fault):
-    """Let the worker ask to leave after the step."""
+    """Make the worker ask to leave after the step."""
 
     kind: Literal["drain_at"] = "drain_at"
 
 
 class NanAt(Fault):
-    """Make loss and gradient of the worker's microbatches NaN."""
+    """Set loss and gradient of the worker's microbatches to NaN."""
 
     kind: Literal["nan_at"] = "nan_at"
 
@@ -60,42 +63,44 @@ class KillAt(Fault):
 
 
 class HangAt(Fault):
-    """Stop the worker from doing anything, while its process and its connections live on."""
+    """Make the worker sleep, while its process and connections stay open."""
 
     kind: Literal["hang_at"] = "hang_at"
     phase: Phase = "forward"
     """the part of the step in which it strikes"""
     seconds: PositiveFloat | None = None
-    """how long the worker hangs; null for ever"""
+    """how long the worker hangs; null to hang for ever"""
 
 
 class FlipAt(Fault):
-    """Flip one bit of what the worker computes with, as a broken machine would, and go on."""
+    """Flip one bit of a tensor, as broken hardware does, and continue."""
 
     kind: Literal["flip_at"] = "flip_at"
     where: Literal["gradient", "activation", "weight"] = "gradient"
-    """in the gradient of a microbatch, in what a layer puts out in its forward, or before that in a weight, which stays
-    wrong"""
+    """the tensor that is changed: the gradient of a microbatch, the output of a layer in the forward, or a weight
+    before the forward; the weight stays wrong"""
     bit: Annotated[int, Field(ge=0, lt=64)] = 30
-    """0 is the lowest; of fp32 30 is the highest of the exponent, and 31 the sign. Modulo the bits that a number has"""
+    """the bit, 0 is the lowest; in fp32 bit 30 is the highest of the exponent and bit 31 the sign. The value is taken
+    modulo the bits of the number"""
     element: NonNegativeInt = 0
-    """chooses the parameter or layer, and the number in it; any integer will do"""
+    """selects the parameter or layer, and the number in the tensor; any integer is valid"""
     microbatch: NonNegativeInt = 0
-    """which of those that the worker runs in the step, from 0"""
+    """the index of the microbatch among the worker's microbatches of the step, from 0"""
     during: Literal["step", "recompute"] = "step"
-    """recompute strikes where the worker computes a microbatch a second time for audit.recompute, not in its own"""
+    """recompute strikes when the worker repeats another rank's microbatch for audit.recompute; step strikes in the
+    worker's own microbatches"""
 
 
 class SlowAt(Section):
-    """Lengthen every microbatch of some workers, as slower machines would."""
+    """Slow down every microbatch of some workers."""
 
     kind: Literal["slow_at"] = "slow_at"
     step: PositiveInt = 1
-    """the first step that is slowed"""
+    """the first slow step"""
     until: PositiveInt | None = None
-    """the first step that is not slowed any more; null to slow all"""
+    """the first step at normal speed again; null to slow all later steps"""
     ranks: tuple[NonNegativeInt, ...]
-    """the workers that have these ranks at the time"""
+    """the ranks, at that step, of the workers that are slowed"""
     ms: PositiveFloat
     """milliseconds added to each microbatch"""
 
@@ -107,4 +112,4 @@ AnyFault = Annotated[
 
 class FaultsConfig(Section):
     inject: tuple[AnyFault, ...] = ()
-    """the faults, each with its step"""
+    """the faults to inject, each with its step"""

@@ -1,12 +1,12 @@
-"""Compare configurations: which keys make them the same run, and which may change between its attempts."""
+"""Compare two configurations and classify the keys that differ."""
 
 from typing import Any, NamedTuple
 
 from app.config.schema import Config, LoaderConfig
 
-# Where and how a run executes: any of it may differ from one attempt to the next, and nobody need be told.
+# Keys that decide where and how a run executes. The keys may change between attempts without a message to the user.
 FREE = ("cluster.", "scaling.", "run.resume", *(f"data.{field}" for field in LoaderConfig.model_fields))
-# What the result follows from, together with the lists of steps and samples.
+# Keys that decide the result of the run and its lists of steps and samples. A resume refuses a change.
 IDENTITY = (
     "run.seed",
     "run.init_from",
@@ -15,11 +15,11 @@ IDENTITY = (
     "model.",
     "task.",
     "data.",
-    "optimizer.kind",  # another kind has another state: what a checkpoint holds would be of no use to it
+    "optimizer.kind",  # another kind of optimizer cannot load the state in a checkpoint
     "optimizer.target",
     "checkpoint.trainable_only",
 )
-# What the numbers of a step follow from as well, though a resume may change it.
+# Keys that change the results of a step too, but that a resume may change.
 NUMERICS = (
     "run.steps",
     "run.epochs",
@@ -37,7 +37,10 @@ NUMERICS = (
 
 
 class Change(NamedTuple):
-    """One key that differs; None stands for a key that one side lacks."""
+    """Key that differs between two configurations.
+
+    The value None stands for a key that one configuration lacks.
+    """
 
     key: str
     old: Any
@@ -47,13 +50,13 @@ class Change(NamedTuple):
 
     @property
     def numeric(self) -> bool:
-        """Return whether the numbers of a step may be others for it."""
+        """Return whether changing this key can change a step's results."""
         return self.identity or self.key.startswith(NUMERICS)
 
 
 def diff(old: Config, new: Config) -> list[Change]:
-    """Return every flat key in which two configurations differ, in the order of the schema."""
-    # As JSON, because that is what the change's line shows, and a tuple would differ from the list that was read.
+    """Return every flat key that differs, in schema order."""
+    # The values are compared as JSON, because the message shows JSON and a tuple would differ from an equal list.
     before = _flat(old.model_dump(mode="json"))
     after = _flat(new.model_dump(mode="json"))
     changes = []

@@ -1,4 +1,7 @@
-"""FILE and KEY=VALUE -> Config. Every problem at once: where, what, the value seen, the nearest name."""
+"""Load a configuration file and overrides into a Config.
+
+All problems are reported together, each with its line, the value found and the nearest valid name.
+"""
 
 import difflib
 import json
@@ -17,11 +20,11 @@ from app.config.schema import Config
 from app.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QUOTED = re.compile(r"'(.*?)'")  # a name in what pydantic says it expected
-# Pydantic names the member of a union among the keys of an error; nobody wrote these as keys.
+QUOTED = re.compile(r"'(.*?)'")  # a name in pydantic's list of expected values
+# Pydantic adds the member of a union to the keys of an error, although the configuration has no such key.
 UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES, *ORDERS)
-# What users of other trainers look for in vain: the nearest name would lead them astray, so they are told what there is
-# in its place.
+# Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
+# equivalent instead.
 _OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
     "data.shuffle": _OWN_ORDER,
@@ -38,7 +41,10 @@ _INSTEAD = {
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
-    """Read FILE as given, else in configs/, then apply the overrides. Raises ConfigError."""
+    """Read FILE and apply the overrides.
+
+    FILE is searched in the working directory, then in configs/. Raises ConfigError.
+    """
     for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
         try:
             if path.is_file():
@@ -51,10 +57,13 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in `text`. `file` names it in errors, and its stem names the run. Raises ConfigError."""
+    """Return the configuration that `text` holds.
+
+    `file` names the text in errors, and its stem is the default name of the run. Raises ConfigError.
+    """
     document = Document(text, file)
     document.override(overrides)
-    # A section of which only the name is written is None in YAML: it is left to its defaults.
+    # YAML reads a section without keys as None. Such a section gets its defaults.
     tree = {key: value for key, value in document.tree.items() if value is not None}
     run = tree.setdefault("run", {})
     if isinstance(run, dict):
@@ -64,7 +73,7 @@ def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] 
         config = Config.model_validate(tree)
     except ValidationError as invalid:
         _report(invalid.errors(include_url=False), document)
-    # A key that is given twice is a problem that only the document knows.
+    # Only the document detects keys that are given twice, so a valid tree may still have problems.
     problems = document.problems()
     if problems:
         raise ConfigError(problems)
@@ -72,14 +81,14 @@ def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] 
 
 
 def dump_config(config: Config) -> str:
-    """Write YAML that loads back equal."""
+    """Return the configuration as YAML that loads back equal."""
     tree = config.model_dump(mode="json")
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
 def _report(errors: list[ErrorDetails], document: Document) -> None:
-    """Record pydantic's errors as problems of the document, with the value seen and the nearest name."""
-    # A value that fits no member of a union has an error for each member; it is still one problem.
+    """Record pydantic's errors as problems of the document."""
+    # Pydantic reports a value that fits no member of a union once per member. The errors are merged into one problem.
     unmet: dict[Keys, list[ErrorDetails]] = {}
     for error in errors:
         path, section = _locate(error["loc"])
@@ -89,7 +98,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
             case "missing":
                 document.problem(path, "missing")
             case "rule":
-                # The rule was attached to a whole section, and says which key is meant.
+                # The rule belongs to a whole section, so the rule itself names the key.
                 document.problem(tuple(error["ctx"]["key"].split(".")), error["msg"])
             case "union_tag_invalid":
                 kind = error["input"]["kind"]
@@ -104,7 +113,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
 
 
 def _unmet(alternatives: list[ErrorDetails]) -> str:
-    """Write one sentence for a value that is none of what its field takes, such as "auto" or a number."""
+    """Return one sentence for a value that fits no alternative."""
     wanted: list[str] = []
     names: list[str] = []
     for error in alternatives:
@@ -115,7 +124,7 @@ def _unmet(alternatives: list[ErrorDetails]) -> str:
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
-    """Return the keys as written that an error is about, and the section in which the last of them lies."""
+    """Return an error's keys and the section of the last key."""
     keys: list[str] = []
     section: type[Section] = Config
     members: list[type[Section]] = [Config]  # the sections that the next key may lie in; several for a union
@@ -139,7 +148,7 @@ def _annotation(section: type[Section], key: str) -> Any:
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
-    """Return the sections in an annotation, however deep in unions and tuples."""
+    """Return the sections at any depth of an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     sections: list[type[Section]] = []
@@ -154,7 +163,7 @@ def _shortened(value: Any) -> str:
 
 
 def _instead(path: Keys) -> str:
-    """Return what there is in place of a key that other trainers have; "" if nothing is known."""
+    """Return the equivalent of another trainer's key, "" if unknown."""
     known = _INSTEAD.get(".".join(path))
     return f"; {known}" if known else ""
 

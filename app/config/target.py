@@ -1,4 +1,4 @@
-"""The user's own code, by name: `target: "package.module:callable"` and its `args`."""
+"""Load the user's code by name: `target: "package.module:callable"`."""
 
 import importlib
 import inspect
@@ -15,18 +15,22 @@ from app.config.base import Target
 from app.errors import ConfigError, Problem
 
 _PROGRAM = Path(__file__).parents[1]
-# What a process has given a name by `live_targets`. It is looked up where modules are, so that nobody who builds a
-# part of a run has to ask whether it came by an import path or as an object.
+# Objects that `live_targets` has given a name. `load_target` finds both objects and import paths, so the builders of a
+# run's parts need not distinguish the two.
 _live: dict[str, Callable[..., Any]] = {}
 
 
 def load_target(target: str, path: str = "target") -> Callable[..., Any]:
-    """Return the callable that `target` names. Raises ConfigError at the key `path` if there is none."""
+    """Return the callable that `target` names.
+
+    Raises ConfigError at the key `path` if the callable cannot be loaded.
+    """
     if target in _live:
         return _live[target]
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        # First, as under `python -m`: some wheels install a stray `tests` package, which would hide the user's.
+        # The working directory comes first, as under `python -m`: some wheels install a stray `tests` package, which
+        # would hide the user's package.
         sys.path.insert(0, here)
     name, _, attribute = target.partition(":")
     if name.startswith("<"):
@@ -34,7 +38,7 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
         raise _refusal(path, what)
     try:
         module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # it runs the user's code, which may be a script
+    except (Exception, SystemExit) as error:  # the import runs the user's code, which may be a script that exits
         raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
     try:
         found = operator.attrgetter(attribute)(module)
@@ -46,9 +50,13 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
 
 
 def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
-    """Call `target` with `args`. Raises ConfigError below the key `path` if it cannot be loaded or called with them."""
+    """Call `target` with `args` and return the result.
+
+    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    """
     builder = load_target(target, f"{path}.target")
-    # Bound before the call, so that a TypeError raised inside the user's code is not taken for wrong arguments.
+    # The arguments are bound before the call, so that a TypeError inside the user's code is not reported as wrong
+    # arguments.
     try:
         inspect.signature(builder).bind(**args)
     except TypeError as error:
@@ -59,7 +67,10 @@ def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
 
 
 def build_function(section: Target, path: str) -> Any:
-    """Return the function that a target is; one with args, or a class, is called with them, and returns it."""
+    """Return the function that a target names or builds.
+
+    A class, or a target with `args`, is called with `args`, and its result is the function.
+    """
     found = load_target(section.target, f"{path}.target")
     if section.args or isinstance(found, type):
         return build_target(section.target, section.args, path)
@@ -68,7 +79,7 @@ def build_function(section: Target, path: str) -> Any:
 
 @contextmanager
 def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let `load_target` find callables of this process, by their names, as long as the context is open."""
+    """Register callables by name for `load_target` within the context."""
     _live.update(objects)
     try:
         yield
@@ -78,7 +89,7 @@ def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
-    """Return why the import of the module `name` has failed: it is not there, or an error in it or below it."""
+    """Return why the import of the module `name` failed."""
     missing = error.name if isinstance(error, ImportError) else None
     if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
         return f"no module {missing} in {here} or among the installed packages{_hint(missing, here)}"
@@ -86,13 +97,16 @@ def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
 
 
 def _place_of(error: BaseException, here: Path) -> str:
-    """Return the innermost line in `here` that led to the error, as "file:line: "; "" if there is none."""
+    """Return the error's innermost line in `here` as "file:line: ".
+
+    Returns "" if no line of the traceback is in `here`.
+    """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno or 0))
     for file, line in reversed(places):
         path = Path(file)
-        # A virtual environment may lie there too.
+        # A virtual environment may be inside the working directory, and its files are not the user's.
         is_users = "site-packages" not in path.parts and not path.is_relative_to(_PROGRAM)
         if is_users and path.is_relative_to(here):
             return f"{path.relative_to(here)}:{line}: "
@@ -100,7 +114,7 @@ def _place_of(error: BaseException, here: Path) -> str:
 
 
 def _hint(module: str, here: Path) -> str:
-    """Return what to do if this program's own package hides the user's of the same name."""
+    """Return advice if this program's package hides the user's."""
     own = _PROGRAM.name
     has_the_same = (here / own).is_dir() or (here / f"{own}.py").is_file()
     if module.partition(".")[0] != own or not has_the_same or here == _PROGRAM.parent:

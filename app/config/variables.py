@@ -1,4 +1,4 @@
-"""The environment variables that workers get: which of the command's own, and with which values."""
+"""Select the environment variables that workers get."""
 
 from collections.abc import Mapping
 
@@ -7,15 +7,17 @@ from app.errors import ConfigError, Problem
 
 
 def given_variables(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the variables whose values stand in the configuration."""
+    """Return the variables whose values the configuration gives."""
     return {name: value for name, value in cluster.env.items() if value is not None}
 
 
 def taken_variables(cluster: ClusterConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the command hands on from its own environment: their values may be secrets.
+    """Return the variables that workers inherit from the command.
+
+    The values may be secrets.
 
     Raises:
-        ConfigError: one that the configuration names is not there.
+        ConfigError: the configuration names a variable that the command's environment lacks.
     """
     taken: dict[str, str] = {}
     for name, value in environment.items():

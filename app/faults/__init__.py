@@ -1,1 +1,1 @@
-"""What can go wrong in a step."""
+"""Detect, classify and inject faults of a step."""

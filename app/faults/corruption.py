@@ -1,6 +1,6 @@
-"""Which microbatch of a step is computed twice, by whom, and which rank has computed wrongly where the two differ.
+"""Choose microbatches to compute twice and identify the faulty rank.
 
-All of it is pure. On sound machines of one kind a microbatch has one gradient, to the bit, whoever computes it.
+All functions are pure. On sound machines of one kind a microbatch has the same gradient, bit for bit, on every rank.
 """
 
 from collections import Counter
@@ -11,32 +11,33 @@ from typing import NamedTuple
 from app.data.order import keyed_hash
 from app.plan import Microbatch, Plan
 
-_CHOICE = 19  # keeps these draws apart from all others of the seed
+_CHOICE = 19  # key that separates these draws from the other draws of the seed
 
 
 class Check(NamedTuple):
-    """A microbatch that two ranks compute in the same step."""
+    """Microbatch that two ranks compute in the same step."""
 
     microbatch: Microbatch
-    # The one that computes it anyway, as its first: so no sum of the step is taken in another order than without it.
+    # The rank that the plan assigns the microbatch to, as the rank's first one. So the check changes no order of sums.
     owner: int
     second: int
-    third: int | None  # computes it too where the two differ; None if there is nobody else
+    third: int | None  # computes the microbatch too if the two ranks differ; None if no other rank is of this kind
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all who may have to compute the microbatch."""
+        """Return the ranks that may have to compute the microbatch."""
         return (self.owner, self.second) if self.third is None else (self.owner, self.second, self.third)
 
 
 def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -> Check | None:
-    """Return the check of a step, None if it has none. All ranks, and all attempts of one world, choose alike.
+    """Return the check of a step, None if the step has none.
 
-    Each rank with work is as likely as any other to be checked, whatever its share.
+    All ranks, and all attempts with the same world, choose the same check. Each rank with work is equally likely to be
+    checked, whatever its share.
 
     Args:
-        every: one step in so many is checked.
-        kinds: of each rank's hardware. Only ranks of one kind are compared, as others round otherwise.
+        every: number of steps from one check to the next.
+        kinds: kind of hardware of each rank. Only ranks of one kind are compared, because kinds round differently.
     """
     if step % every or step in plan.skip:
         return None
@@ -45,7 +46,7 @@ def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -
     alike = Counter(kinds)
     owners = []
     for rank, (share, stop) in enumerate(zip(shares, accumulate(shares), strict=True)):
-        # A step that the end of the run has cut short does not fill all shares.
+        # The last step of a run may be too short to give each rank its share.
         has_work = share > 0 and stop - share < num_microbatches
         if has_work and alike[kinds[rank]] > 1:
             owners.append(rank)
@@ -59,32 +60,38 @@ def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -
 
 
 def differ(check: Check, digests: Sequence[int]) -> bool:
-    """Return whether owner and second have come to another gradient each. `digests` are those of all ranks."""
+    """Return whether owner and second computed different gradients.
+
+    Args:
+        digests: digest of each rank's gradient.
+    """
     return digests[check.owner] != digests[check.second]
 
 
 def odd_one_out(check: Check, digests: Sequence[int], again: Sequence[int]) -> int | None:
-    """Return the rank that has computed wrongly, None if that cannot be told.
+    """Return the rank that computed wrongly, None if undecidable.
 
     Args:
-        digests: of all ranks, which differ between owner and second.
-        again: what followed: the third's where there is one, else another one of both.
+        digests: digest of each rank; owner and second differ.
+        again: digests of the repetition, by the third rank if the check has one, else by owner and second.
     """
     if check.third is not None:
         witness = again[check.third]
         if witness == digests[check.owner]:
             return check.second
         return check.owner if witness == digests[check.second] else None
-    # Of two, one that does not come to the same twice is the odd one: what struck it has passed.
+    # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient.
     unsteady = [rank for rank in check.ranks if again[rank] != digests[rank]]
     return unsteady[0] if len(unsteady) == 1 else None
 
 
 class Corrupted(Exception):
-    """Ends the attempt on every rank alike, not the run: one rank has computed wrongly, and is to be replaced.
+    """Signal that one rank computed wrongly and must be replaced.
+
+    The exception ends the attempt on every rank, but not the run.
 
     Attributes:
-        rank: the one that has.
+        rank: the rank that computed wrongly.
         witness: the first rank whose state can be trusted.
     """
 

@@ -1,4 +1,4 @@
-"""Flip single bits in what a microbatch is computed with and comes to, as broken memory or processors do."""
+"""Flip single bits of tensors, as broken memory or processors do."""
 
 from typing import Any
 
@@ -13,18 +13,23 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
-    """Flip one bit of a tensor in place, behind autograd's back. Both numbers are counted on from 0 at the end."""
+    """Flip one bit of a tensor in place, unseen by autograd.
+
+    Args:
+        element: index of the number, modulo the size of the tensor.
+        bit: index of the bit from the lowest, modulo the bits of a number.
+    """
     if not tensor.numel():
         return
     width = 8 * tensor.element_size()
-    # `data`, as what is flipped may be needed by a backward, which would refuse a tensor that was changed openly.
+    # `data` hides the change from autograd, because a backward would refuse a saved tensor that was changed in place.
     place = tensor.data
     for size, at in zip(place.shape, _unravelled(element % place.numel(), place.shape), strict=True):
         assert at < size
         place = place[at]
     bits = place.view(_INTEGERS[tensor.element_size()])
     bit %= width
-    bits.bitwise_xor_(-(2 ** (width - 1)) if bit == width - 1 else 2**bit)  # the highest bit is the integer's sign
+    bits.bitwise_xor_(-(2 ** (width - 1)) if bit == width - 1 else 2**bit)  # 2**bit overflows at the sign bit
 
 
 def _unravelled(index: int, shape: torch.Size) -> list[int]:
@@ -36,13 +41,13 @@ def _unravelled(index: int, shape: torch.Size) -> list[int]:
 
 
 class Flips:
-    """Has flips strike in the forward and backward that follow, each once."""
+    """Flips to apply once in the next forward and backward."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
     def strike(self, fault: FlipAt, model: nn.Module) -> None:
-        """Flip a bit now, or as soon as what it is a bit of has been computed."""
+        """Flip a bit of a weight now, of a computed tensor later."""
         match fault.where:
             case "weight":
                 parameters = list(model.parameters())
@@ -54,7 +59,10 @@ class Flips:
                 self._strike_gradient(fault, model)
 
     def forget(self) -> None:
-        """Take back what has been announced, and not struck: a layer or parameter that was not used."""
+        """Remove flips that have not struck.
+
+        A flip stays pending if its layer or parameter was not used.
+        """
         while self._handles:
             self._handles.pop().remove()
 
@@ -63,7 +71,7 @@ class Flips:
         chosen = layers[fault.element % len(layers)]
 
         def flip(module: nn.Module, inputs: Any, output: Any) -> None:
-            handle.remove()  # once: a layer may run again, in the backward too
+            handle.remove()  # a layer may run again, even in the backward, and the flip must strike only once
             floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
             if floating:
                 flip_bit(floating[0], fault.element // len(layers), fault.bit)
@@ -75,7 +83,8 @@ class Flips:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         chosen = trained[fault.element % len(trained)]
 
-        # Before it is added to what is in the bucket, which may travel as soon as it is.
+        # A tensor hook runs before the gradient is added to the bucket. Later the bucket may already be on its way to
+        # the other ranks.
         def flip(gradient: Tensor) -> Tensor:
             handle.remove()
             flipped = gradient.clone()

@@ -1,4 +1,4 @@
-"""Judges the numbers of finished steps, before anything is built on them."""
+"""Judge the numbers of finished steps before they are used."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +15,25 @@ from app.run import events
 from app.run.ledger import PastLosses, StepStats
 from app.world.runtime import Runtime, World, publish_once
 
-_SHOWN = 8  # ids in a message; the event has more
-_TOLD = 64  # microbatches in the event
-_READ = 4  # microbatches that a rank reads again to find the sample
+_SHOWN = 8  # most ids in a message; the event has more
+_TOLD = 64  # most microbatches in the event
+_READ = 4  # most microbatches that a rank reads again to find the bad sample
 
 
 class Suspect(NamedTuple):
-    """A microbatch whose loss is not finite."""
+    """Microbatch whose loss is not finite."""
 
     microbatch: int
     samples: list[int]  # ids
-    not_finite: list[int]  # ids of those that hold a NaN or an infinity, as far as they could be read again
-    is_empty: bool  # the task has counted nothing in it
+    not_finite: list[int]  # ids of samples that contain NaN or infinity, if the samples could be read again
+    is_empty: bool  # whether the task counted 0 for the microbatch
 
 
 class Guard:
-    """Lets good steps pass, and ends the attempt at a bad one: on every rank alike, since all know the same numbers."""
+    """Filter that passes good steps and ends the attempt at a bad one.
+
+    All ranks get the same numbers, so all ranks end the attempt at the same step.
+    """
 
     def __init__(
         self,
@@ -51,12 +54,12 @@ class Guard:
         self._numerics = Numerics(config.recovery, world.amendments.skip, losses)
 
     def accept(self, finished: Iterable[StepStats]) -> Iterator[StepStats]:
-        """Yield the steps one by one as far as they are good.
+        """Yield the steps up to the first bad step.
 
         Raises:
-            BadStep: a step is not finite or spikes; it is to be left out.
-            TrainingError: it is, and too many have been left out already; or a task counts what cannot be a count, or
-                otherwise than its dataset.
+            BadStep: a step is not finite or spikes, and the next attempt must leave the step out.
+            TrainingError: a step is not finite and the run has left out too many steps already, or the count of a task
+                is invalid or differs from the count of its dataset.
         """
         for stats in finished:
             # A step that is left out has no numbers.
@@ -73,7 +76,7 @@ class Guard:
                 cause = _with(cause, self._named(stats, suspects))
                 event = events.Rollback(steps=steps, cause=cause, **_fields(suspects))
                 publish_once(event, self._runtime, self._world)
-                # Nobody leaves before it is written down: the next attempt has to know the steps to leave out.
+                # No rank leaves before the event is recorded: the next attempt reads the steps to leave out from it.
                 dist.barrier(self._world.groups.control)
                 raise BadStep(steps, cause)
             case Ignore(cause):
@@ -82,15 +85,16 @@ class Guard:
                 raise TrainingError(_with(why, self._named(stats, self._suspects(stats))))
 
     def _suspects(self, stats: StepStats) -> list[Suspect]:
-        """Return the microbatches of all ranks whose loss is not finite, in order. A collective, where the step is not.
+        """Return all ranks' microbatches whose loss is not finite.
 
-        A spike is a finite loss, which says nothing of where it comes from.
+        A collective if the step is not finite. A spike has no suspects: each of its losses is finite, so none stands
+        out.
         """
         if stats.finite:
             return []
         own = []
         for number, ((_, index, start, stop, _), is_empty) in enumerate(stats.suspects):
-            # A sample that is not finite shows in its own numbers. It is read where it was read before.
+            # Only the rank that trained on a microbatch reads its samples again, to find numbers that are not finite.
             not_finite = self._loader.not_finite(start, stop) if number < _READ else []
             own.append(Suspect(index, self._loader.ids(start, stop), not_finite, is_empty))
         by_rank: list[Any] = [None] * self._world.size
@@ -101,7 +105,7 @@ class Guard:
         return sorted(found)
 
     def _named(self, stats: StepStats, suspects: Sequence[Suspect]) -> str:
-        """Write where a step stopped being finite, "" if nothing can be said."""
+        """Describe where a step stopped being finite, "" if unknown."""
         if not suspects:
             return ""
         not_finite = _of_all(suspect.not_finite for suspect in suspects)

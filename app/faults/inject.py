@@ -1,6 +1,6 @@
-"""Faults by configuration: what strikes this rank in this attempt, and when.
+"""Inject the configured faults into this rank's steps.
 
-They are put around what a step is given (app/components/probes.py), so the loop has no line that asks for them.
+`app/components/probes.py` wraps the inputs of a step with the faults, so the training loop does not check for faults.
 """
 
 import math
@@ -38,11 +38,11 @@ _FOR_EVER_S = 1e9
 
 
 class InjectedFault(Exception):
-    """Stands for a bug in the user's code."""
+    """Exception that stands for a bug in the user's code."""
 
 
 class Faults:
-    """The faults that strike this rank in this attempt."""
+    """Faults that strike this rank in this attempt."""
 
     def __init__(self, wanted: Sequence[AnyFault], directory: RunDirectory, world: World, runtime: Runtime) -> None:
         self._store = directory.store
@@ -50,7 +50,7 @@ class Faults:
         self._runtime = runtime
         self._slow: list[SlowAt] = []
         self._mine: list[Fault] = []
-        self._to_flip: list[FlipAt] = []  # that have not struck in this attempt
+        self._to_flip: list[FlipAt] = []  # flips that have not struck in this attempt
         for fault in wanted:
             if isinstance(fault, SlowAt):
                 if world.rank in fault.ranks:
@@ -61,12 +61,12 @@ class Faults:
                 self._to_flip.append(fault)
             else:
                 self._mine.append(fault)
-        self._due: list[Fault] = []  # their step has begun, the phase they strike in has not
-        self._step = 0  # no fault is of step 0, which is the warm-up
+        self._due: list[Fault] = []  # faults whose step has begun, but whose phase has not
+        self._step = 0  # step 0 is the warm-up, in which no fault strikes
         self._factor = 1.0
         self._flips = Flips()
-        self._number = 0  # of the microbatch in the step
-        self.recomputed_step: int | None = None  # of a microbatch that is being computed a second time
+        self._number = 0  # index of the microbatch among this rank's microbatches of the step
+        self.recomputed_step: int | None = None  # step of the microbatch that this rank repeats now
 
     @property
     def active(self) -> bool:
@@ -74,13 +74,13 @@ class Faults:
         return bool(self._mine or self._slow or self._to_flip)
 
     def entering(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        """Yield the batches. The first one of a step arms the step's faults."""
+        """Yield the batches and arm each step's faults at its first batch."""
         for fetched in batches:
             if fetched.microbatch.step != self._step:
                 self._step = fetched.microbatch.step
                 self._factor = 1.0
                 self._number = -1
-                # Added to what is due: a fault in a checkpoint waits for the first one from its step on.
+                # Faults of earlier steps stay due: a fault in a checkpoint waits for the next checkpoint.
                 self._due += [fault for fault in self._mine if fault.step == self._step]
             self._number += 1
             self.reach("loader")
@@ -88,7 +88,7 @@ class Faults:
 
     @contextmanager
     def recomputing(self, step: int) -> Iterator[None]:
-        """Have what is computed within count as a microbatch of `step` that is computed a second time."""
+        """Treat computations within the context as a repeated microbatch."""
         self.recomputed_step = step
         try:
             yield
@@ -96,11 +96,11 @@ class Faults:
             self.recomputed_step = None
 
     def before_recomputing(self, model: nn.Module) -> None:
-        """Strike with what is meant for a microbatch that is computed a second time."""
+        """Inject the flips that are meant for a repeated microbatch."""
         self._flip(model, [each for each in self._to_flip if each.during == "recompute"], self.recomputed_step)
 
     def before_forward(self, model: nn.Module) -> None:
-        """Strike with what is due in a microbatch's forward."""
+        """Inject the faults that are due in a microbatch's forward."""
         own = [each for each in self._to_flip if each.during == "step" and each.microbatch == self._number]
         self._flip(model, own, self._step)
         for slow in self._slow:
@@ -117,12 +117,12 @@ class Faults:
                     self._flips.strike(fault, model)
 
     def corrupt(self, sums: Sums) -> Sums:
-        """Return what a task has computed, multiplied by what the step's faults say."""
-        # Not times 1.0, which would still cost a kernel on the device.
+        """Return a task's sums, with the loss scaled by the step's faults."""
+        # A multiplication by 1.0 would still cost a kernel on the device.
         return sums if self._factor == 1.0 else replace(sums, loss_sum=sums.loss_sum * self._factor)
 
     def signals(self, signals: Signals) -> Signals:
-        """Return what is requested of this rank, with the requests to leave that are due."""
+        """Return the rank's signals, with requests to leave that are due."""
         for fault in list(self._due):
             if isinstance(fault, DrainAt):
                 self._due.remove(fault)
@@ -131,7 +131,7 @@ class Faults:
         return signals
 
     def reach(self, phase: str) -> None:
-        """Strike with everything that is due in `phase`."""
+        """Inject the faults that are due in `phase`."""
         for fault in list(self._due):
             if _phase(fault) == phase and not isinstance(fault, DrainAt):
                 self._due.remove(fault)
@@ -139,12 +139,15 @@ class Faults:
                     self._strike(fault)
 
     def _claim(self, fault: Fault) -> bool:
-        """Return whether the fault strikes now: once in a step, and `times` in the run."""
+        """Return whether the fault strikes now, and count the strike.
+
+        A fault strikes once in a step, and `times` in the run.
+        """
         kind = type(fault).model_fields["kind"].default
         phase = _phase(fault)
         if fault.times is not None:
-            # Counted by files in the run directory, as the process that a fault strikes may be gone. For the same
-            # reason the file is there before it strikes.
+            # Strikes are counted by files in the run directory, because a fault may end this process. For the same
+            # reason the file is written before the fault strikes.
             name = f"{kind}-{phase}-step-{fault.step}-rank-{fault.rank}-time-"
             num_struck = sum(mark.startswith(name) for mark in self._store.list("faults"))
             if num_struck >= fault.times:

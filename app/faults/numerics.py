@@ -1,6 +1,6 @@
-"""What is wrong with the numbers of a step, and what follows from it.
+"""Decide whether the numbers of a step are bad and how to react.
 
-Every rank is given the same numbers in the same order (`StepStats`), so all decide alike without asking each other.
+Every rank gets the same numbers in the same order (`StepStats`), so all ranks decide alike without communication.
 """
 
 import math
@@ -12,22 +12,27 @@ from typing import NamedTuple
 from app.config import RecoveryConfig
 from app.run.ledger import PastLosses, StepStats
 
-# Losses: short beside a schedule, so the median follows the curve, and long enough to hold what is rare but ordinary.
-# With 128, a classifier that has nearly nothing left to learn raises an alarm for one hard sample in fifty.
+# Number of losses. The window is short compared with a schedule, so the median follows the curve, and long enough to
+# contain rare but ordinary losses. With 128 losses, a classifier that has almost converged raises an alarm for one hard
+# sample in fifty.
 _WINDOW = 512
-_ENOUGH = 32  # below it a MAD may be half of what it should be
-# Ten such deviations are a doubling. A plateau has a MAD of almost nothing, and real instabilities that heal by
-# themselves do not double a loss that has settled.
+_ENOUGH = 32  # with fewer losses the median absolute deviation (MAD) may be half of the true value
+# Ten such deviations are a doubling of the loss. On a plateau the MAD is almost 0, so a lower bound is needed.
+# Instabilities that heal by themselves do not double a settled loss.
 _LEAST_SPREAD = math.log(2) / 10
-_PER_OUTLIER = 5  # the largest excess of the window counts as so many deviations: heavy tails and mixed data show there
-_HORIZON = 1000  # steps in which the budget is spent; those before are forgiven
-# As a share of the first losses. A model that has learnt its data by heart has losses of almost nothing, and Adam at a
-# constant rate lets them bump by factors of thousands, which heal by themselves and have next to no gradient.
+# The largest excess of the window counts as this many deviations, because heavy tails and mixed data show in it.
+_PER_OUTLIER = 5
+_HORIZON = 1000  # steps over which skipped steps count against the budget; older skipped steps do not count
+# Share of the first losses. A model that has memorized its data has losses near 0. With Adam at a constant rate such
+# losses jump by factors of thousands, but the jumps heal by themselves and have almost no gradient.
 _LEAST_LOSS = 1e-3
 
 
 class BadStep(Exception):
-    """Ends the attempt on every rank alike, not the run: the next one begins before `steps` and leaves them out."""
+    """Signal that the next attempt must leave out `steps`.
+
+    The exception ends the attempt on every rank, but not the run. The next attempt begins before `steps`.
+    """
 
     def __init__(self, steps: tuple[int, ...], cause: str) -> None:
         super().__init__(steps, cause)
@@ -39,26 +44,34 @@ class BadStep(Exception):
 
 
 class Rollback(NamedTuple):
-    """A decision: go back to a checkpoint before all of `steps`, and leave them out."""
+    """Decision to return to a checkpoint before `steps` and skip `steps`."""
 
     steps: tuple[int, ...]
     cause: str
 
 
 class Ignore(NamedTuple):
-    """A decision: let a spike pass that there is no budget for. Most spikes heal by themselves."""
+    """Decision to accept a spike because the budget is spent.
+
+    Most spikes heal by themselves.
+    """
 
     cause: str
 
 
 class Stop(NamedTuple):
-    """A decision: end the run."""
+    """Decision to end the run."""
 
     why: str
 
 
 class Numerics:
-    """Judges the steps of an attempt. `skip` are left out already; `past` are the losses before it."""
+    """Judge of the steps of one attempt.
+
+    Args:
+        skip: steps that the run already leaves out.
+        past: losses of the steps before the attempt.
+    """
 
     def __init__(self, config: RecoveryConfig, skip: frozenset[int], past: PastLosses) -> None:
         self._config = config
@@ -67,7 +80,7 @@ class Numerics:
         self._losses = deque(past.recent, maxlen=_WINDOW)
 
     def judge(self, agreed: StepStats) -> Rollback | Ignore | Stop | None:
-        """Return what follows from the next step, None if nothing is wrong with it."""
+        """Return the decision for the next step, None for a good step."""
         cause = self._cause(agreed)
         if cause:
             steps = steps_to_skip(agreed.step, self._skip)
@@ -76,7 +89,7 @@ class Numerics:
                 return Rollback(steps, cause)
             if not agreed.finite:
                 return Stop(_remedy(agreed, num_spent))
-        # A loss is not finite where everything in a step is masked, which is no fault.
+        # The loss of a step whose targets are all masked is not finite, which is no fault.
         if math.isfinite(agreed.loss):
             self._losses.append(agreed.loss)
             if len(self._first) < _ENOUGH:
@@ -91,31 +104,34 @@ class Numerics:
         return f"loss {agreed.loss:.4g} against a median of {median(self._losses):.4g} at step {agreed.step}"
 
     def _least(self) -> float:
-        """Return the size of a loss up to which no loss is a spike."""
+        """Return the loss up to which no loss counts as a spike."""
         if not self._first:
             return 0.0
         return _LEAST_LOSS * median(abs(each) for each in self._first)
 
 
 def is_spike(loss: float, recent: Collection[float], most: float, least: float = 0.0) -> bool:
-    """Return whether `loss` lies above all `recent` losses, and over `most` robust deviations above their median.
+    """Return whether `loss` is a spike compared with `recent` losses.
 
-    Losses from 0 to `least` are all the same.
+    A spike is above all recent losses, and more than `most` robust deviations above their median. Losses from 0 to
+    `least` count as equal.
     """
     if len(recent) < _ENOUGH or not loss > max(recent):
         return False
     losses = list(recent)
     lowest = min(losses)
-    # Losses spread by factors. In logarithms a falling curve, a plateau and a loss of almost nothing are alike.
+    # Losses vary by factors. In logarithms the same deviation fits a falling curve, a plateau and a loss near 0.
     if lowest > 0 or (lowest == 0 and least > 0):
         losses = [math.log(max(each, least)) for each in losses]
         loss = math.log(max(loss, least))
         least_spread = _LEAST_SPREAD
     else:
-        # Losses that may be negative or zero have no logarithm. They are taken as they are, in units of the largest.
+        # Losses that may be negative or zero have no logarithm, so the plain losses are compared. The least deviation
+        # is then proportional to the largest loss.
         least_spread = _LEAST_SPREAD * max(max(losses), -lowest, least)
-    # Robust, so that outliers do not hide each other: median and 1.4826 times the median absolute deviation in place
-    # of mean and standard deviation (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993).
+    # Robust statistics prevent outliers from hiding each other: the median replaces the mean, and 1.4826 times the
+    # median absolute deviation replaces the standard deviation (Iglewicz and Hoaglin, How to Detect and Handle
+    # Outliers, 1993).
     middle = median(losses)
     spread = 1.4826 * median(abs(each - middle) for each in losses)
     return loss - middle > most * max(spread, least_spread, (max(losses) - middle) / _PER_OUTLIER)
@@ -126,7 +142,8 @@ def steps_to_skip(step: int, skip: frozenset[int]) -> tuple[int, ...]:
     before = step - 1
     while before in skip:
         before -= 1
-    # Leaving out the steps right before this one has not helped. So the harm was done by the last update before these.
+    # The run already left out the steps just before this one, and the step is still bad. So the last update before the
+    # skipped steps did the harm.
     return (before, step) if 0 < before < step - 1 else (step,)
 
 

@@ -1,4 +1,4 @@
-"""Memory of the device that has run out in a step, and what follows from it: smaller forwards."""
+"""React to an out-of-memory error with smaller forwards."""
 
 import torch
 
@@ -6,7 +6,11 @@ from app.errors import TrainingError
 
 
 class OutOfMemory(Exception):
-    """Ends the attempt on every rank, not the run: in the next one a forward has `forward_size` samples at the most."""
+    """Signal that the next attempt needs smaller forwards.
+
+    The exception ends the attempt on every rank, but not the run. In the next attempt a forward has at most
+    `forward_size` samples.
+    """
 
     def __init__(self, forward_size: int, error: str) -> None:
         super().__init__(forward_size, error)
@@ -18,13 +22,14 @@ class OutOfMemory(Exception):
 
 
 def smaller(num_samples: int, error: torch.OutOfMemoryError, coupled: bool = False) -> OutOfMemory:
-    """Return what to raise after a forward or backward of so many samples has run out of memory.
+    """Return the exception that halves the forward size.
 
     Args:
-        coupled: whether samples of a microbatch have to share a forward.
+        num_samples: samples of the forward that ran out of memory.
+        coupled: whether the samples of a microbatch must share a forward.
 
     Raises:
-        TrainingError: the forward was of one sample, or its samples are coupled.
+        TrainingError: the forward had one sample, or its samples are coupled.
     """
     if coupled and num_samples > 1:
         raise TrainingError(

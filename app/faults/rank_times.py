@@ -1,4 +1,4 @@
-"""Compare what a step costs each rank by itself, from what heartbeats tell anyway."""
+"""Compare each rank's own time in a step, from heartbeats."""
 
 from statistics import fmean
 
@@ -6,26 +6,30 @@ from app.faults.watchdog import Reports, own_s
 from app.run import events
 
 _LOOK_S = 5.0
-_FIRST_S = 20.0  # after which an attempt's times are told for the first time
+_FIRST_S = 20.0  # seconds until the first report of an attempt; each later interval is twice as long
 _RAREST_S = 3600.0
 
 
 class RankTimes:
-    """Looks at the ranks of a world every few seconds, and tells ever more rarely what it has seen."""
+    """Reporter of the ranks' times, at growing intervals."""
 
     def __init__(self) -> None:
         self._attempt = 0
-        self._told: Reports = {}  # when the times were last told, or the attempt was first seen
-        self._seen: Reports = {}  # at the last look
-        self._last: list[int] = []  # by rank: at how many looks since then it was the slowest
+        self._told: Reports = {}  # heartbeats at the last report, or at the first look of the attempt
+        self._seen: Reports = {}  # heartbeats at the last look
+        self._last: list[int] = []  # by rank: the number of looks since the last report at which the rank was slowest
         self._seen_s = 0.0
         self._tell_s = 0.0
         self._interval_s = 0.0
 
     def look(self, world: Reports, now_s: float) -> events.RankTimes | None:
-        """Take the newest reports of all members of a world. Return what there is to tell, which is rare."""
+        """Compare the newest heartbeats and return an event when due.
+
+        Args:
+            world: newest heartbeat of every member of the world.
+        """
         attempt = next(iter(world.values())).attempt
-        # From where an attempt goes on is not known before it has restored that, and its steps cannot be counted.
+        # A member reports step 0 until it has restored a state, so steps cannot be counted from its earlier reports.
         if attempt != self._attempt or not all(report.step for report in self._seen.values()):
             self._begin(attempt, world, now_s)
             return None

@@ -1,4 +1,4 @@
-"""Has one microbatch of a step computed by two ranks, and finds out who was wrong where their gradients differ."""
+"""Compute a microbatch on two ranks and find a faulty rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,9 +22,10 @@ from app.world.control import gather_numbers
 from app.world.hardware import Hardware, read_hardware
 from app.world.runtime import Runtime, World
 
-# Runs a microbatch that counts for nothing: it leaves a gradient in the buckets, and returns loss sum, (), and count.
+# Runs a microbatch outside of the step's sums. The call leaves a gradient in the buckets, and returns the loss sum, (),
+# and the count.
 Run = Callable[[Fetched], tuple[Tensor, Tensor | int]]
-# Given a step, the context in which a microbatch of it is computed again: only faults that are meant for that strike.
+# Returns the context in which a microbatch of a step is repeated. Only faults with `during: recompute` strike there.
 Recomputing = Callable[[int], AbstractContextManager[object]]
 
 _REMEDY = (
@@ -38,29 +39,40 @@ _NOT_DETERMINISTIC = (
 
 
 class Recompute:
-    """Computes nothing twice."""
+    """Neutral check that computes nothing twice."""
 
     def begin(self, step: int, run: Run) -> None:
         """Begin a step, while all gradients are zero."""
 
     def holding(self, microbatch: Microbatch) -> AbstractContextManager[bool]:
-        """Return the context in which a microbatch of this rank is run: whether its gradient waits to be looked at."""
+        """Return the context in which this rank runs a microbatch.
+
+        The context's value is whether the gradient is held back, so that `take` must be called.
+        """
         return nullcontext(False)
 
     def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
-        """Look at the gradient of the microbatch that has been held, which is all that the buckets have by then."""
+        """Digest the gradient of the held microbatch.
+
+        At that time the buckets contain no other gradient.
+        """
 
     def compare(self) -> None:
-        """Compare what has been computed twice in this step. A collective in a step that is checked.
+        """Compare the two results of this step's check.
+
+        A collective in a step that is checked.
 
         Raises:
-            Corrupted: one rank has computed wrongly.
-            TrainingError: one has, and it cannot be told which.
+            Corrupted: one rank computed wrongly.
+            TrainingError: the results differ, and the faulty rank cannot be identified.
         """
 
 
 class RecomputeByAnother(Recompute):
-    """Has one microbatch of every so many steps computed by a second rank as well; see `app/faults/corruption.py`."""
+    """Check that repeats a microbatch on a second rank.
+
+    `app/faults/corruption.py` chooses the step, the microbatch and the ranks.
+    """
 
     def __init__(
         self,
@@ -77,8 +89,8 @@ class RecomputeByAnother(Recompute):
         self._buckets = parallel.buckets
         self._recomputing = recomputing
         self._runtime = runtime
-        self._check: Check | None = None  # of the step under way
-        self._own: Tensor | None = None  # this rank's digest in it, () int64
+        self._check: Check | None = None  # check of the current step
+        self._own: Tensor | None = None  # this rank's digest in the check, () int64
         self._run: Run
 
     def begin(self, step: int, run: Run) -> None:
@@ -98,7 +110,7 @@ class RecomputeByAnother(Recompute):
             yield True
 
     def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
-        # What is wrong in the loss alone is no gradient, and in the ledger for ever.
+        # A wrong loss may leave the gradient intact, but would stay in the ledger, so loss and count are digested too.
         counted = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
         self._own = digest([self._buckets.digest(), loss_sum, counted])
 
@@ -110,7 +122,10 @@ class RecomputeByAnother(Recompute):
             self._find_out(self._check, digests)
 
     def _compute(self, microbatch: Microbatch) -> Tensor:
-        """Compute a microbatch as its owner does, and leave no trace. Return the digest of what came of it."""
+        """Return the digest of a microbatch computed as its owner does.
+
+        The gradients are zero again afterwards.
+        """
         self._world.progress.mark("loader")
         fetched = self._loader.fetch(microbatch)
         self._world.progress.mark("forward")
@@ -121,14 +136,15 @@ class RecomputeByAnother(Recompute):
         return self._own
 
     def _exchange(self) -> list[int]:
-        """Return the digests of all ranks, 0 of those that have none. A collective."""
-        own = 0 if self._own is None else int(self._own)  # which waits for the device, in steps that are checked
+        """Return each rank's digest, 0 for a rank without one. A collective."""
+        own = 0 if self._own is None else int(self._own)  # waits for the device, but only in steps that are checked
         digests: list[int] = gather_numbers(own, self._world.groups.control).tolist()
         return digests
 
     def _find_out(self, check: Check, digests: Sequence[int]) -> None:
-        """Have the microbatch computed once more, and end the attempt by what comes of it. A collective."""
-        # What is still under way in the buckets would spoil what is computed now. No update follows in this step.
+        """Repeat the microbatch and raise the verdict. A collective."""
+        # Collectives that still use the buckets would corrupt the repetition. No update follows in this step, so the
+        # gradients can be cleared.
         self._world.groups.gate()
         self._buckets.clear()
         again = check.ranks if check.third is None else (check.third,)
@@ -149,7 +165,11 @@ class RecomputeByAnother(Recompute):
 
 
 def adds_parts_by_themselves(config: Config, world: World) -> bool:
-    """Return whether a microbatch has no gradient of its own: an exact run adds up those of each of its forwards."""
+    """Return whether the run sums gradients by forward, not microbatch.
+
+    An exact run with smaller forwards adds up the gradient of each forward by itself, so that a microbatch has no
+    gradient that could be compared.
+    """
     return config.run.exact and world.amendments.forward_size is not None
 
 
@@ -163,10 +183,10 @@ def build_recompute(
     parallel: Parallel,
     recomputing: Recomputing,
 ) -> Recompute:
-    """Return what computes microbatches twice, if the configuration asks for it.
+    """Return the check that the configuration asks for.
 
     Args:
-        kinds: of each rank, what must be equal for equal bits.
+        kinds: kind of hardware of each rank; ranks of one kind compute equal bits.
     """
     every = config.audit.recompute
     if every is None or adds_parts_by_themselves(config, world):
@@ -177,7 +197,7 @@ def build_recompute(
 
 
 def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """Return the digests that each rank has come to, one after the other."""
+    """Return each rank's digests, in the order of computation."""
     computed: dict[int, tuple[str, ...]] = {}
     for rank in check.ranks:
         own = [digests[rank], more[rank]] if check.third is None else [more[rank] or digests[rank]]

@@ -1,8 +1,8 @@
-"""What a guess costs: how long to wait before somebody who seems hung, stuck or silent is taken for lost.
+"""Compute how long to wait before a worker counts as lost.
 
-That a process has ended is a fact; that it will never go on is a guess. A guess is told at once. It is acted on when
-waiting has cost as much as being wrong would, so that a wrong one costs at most twice what the best choice would have.
-All of it is pure.
+The end of a process is a fact. The verdict that a live worker is hung, stuck or silent for ever is a guess. A guess is
+reported at once, but the worker is ended only when waiting has cost as much as a wrong verdict would. So a wrong
+verdict costs at most twice as much as the best choice. The module is pure.
 """
 
 from collections.abc import Collection
@@ -14,28 +14,28 @@ from app.run import events
 from app.run.events import Event
 
 # Multiples of `recovery.stall_s`.
-_LAST_HOLDER = 5  # where ending the suspects would lose steps
-_OWN_CODE = 10  # where nobody waits for anybody
-_REMEMBERED = 5  # starts of attempts
+_LAST_HOLDER = 5  # if ending the suspects would lose steps
+_OWN_CODE = 10  # if no rank waits for another rank
+_REMEMBERED = 5  # newest starts of attempts that the median is taken of
 
 
 class Guess(StrEnum):
-    """What seems to be wrong with some members of a world."""
+    """Suspected fault of some members of a world."""
 
-    UNREACHABLE = "unreachable"  # their machine takes nothing any more
-    SILENT = "silent"  # their machine does, but they send no heartbeats
-    STUCK = "stuck"  # others wait for them
-    ALL_WAIT = "all wait"  # nobody can be told from the others, and some may be inside a collective
-    SLOW = "slow"  # all are in code of their own, and nobody waits for anybody
+    UNREACHABLE = "unreachable"  # the members' machine acknowledges nothing any more
+    SILENT = "silent"  # the machine acknowledges data, but the members send no heartbeats
+    STUCK = "stuck"  # the other members wait for the suspects
+    ALL_WAIT = "all wait"  # all members have the same progress, and some may be inside a collective
+    SLOW = "slow"  # all members run code of their own, and no member waits for another
 
 
 @dataclass(frozen=True)
 class Price:
-    """What it would cost to end some members of a world now."""
+    """Cost of ending some members of a world now."""
 
-    reform_s: float = 0.0  # until those who are left do the next step
-    lost_steps: int = 0  # that would be done again, since nobody else holds them
-    step_s: float = 0.0
+    reform_s: float = 0.0  # time until the remaining members do the next step
+    lost_steps: int = 0  # steps to repeat, because no other member holds their result
+    step_s: float = 0.0  # duration of one step
 
     @property
     def seconds(self) -> float:
@@ -43,14 +43,14 @@ class Price:
 
 
 def patience_s(guess: Guess, usual_s: float, price: Price, stall_s: float, stretch: float = 1.0) -> float:
-    """Return after how many seconds a guess is acted on.
+    """Return the seconds to wait before suspects are ended.
 
     Args:
-        usual_s: what may well be ordinary: for a phase, its limit by what it took before; for silence, `silence_s`.
-        stretch: how much longer everything takes, because the watcher or the watched wake late.
+        usual_s: time that may be normal. For a phase, the limit from its earlier durations; for silence, `silence_s`.
+        stretch: factor for an overloaded machine, on which the coordinator or the worker wakes late.
     """
     if guess is Guess.UNREACHABLE and not price.lost_steps:
-        return usual_s * stretch  # as good as a fact
+        return usual_s * stretch  # a dead machine is almost certain, and a wrong verdict would lose no steps
     least_s = stall_s
     if guess is Guess.UNREACHABLE:
         least_s = usual_s
@@ -62,18 +62,21 @@ def patience_s(guess: Guess, usual_s: float, price: Price, stall_s: float, stret
 
 
 class Costs:
-    """Follows what attempts and steps of this run have taken, and says what ending members of a world would cost."""
+    """Estimate of what ending members of a world costs.
+
+    The estimate follows from the durations of this run's attempts and steps.
+    """
 
     def __init__(self) -> None:
         self._reform_s: list[float] = []
         self._sharded = False
-        self._saved = 0  # the newest step that stands outside of the workers' processes
+        self._saved = 0  # the newest step that is stored outside of the workers' processes
         self._step = 0
         self._first: tuple[float, int] | None = None  # time and step when the attempt was first seen
         self._step_s = 0.0
 
     def record(self, event: Event) -> None:
-        """Take note of an event of the run."""
+        """Update the estimate with an event of the run."""
         match event:
             case events.ModelSharded():
                 self._sharded = True
@@ -90,7 +93,7 @@ class Costs:
                     self._saved = event.step
 
     def reached(self, step: int, now_s: float) -> None:
-        """Take note that the world has done a step."""
+        """Record that the world has finished a step."""
         if self._first is None:
             self._first = (now_s, step)
         if step > self._step:
@@ -98,8 +101,8 @@ class Costs:
             self._step_s = (now_s - self._first[0]) / max(1, step - self._first[1])
 
     def price(self, ending: Collection[str], world: Collection[str]) -> Price:
-        """Return what it would cost to end some members of a world."""
+        """Return the cost of ending some members of a world."""
         last_holders = self._sharded or set(world) <= set(ending)
-        # At least one: how many they have done since their last report, nobody knows.
+        # At least one step is lost, because the members may have finished steps since their last heartbeat.
         lost_steps = max(1, self._step - self._saved) if last_holders and self._step else 0
         return Price(median(self._reform_s or [0.0]), lost_steps, self._step_s)

@@ -1,7 +1,8 @@
-"""Detect hung and slow ranks without using collectives, so that it works for any backend.
+"""Detect hung and slow ranks without collectives, on any backend.
 
-The training thread of each worker marks the phases that it enters, and every heartbeat reports them, with what its
-device has done. The rank with the least progress makes the others wait for it inside a collective, so only it is timed.
+The training thread of each worker marks the phases that the thread enters. Every heartbeat reports the phases and the
+progress of the worker's device. The other ranks wait for the rank with the least progress inside a collective, so only
+that rank is timed.
 """
 
 from collections import defaultdict
@@ -13,46 +14,50 @@ from statistics import median
 from app.faults.verdicts import Guess
 from app.world.progress import ProgressReport
 
-_WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the others, or does nothing
-_DEVICE = "device"  # the phase in which it computes, of all microbatches of a step
+_WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the other ranks, or does nothing
+_DEVICE = "device"  # stands for the time in which the device computes, summed over the microbatches of a step
 Reports = Mapping[str, ProgressReport]  # by member
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A world that does not get on, because of the members that have come least far."""
+    """World that is blocked by the members with the least progress."""
 
-    members: tuple[str, ...]  # several where they have come equally far
+    members: tuple[str, ...]  # several if their progress is equal
     ranks: tuple[int, ...]
     phase: str
     step: int
     seconds: float
     waiting: tuple[str, ...]
     guess: Guess = Guess.STUCK
-    usual_s: float = 0.0  # what may well be ordinary in this phase
+    usual_s: float = 0.0  # time that may be normal in this phase
 
 
 class Watchdog:
-    """Finds hangs in what the workers of a world report, again and again.
+    """Detector of hangs in the heartbeats of a world.
 
     Args:
-        settled_s: how long the same members must be last before they count as hung; longer than two heartbeats.
+        settled_s: seconds for which the same members must be last before the members count as hung; longer than two
+            heartbeats.
     """
 
     def __init__(self, settled_s: float = 2.0) -> None:
         self._settled_s = settled_s
         self._least: tuple[int, ...] = ()
-        self._first: Reports = {}  # from the last members, when they turned out to be the last
+        self._first: Reports = {}  # reports of the last members, from the first look at which the members were last
 
     def look(self, reports: Reports) -> Hang | None:
-        """Return the hang, if all members of the world that have come least far are beyond their limits."""
+        """Return the hang, None while no hang is certain.
+
+        A world hangs if all members with the least progress exceed their limits.
+        """
         if not reports:
             return None
         places = {member: (report.attempt, *report.position) for member, report in reports.items()}
         least = min(places.values())
         last = {member: reports[member] for member in reports if places[member] == least}
-        # Reports are not of one moment: when a long wait is over, those who have not reported it yet look like the
-        # last. So nobody counts as last before the same members have been for a while.
+        # Reports are of different times: after a long wait, members with an older report seem to be last. So a member
+        # counts as last only after the same members were last for a while.
         if least != self._least or last.keys() != self._first.keys():
             self._least = least
             self._first = last
@@ -71,7 +76,7 @@ class Watchdog:
 
 
 def _guess(reports: Reports, behind: bool) -> Guess:
-    # Whoever is in code of its own waits for nobody. If that is all of them, they are slow, each by itself.
+    # A worker in its own code does not wait for another worker. If all workers are, each is slow by itself.
     if all(_is_in_own_code(report) for report in reports.values()):
         return Guess.SLOW
     return Guess.STUCK if behind else Guess.ALL_WAIT
@@ -85,9 +90,12 @@ def _is_in_own_code(report: ProgressReport) -> bool:
 
 
 def own_s(before: ProgressReport, after: ProgressReport) -> float:
-    """Return the seconds of a step that a worker spends by itself, between two reports that a step lies between."""
-    # What is left of a step it may have spent waiting for others. On a device, which waits for the loader too, a host's
-    # phases last as long as it launches the work of each.
+    """Return a worker's own seconds in a step, between two reports.
+
+    At least one step must lie between the reports.
+    """
+    # The worker may spend the rest of a step waiting for other ranks. With a device the host's phases only measure how
+    # long the host launches work. The device's time includes its wait for the loader, so the larger time counts.
     loader_s = after.spent_s.get("loader", 0.0) - before.spent_s.get("loader", 0.0)
     forward_s = after.spent_s.get("forward", 0.0) - before.spent_s.get("forward", 0.0)
     device_s = after.device_s - before.device_s
@@ -96,17 +104,23 @@ def own_s(before: ProgressReport, after: ProgressReport) -> float:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A worker that the others wait for in every step."""
+    """Worker that makes the other workers wait in every step."""
 
     member: str
     rank: int
-    phase: str  # in which most of the time is lost
-    lost_s: float  # in a step
-    share: float  # of a step
+    phase: str  # the phase that loses most of the time
+    lost_s: float  # seconds lost in a step
+    share: float  # lost share of a step
 
 
 def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Straggler | None:
-    """Return the slowest worker between two looks at a world, if that costs at least the share `least` of a step."""
+    """Return the slowest worker, None if the loss is small.
+
+    Args:
+        before: reports of the earlier look.
+        after: reports of the later look.
+        least: least share of a step that a straggler costs.
+    """
     alike = []
     num_steps = []
     for member, report in after.items():
@@ -117,7 +131,7 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
     if len(alike) < 2 or min(num_steps) < 1:
         return None
 
-    # On a device a host's phases last as long as it launches the work of each.
+    # With a device the host's phases only measure how long the host launches work, so the device's time is compared.
     on_device = all(after[member].device_s for member in alike)
     own = ("loader", _DEVICE if on_device else "forward")
     step_s: dict[str, defaultdict[str, float]] = {}  # member -> phase -> seconds in a step
@@ -131,8 +145,8 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
         return step_s[member][phase] - median(step_s[each][phase] for each in alike if each != member)
 
     def lost_s(member: str) -> float:
-        # Only these are a rank's own time. What is left of a step, it may have spent waiting for others.
-        if on_device:  # which waits for the loader too
+        # Only these phases are a rank's own time. The rank may spend the rest of a step waiting for other ranks.
+        if on_device:  # the device's time includes its wait for the loader, so the two are not added
             return max(excess_s(member, "loader"), excess_s(member, _DEVICE))
         return excess_s(member, "loader") + excess_s(member, "forward")
 

@@ -1,1 +1,1 @@
-"""What a run is on storage: its directory, who owns it, its ledger and its events."""
+"""Run on storage: directory, owner, ledger and events."""

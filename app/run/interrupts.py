@@ -1,4 +1,7 @@
-"""Handle Ctrl-C, SIGTERM and SIGHUP: one means finish the step, checkpoint and stop; a second one means stop now."""
+"""Handle Ctrl-C, SIGTERM and SIGHUP.
+
+The first signal makes the run finish the step, write a checkpoint and stop. A second signal stops the run at once.
+"""
 
 import contextlib
 import os
@@ -12,17 +15,18 @@ from types import FrameType
 from typing import Any, Self
 
 EXIT_STOPPED = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal is closed, or ssh is gone
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal closed or the ssh connection ended
 _ABORT_S = 3.0
-# A terminal and a launcher may both deliver one Ctrl-C; nobody presses it twice so fast.
+# A terminal and a launcher may both deliver the same Ctrl-C. A user does not press Ctrl-C twice within this time.
 _SAME_S = 0.5
 
 
 class Interrupts:
-    """A context in which the first of the signals calls `on_stop`; the second calls `on_abort` and ends the process.
+    """Context that handles stop signals.
 
-    A SIGHUP that is ignored stays so, which is what `nohup` asks for. `on_abort` has three seconds. Only in the main
-    thread: signals come to no other.
+    The first signal calls `on_stop`. A second signal calls `on_abort`, which has three seconds, and ends the process. A
+    SIGHUP that is ignored, as under `nohup`, stays ignored. In threads other than the main thread the context installs
+    no handlers, because Python delivers signals to the main thread only.
 
     Args:
         of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
@@ -45,7 +49,10 @@ class Interrupts:
         return self._first_s > 0
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a stop has been requested; for code that has nothing to finish."""
+        """Raise KeyboardInterrupt if a stop has been requested.
+
+        Code without unfinished work calls this function.
+        """
         # The handler itself must not raise: it may run inside a callback of Ray, which swallows exceptions.
         if self.stopping:
             raise KeyboardInterrupt
@@ -60,12 +67,13 @@ class Interrupts:
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """Have processes that are started within survive SIGHUP and SIGTERM; keep this object's handlers in place.
+        """Block SIGHUP and SIGTERM in processes started within the context.
 
-        A service manager sends SIGTERM to all processes of a service; this command decides when the others end.
+        A service manager sends SIGTERM to all processes of a service, but this command decides when its processes end.
+        The handlers of this object stay in place.
         """
-        # Processes inherit both signals as blocked. Threads that libraries (numpy) have started before do not block
-        # them, and the signal then comes within the context; so a library's handler must not be installed there.
+        # New processes inherit the blocked signals. Threads that libraries (numpy) started earlier do not block the
+        # signals, so a signal may arrive within the context; therefore libraries must not install a handler there.
         if not self._former:
             yield
             return
@@ -82,8 +90,8 @@ class Interrupts:
         finally:
             signal.signal = set_handler
             for number in blocked:
-                # Ray's C++ code sets a handler by sigaction, which Python does not see. After a SIGTERM that one prints
-                # a stack and, three seconds later, aborts the process by SIGALRM.
+                # Ray's C++ code installs a handler by sigaction, which Python does not notice. After a SIGTERM Ray's
+                # handler prints a stack and, three seconds later, aborts the process by SIGALRM.
                 signal.signal(number, signal.getsignal(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
             if self.stopping:
@@ -104,16 +112,17 @@ class Interrupts:
             if not self._of_process:
                 raise KeyboardInterrupt
             sys.stderr.write("stopped at once; the last checkpoint holds\n")
-            # Not sys.exit: a collective or an RPC may hold the interpreter for as long as its peer is silent.
+            # os._exit replaces sys.exit, because a collective or an RPC may block the interpreter while its peer is
+            # silent.
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
             self.on_abort()
             os._exit(EXIT_STOPPED)
 
 
 def stop_by_signals() -> None:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, until `Interrupts` takes them over.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does.
 
-    A SIGHUP that is ignored stays so.
+    The handlers apply until `Interrupts` replaces them. A SIGHUP that is ignored stays ignored.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -121,9 +130,10 @@ def stop_by_signals() -> None:
 
 
 def outlive_sigterm() -> None:
-    """Have SIGTERM do nothing to this process where it has inherited that from `Interrupts.spared`.
+    """Ignore SIGTERM if this process was started in `Interrupts.spared`.
 
-    It is blocked no more, because that would be inherited by all that user code starts here, and later ends by SIGTERM.
+    The process inherited SIGTERM as blocked. A handler that does nothing replaces the block: the user's subprocesses
+    would inherit the block, and then SIGTERM could not end the subprocesses.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -132,12 +142,15 @@ def outlive_sigterm() -> None:
 
 
 def unblock_sigterm() -> None:
-    """Let SIGTERM come to this thread, and to what it starts."""
+    """Unblock SIGTERM in this thread and in processes it starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _leave_terminal() -> None:
-    """Have nothing written to a terminal that is not there any more: each line would raise an error."""
+    """Redirect output of a closed terminal to /dev/null.
+
+    Otherwise each line of output would raise an error.
+    """
     for number in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):

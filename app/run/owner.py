@@ -1,8 +1,9 @@
-"""Let one command at a time run a run, and let commits of a former attempt be refused.
+"""Ensure that one command at a time owns a run.
 
-`owner.json` is a lease: the command that runs the run renews it, and another one may take it over once it has expired.
-Everybody who sees the run may read it. `owner.key` is a secret for the run's user alone, from which the name of node
-memory follows. A command that takes over from a killed one keeps the secret, and so finds the copies.
+`owner.json` is a lease: the owning command renews the lease, and another command may take over an expired lease. Each
+user with access to the run may read the file. `owner.key` is a secret that only the run's user may read, and the name
+of the node memory is derived from the secret. A command that takes over from a killed command keeps the secret, and so
+finds the killed command's snapshots. Commits of an earlier attempt are refused.
 """
 
 import contextlib
@@ -29,18 +30,21 @@ _OWNER = "owner.json"
 _KEY = "owner.key"
 _ANNOUNCEMENT = "claim-"
 _RENEW_INTERVAL_S = 5.0
-# Several renewals may fail before another command takes over. Longer would keep the user waiting after a lost machine.
+# Several renewals may fail before another command takes over. A longer lease would delay restarts after a lost machine.
 _STALE_S = 20.0
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
 
-# A process has several threads that write: one renews, another begins attempts.
+# Two threads of a process write the lease: one renews the lease, another begins attempts.
 _write_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The contents of `owner.json`. `attempt` only ever grows; `renewed` is Unix time, 0 once released."""
+    """Contents of `owner.json`.
+
+    `attempt` never decreases. `renewed` is Unix time, 0 after a release.
+    """
 
     attempt: int
     token: str
@@ -50,12 +54,15 @@ class Owner:
 
     @property
     def gone(self) -> bool:
-        """Return whether its command has ended for certain: it has released the claim, or was killed on this host."""
+        """Return whether the owning command has certainly ended.
+
+        The command has released its claim, or its process on this host has ended.
+        """
         return not self.renewed or (self.host == socket.gethostname() and not psutil.pid_exists(self.pid))
 
     @property
     def age_s(self) -> float:
-        """Return how long ago it was renewed, as far as its host's clock and this one's agree."""
+        """Return the seconds since the renewal, if both hosts' clocks agree."""
         return time.time() - self.renewed
 
     def to_line(self) -> dict[str, Any]:
@@ -63,16 +70,16 @@ class Owner:
 
 
 class _Watch:
-    """What other commands have written, and for how long it has been seen to stay the same.
+    """Observer of other commands' leases.
 
-    Clocks of hosts need not agree, so an owner elsewhere is gone once it is *seen* not to renew for as long as a lease.
+    Clocks of hosts may differ, so a lease expires when this host *observes* no renewal for the length of a lease.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Owner, float]] = {}  # by the name of the file, with the time of this host
+        self._seen: dict[str, tuple[Owner, float]] = {}  # by file name: contents and the time of this host
 
     def expired(self, name: str, owner: Owner) -> bool:
-        """Return whether this has stood in the file for as long as a lease."""
+        """Return whether the file was unchanged for the length of a lease."""
         seen, since_s = self._seen.get(name, (None, 0.0))
         if seen != owner:
             self._seen[name] = owner, time.monotonic()
@@ -80,18 +87,19 @@ class _Watch:
         return time.monotonic() - since_s >= _STALE_S
 
     def changed(self, name: str, owner: Owner) -> bool:
-        """Return whether the file held something else when it was seen before."""
+        """Return whether the file changed since the last observation."""
         return name in self._seen and self._seen[name][0] != owner
 
 
 class Ownership:
-    """The claim of this command on a run. `renew` and `next_attempt` raise RunConflict once another has taken over.
+    """Claim of this command on a run.
 
-    It is handed between processes by pickling; one at a time writes.
+    `renew` and `next_attempt` raise RunConflict after another command has taken over. Processes pass the claim on by
+    pickling; one process at a time writes.
 
     Attributes:
-        lost: what renewing in the background has found out: why this command owns the run no more; "" as long as it
-            does. Who takes it for a reason to end looks here.
+        lost: the reason why this command no longer owns the run, set by the background renewal; "" while the command
+            owns the run.
     """
 
     def __init__(self, store: Store, owner: Owner) -> None:
@@ -101,14 +109,17 @@ class Ownership:
 
     @classmethod
     def claim(cls, store: Store, token: str | None = None, say: Callable[[str], object] = lambda _: None) -> Self:
-        """Take over a run that no other command runs, else raise RunConflict. Of commands that race one succeeds.
+        """Claim a run that no other command owns.
+
+        If several commands claim the run at once, one of the commands succeeds.
 
         Args:
-            token: names the command; one that claims again keeps its place.
-            say: tells the user what is waited for.
+            token: identifies the command; a command that claims again with its token keeps the run.
+            say: reports to the user why the claim waits.
 
         Raises:
-            StorageError: storage does not take the claim.
+            RunConflict: another command owns the run.
+            StorageError: storage refuses the claim.
         """
         try:
             return cls(store, _claimed(store, token or uuid.uuid4().hex, say))
@@ -126,33 +137,39 @@ class Ownership:
         self._write()
 
     def next_attempt(self) -> int:
-        """Begin another attempt and return its number."""
+        """Begin a new attempt and return its number."""
         self._write(num_begun=1)
         return self._owner.attempt
 
     def release(self) -> None:
-        """Release the claim for the next command. Errors are ignored: a claim that is not released expires."""
+        """Release the claim for the next command.
+
+        Errors are ignored, because a claim that is not released expires.
+        """
         with contextlib.suppress(RunConflict, OSError):
             self._write(held=False)
 
     def holds(self) -> bool:
-        """Return whether the run is this command's now, as storage says; if storage says nothing, it is not."""
+        """Return whether storage names this command as the owner.
+
+        If storage cannot be read, the answer is False.
+        """
         with contextlib.suppress(OSError):
             owner = read_owner(self._store)
             return owner is not None and owner.token == self._owner.token
         return False
 
     def renew_in_background(self) -> None:
-        """Renew the claim from a daemon thread for as long as this process lives."""
+        """Renew the claim in a daemon thread while this process lives."""
 
         def renew_for_ever() -> None:
             while self._owner.renewed:
                 time.sleep(_RENEW_INTERVAL_S)
-                # Without the lock this could renew what another thread releases at this moment. And a disk that is
-                # full now is no reason to give up: it may have room before the claim expires.
+                # The lock prevents a renewal while another thread releases the claim. An OSError such as a full disk is
+                # ignored, because a later renewal may succeed before the claim expires.
                 try:
                     with _write_lock, contextlib.suppress(OSError):
-                        # A run that has been deleted must not come back as a folder with nothing but an owner.
+                        # Renewing the claim of a deleted run would create a folder that contains only an owner.
                         if self._owner.renewed and read_owner(self._store):
                             self.renew()
                 except RunConflict as error:
@@ -163,7 +180,7 @@ class Ownership:
 
     def _write(self, num_begun: int = 0, held: bool = True) -> None:
         with _write_lock:
-            # Not from this object's own memory: another process of this command may have begun attempts meanwhile.
+            # The owner is read from storage, because another process of this command may have begun attempts meanwhile.
             found = read_owner(self._store) or self._owner
             if found.token != self._owner.token:
                 raise RunConflict(
@@ -176,7 +193,10 @@ class Ownership:
 
 
 def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
-    """Return the last owner of a run, None if there was none. Raises OSError if storage does not say."""
+    """Return the last owner of a run, None if the run had no owner.
+
+    Raises OSError if storage cannot be read.
+    """
     try:
         return _parse(json.loads(read_document(store, name)))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
@@ -184,7 +204,7 @@ def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
 
 
 def read_key(store: Store) -> str:
-    """Return the secret of a run; "" if this user may not read it, or there is none."""
+    """Return the secret of a run, "" if missing or not readable."""
     try:
         return read_document(store, _KEY).decode("ascii", "replace")
     except OSError:
@@ -192,12 +212,18 @@ def read_key(store: Store) -> str:
 
 
 def write_key(store: Store) -> None:
-    """Give a run a new secret: copies in node memory are not found any more. Raises OSError."""
+    """Write a new secret for a run. Raises OSError.
+
+    Workers no longer find existing snapshots in node memory.
+    """
     store.commit(_KEY, secrets.token_hex(16).encode(), private=True)
 
 
 def _parse(fields: dict[str, Any]) -> Owner:
-    """Return the owner that a file names. Raises TypeError or ValueError if it is not what a command writes."""
+    """Return the owner that a file describes.
+
+    Raises TypeError or ValueError if the fields are invalid.
+    """
     owner = Owner(**fields)
     wanted = (int, str, str, int, int | float)
     for value, kind in zip(fields.values(), wanted, strict=True):
@@ -205,12 +231,15 @@ def _parse(fields: dict[str, Any]) -> Owner:
             raise TypeError(f"{value!r} is no {kind}")
     if owner.attempt < 0 or not 0 < owner.pid < 2**31:
         raise ValueError(f"attempt {owner.attempt}, pid {owner.pid}")
-    # It is compared with what is read next, so it must be equal to itself; and a clock may be anything.
+    # Owners are compared with the next one that is read, and NaN differs from itself, so the time must be finite.
     return owner if math.isfinite(owner.renewed) else replace(owner, renewed=-1.0)
 
 
 def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
-    """Write `owner.json` for the command that `token` names, and return what is in it. Raises as `claim` does."""
+    """Write `owner.json` for a command and return its contents.
+
+    Raises the same errors as `claim`.
+    """
     watch = _Watch()
     longest_s = _FIRST_DELAY_S
     _wait_for_owner(store, token, watch, say)
@@ -221,9 +250,9 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
         with _announced(store, claimant, watch) as alone:
             last = read_owner(store)
             is_free = last is None or last.token == token or last.gone or watch.expired(_OWNER, last)
-            # Others do not count an announcement that they have seen for as long as a lease.
+            # Other commands ignore an announcement after the length of a lease, so a slow claim must be repeated.
             if is_free and alone and time.monotonic() - began < _STALE_S / 2:
-                # Attempts are counted on, so that what the last command still has in flight is refused as older.
+                # The number of attempts continues, so that storage refuses late writes of the last command as older.
                 attempt = last.attempt if last else 0
                 owner = replace(claimant, attempt=attempt, renewed=time.time())
                 if last is None or not read_key(store):
@@ -233,14 +262,17 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
 
         if not is_free:
             _wait_for_owner(store, token, watch, say)
-        # Rivals have both withdrawn, and must not come back in step.
+        # All rivals have withdrawn. Random delays prevent the rivals from announcing themselves together again.
         time.sleep(random.uniform(0, longest_s))
         longest_s = min(2 * longest_s, _LONGEST_DELAY_S)
     raise RunConflict(f"{store.uri} is being claimed by another command. Wait for it, or choose another run.name")
 
 
 def _wait_for_owner(store: Store, token: str, watch: _Watch, say: Callable[[str], object]) -> None:
-    """Return once no other command runs the run, as far as can be seen. Raises RunConflict if one does."""
+    """Wait until no other command seems to own the run.
+
+    Raises RunConflict if another command is alive.
+    """
     told = False
     while True:
         owner = read_owner(store)
@@ -249,7 +281,7 @@ def _wait_for_owner(store: Store, token: str, watch: _Watch, say: Callable[[str]
         changed = watch.changed(_OWNER, owner)
         if watch.expired(_OWNER, owner):
             return
-        # A clock may be wrong. If it says that the claim is fresh, that costs at most another try a little later.
+        # The other host's clock may be wrong. A claim that only seems fresh costs the user at most another try later.
         if changed or abs(owner.age_s) < _STALE_S:
             raise RunConflict(
                 f"{store.uri} is already running: attempt {owner.attempt} on {owner.host}, pid {owner.pid}. "
@@ -262,15 +294,15 @@ def _wait_for_owner(store: Store, token: str, watch: _Watch, say: Callable[[str]
         time.sleep(min(1.0, _STALE_S / 20))
 
 
-# Mutual exclusion without a compare-and-swap, which pyarrow has for no bucket. All that it needs is that a file is seen
-# by everyone once its write has returned: a claimant announces itself in a file of its own, and then writes
-# `owner.json` only if it sees no other announcement. Of two claimants, the one that looks last sees either the other or
-# what the other has written. No lock of a killed command has to be broken: its announcement expires, as a claim does.
+# The claim is mutual exclusion without a compare-and-swap, which pyarrow offers for no bucket. The only requirement is
+# that every host sees a file after its write has returned. A claimant announces itself in a file of its own, and writes
+# `owner.json` only if it sees no other announcement. Of two claimants, the one that looks last sees either the other's
+# announcement or the other's `owner.json`. The announcement of a killed command expires, so no lock has to be broken.
 
 
 @contextlib.contextmanager
 def _announced(store: Store, claimant: Owner, watch: _Watch) -> Iterator[bool]:
-    """Announce a claimant while the context is entered. Yields whether it is the only one."""
+    """Announce a claimant and yield whether the claimant has no rival."""
     name = f"{_ANNOUNCEMENT}{uuid.uuid4().hex}.json"
     try:
         write_json(store, name, claimant.to_line())
@@ -286,5 +318,5 @@ def _has_rival(store: Store, announced: str, watch: _Watch) -> bool:
             rival = read_owner(store, name)
             if rival and not rival.gone and not watch.expired(name, rival):
                 return True
-            store.delete(name)  # left by a command that was killed
+            store.delete(name)  # a killed command left its announcement
     return False
