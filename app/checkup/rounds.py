@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield rounds of pairs: no node is twice in a round, and each pair is in exactly one (the circle method)."""
-    circle = [*nodes, *([""] * (len(nodes) % 2))]  # whoever is paired with nobody has a break
+    """Yield rounds of node pairs by the circle method.
+
+    A round contains a node at most once, and each pair is in exactly one round.
+    """
+    circle = [*nodes, *([""] * (len(nodes) % 2))]  # a node paired with the empty name has a break
     half = len(circle) // 2
     for _ in range(len(circle) - 1):
         opposite = zip(circle[:half], reversed(circle[half:]), strict=True)

@@ -1,4 +1,4 @@
-"""A thread for a tracker, so that the training thread waits for nothing that it does."""
+"""Background thread that keeps slow trackers off the training thread."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,10 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """Does work in the order in which it comes. After an error it does no more, and has warned once."""
+    """Single thread that runs submitted work in order.
+
+    The first exception is logged as a warning, and the thread skips all work after it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -16,7 +19,7 @@ class Background:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name.lower())  # one thread keeps the order
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have the work done, and return at once."""
+        """Queue the work and return at once."""
 
         def attempt() -> None:
             try:
@@ -29,5 +32,5 @@ class Background:
         self._thread.submit(attempt)
 
     def close(self) -> None:
-        """Return once all of the work is done."""
+        """Wait for all queued work, then stop the thread."""
         self._thread.shutdown()
