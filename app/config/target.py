@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
 
     Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
     """
+    return bind_target(target, args, path)()
+
+
+def bind_target(target: str, args: Mapping[str, Any], path: str) -> Callable[[], Any]:
+    """Return the call of `target` with `args`, without calling it.
+
+    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    """
     builder = load_target(target, f"{path}.target")
     # The arguments are bound before the call, so that a TypeError inside the user's code is not reported as wrong
     # arguments.
@@ -63,7 +72,7 @@ def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
         raise _refusal(f"{path}.args", f'"{target}" does not take {dict(args)}: {error}') from error
     except ValueError:
         pass  # some builtins have no signature
-    return builder(**args)
+    return partial(builder, **args)
 
 
 def build_function(section: Target, path: str) -> Any:

@@ -1,36 +1,71 @@
-"""Background thread that keeps slow trackers off the training thread."""
+"""Background thread that keeps a slow or hanging tracker off the training thread."""
 
 import logging
+import math
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
 
 _log = logging.getLogger(__name__)
 
+_LIMIT_S = 100.0  # W&B itself gives up after 90 s
+
 
 class Background:
-    """Single thread that runs submitted work in order.
+    """Single daemon thread that makes calls in their order.
 
-    The first exception is logged as a warning, and the thread skips all work after it.
+    The first exception or late call is logged as a warning. The thread skips all calls after it, except the last one.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._failed = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name.lower())  # one thread keeps the order
+        self._is_off = False
+        self._waiting_since_s = math.inf  # the call under way
+        self._calls: SimpleQueue[tuple[float, Callable[[], object]] | None] = SimpleQueue()
+        self._last: Callable[[], object] | None = None
+        # A daemon, because Python waits for all other threads before a process ends.
+        self._thread = Thread(target=self._run, name=name.lower(), daemon=True)
+        self._thread.start()
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Queue the work and return at once."""
+    def submit(self, call: Callable[[], object]) -> None:
+        """Queue the call and return at once."""
+        if not self._is_off and not self._is_late():
+            self._calls.put((time.monotonic(), call))
 
-        def attempt() -> None:
-            try:
-                if not self._failed:
-                    work()
-            except Exception as error:
-                self._failed = True
-                _log.warning("%s is off until the next attempt, training goes on: %s", self._name, error)
+    def close(self, last: Callable[[], object]) -> None:
+        """Make the last call, also after an error. Returns when the call is made or late."""
+        self._last = last
+        self._calls.put(None)
+        self._thread.join(0 if self._is_late() else _LIMIT_S)
+        if self._thread.is_alive():
+            self._turn_off(f"it has not closed within {_LIMIT_S:.0f} s, and its last figures may be missing")
 
-        self._thread.submit(attempt)
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            submitted_s, call = item
+            if not self._is_off:
+                self._make(call, submitted_s)
+        if self._last is not None:
+            self._make(self._last, time.monotonic())
 
-    def close(self) -> None:
-        """Wait for all queued work, then stop the thread."""
-        self._thread.shutdown()
+    def _make(self, call: Callable[[], object], submitted_s: float) -> None:
+        self._waiting_since_s = submitted_s
+        try:
+            call()
+        except BaseException as error:  # SystemExit too, which would end this thread without a word
+            self._turn_off(f"{type(error).__name__}: {error}")
+        finally:
+            self._waiting_since_s = math.inf
+
+    def _is_late(self) -> bool:
+        """Return whether a call has waited for too long, and turn the tracker off if so."""
+        late = time.monotonic() - self._waiting_since_s > _LIMIT_S
+        if late:
+            self._turn_off(f"a call has not returned for {_LIMIT_S:.0f} s")
+        return late
+
+    def _turn_off(self, reason: str) -> None:
+        if not self._is_off:
+            self._is_off = True
+            _log.warning("%s is off until the next attempt, training goes on: %s", self._name, reason)

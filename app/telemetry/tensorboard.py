@@ -61,5 +61,4 @@ class TensorBoardTracker:
             self._writer.close()
             self._spool.close()
 
-        self._background.submit(end)
-        self._background.close()
+        self._background.close(end)

@@ -4,13 +4,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.config import Config, TensorBoardConfig, WandbConfig, dump_config
-from app.config.target import build_target
+from app.config.target import bind_target
 from app.errors import ConfigError
 from app.run.events import Log, Validation
 from app.storage import Store
+from app.telemetry.background import Background
 from app.telemetry.past import Past
 from app.telemetry.tensorboard import TensorBoardTracker
 from app.telemetry.wandb import WandbTracker
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Keeps figures. Calls return at once, since the leader's training thread makes them."""
+    """Destination of metrics. Calls of a user's tracker run on a thread of its own, the others return at once."""
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Keep one number for each tag."""
@@ -34,8 +35,45 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Return once everything is kept."""
+        """Write what is pending and close."""
         ...
+
+
+class OwnTracker:
+    """Tracker of the user, called on a thread beside training because it may be slow, raise or hang.
+
+    Args:
+        build: returns the tracker. Called on that thread too, since some libraries know a run by the thread.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+        self._build = build
+        self._tracker: Any = None
+        self._background = Background(name)
+        self._background.submit(self._open)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._background.submit(lambda: self._tracker.scalars(step, values))
+
+    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
+        self._background.submit(lambda: self._tracker.histogram(step, tag, values))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        def call() -> None:
+            if hasattr(self._tracker, "text"):
+                self._tracker.text(step, tag, text)
+
+        self._background.submit(call)
+
+    def close(self) -> None:
+        self._background.close(self._end)
+
+    def _open(self) -> None:
+        self._tracker = self._build()
+
+    def _end(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 class MemoryTracker:
@@ -72,17 +110,16 @@ class Trackers:
         self.scalars(event.step, event.figures())
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._tell(lambda tracker: tracker.scalars(step, values))
+        for tracker in self._trackers:
+            tracker.scalars(step, values)
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
-        self._tell(lambda tracker: tracker.histogram(step, tag, values))
+        for tracker in self._trackers:
+            tracker.histogram(step, tag, values)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        def tell(tracker: Tracker) -> None:
-            if hasattr(tracker, "text"):
-                tracker.text(step, tag, text)
-
-        self._tell(tell)
+        for tracker in self._trackers:
+            tracker.text(step, tag, text)
 
     def begin(self, config: Config, step: int, past: Past) -> None:
         """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
@@ -98,21 +135,13 @@ class Trackers:
             self.text(step, "events", "\n".join(past.interruptions))
 
     def close(self) -> None:
-        self._tell(lambda tracker: tracker.close())
+        for tracker in self._trackers:
+            tracker.close()
 
     def leave(self) -> None:
         """Close them on a thread beside: the attempt has failed, and the next one waits for no service."""
         if self._trackers:
             Thread(target=self.close, name="trackers").start()
-
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                call(tracker)
-            except Exception as error:
-                # Not called any more: a tracker costs its own figures, not the run, and warns once.
-                self._trackers.remove(tracker)
-                _warn(type(tracker).__name__, error)
 
 
 def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
@@ -126,7 +155,7 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
                 trackers.append(WandbTracker(config, run, store))
             else:
                 arguments = {"location": store.uri, "first_step": first_step, **config.args}
-                trackers.append(build_target(config.target, arguments, "trackers"))
+                trackers.append(OwnTracker(config.target, bind_target(config.target, arguments, "trackers")))
         # A wrong name or argument ends the run, since it will be as wrong next time; a service out of reach does not.
         except ConfigError:
             raise

@@ -72,7 +72,9 @@ class WandbTracker:
         self._log(step, lambda: {tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
     def close(self) -> None:
-        self._background.close()
+        self._background.close(self._end)
+
+    def _end(self) -> None:
         # Also after an error, or the next attempt would wait for ever to open the run.
         try:
             if self._run is not None:

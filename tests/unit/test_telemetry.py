@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, cast
+from threading import Event as Flag
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -515,17 +517,87 @@ def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained
     assert (past.committed, past.num_nodes) == (30, 2)
 
 
-def test_a_tracker_of_the_users_own_needs_no_text(caplog: pytest.LogCaptureFixture) -> None:
-    class Plain:
-        def scalars(self, step: int, values: dict[str, float]) -> None:
-            drawn_steps.append(step)
+class Misbehaving:
+    """A tracker of the user's own without `text` that does `misbehave` where `when` says; `drawn` are its steps."""
 
-    drawn_steps: list[int] = []
-    trackers = Trackers([cast(Tracker, Plain())])
+    when = ""
+    misbehave: Callable[[], object] = staticmethod(lambda: None)
+    drawn: ClassVar[list[int]] = []
+    closed = Flag()
+
+    def __init__(self, location: str, first_step: int) -> None:
+        self._come_to("init")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._come_to("scalars")
+        self.drawn.append(step)
+
+    def close(self) -> None:
+        self._come_to("close")
+        self.closed.set()
+
+    def _come_to(self, where: str) -> None:
+        if self.when == where:
+            type(self).misbehave()
+
+
+def own_tracker(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, misbehave: Callable[[], object]) -> Trackers:
+    for name, value in {"when": when, "misbehave": staticmethod(misbehave), "drawn": [], "closed": Flag()}.items():
+        monkeypatch.setattr(Misbehaving, name, value)
+    config = parse_config(f"trackers: [{{target: '{__name__}:Misbehaving'}}]")
+    return build_trackers(config, LocalStore(folder), 1)
+
+
+def test_a_tracker_of_the_users_own_needs_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = own_tracker(tmp_path, monkeypatch, "", lambda: None)
     trackers.text(1, "sample", "To be")
     trackers.scalars(2, {})
-    assert drawn_steps == [2]
+    trackers.close()
+    assert Misbehaving.drawn == [2]
+    assert Misbehaving.closed.is_set()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("when", ["init", "scalars", "close"])
+def test_a_tracker_that_raises_is_turned_off_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
+) -> None:
+    def misbehave() -> None:
+        raise error
+
+    trackers = own_tracker(tmp_path, monkeypatch, when, misbehave)
+    trackers.scalars(1, {})
+    trackers.scalars(2, {})
+    trackers.close()
+    assert Misbehaving.drawn == ([1, 2] if when == "close" else [])
+    assert Misbehaving.closed.is_set() == (when == "scalars")
+    (told,) = caplog.messages
+    assert type(error).__name__ in told
+
+
+@pytest.mark.parametrize("when", ["init", "scalars", "close"])
+def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    monkeypatch.setattr("app.telemetry.background._LIMIT_S", 0.2)
+    release = Flag()
+    trackers = own_tracker(tmp_path, monkeypatch, when, lambda: release.wait(60))
+    try:
+        began_s = time.monotonic()
+        trackers.scalars(1, {})
+        assert time.monotonic() - began_s < 0.2
+        time.sleep(0.3)
+        trackers.scalars(2, {})
+        trackers.close()
+        assert time.monotonic() - began_s < 20
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith(__name__))
+        assert len(caplog.messages) == 1
+        assert "is off until the next attempt" in caplog.text
+    finally:
+        release.set()
 
 
 def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
