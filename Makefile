@@ -11,7 +11,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow test-all e2e gpu check docs
+.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster test-all e2e gpu check docs
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -45,9 +45,15 @@ test: unit
 	$(PYTEST) tests/cluster -m "not slow"
 
 # What `make test` leaves out: more worlds, more points to be killed at, more seeds.
-test-slow: .venv/.dev
+test-slow: slow-unit slow-dist slow-cluster
+
+slow-unit: .venv/.dev
 	$(PYTEST) $(PARALLEL) --hypothesis-profile=thorough tests/unit -m "slow or hypothesis"
+
+slow-dist: .venv/.dev
 	$(PYTEST) $(PARALLEL) tests/dist -m slow
+
+slow-cluster: .venv/.dev
 	$(PYTEST) tests/cluster -m slow
 
 test-all: test test-slow
