@@ -36,6 +36,8 @@ def _check_numbers() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= world_size:
         raise UsageError(f"RANK={rank} with WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1. {_REMEDY}")
+    if int(os.environ["MASTER_PORT"]) > 65535:
+        raise UsageError(f"MASTER_PORT={os.environ['MASTER_PORT']}: ports go up to 65535. {_REMEDY}")
 
 
 def given_s(started_s: float) -> float:

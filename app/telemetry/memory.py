@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from app.components.optimizer import build_optimizer
 from app.config import Config, DdpConfig, FsdpConfig
 from app.data.batches import Batch, map_tensors, tensors_of
+from app.errors import ConfigError, Problem
 from app.models import build_model
 from app.parallel import ParallelConfig, arrange, build_parallel, ranks_of_replica
 from app.parallel.activations import checkpoint_activations
@@ -160,7 +161,11 @@ def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
         tensors = [*model.parameters(), *model.buffers()]
         if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
             return model
-    model = _build(config)
+    try:
+        model = _build(config)
+    except (RuntimeError, MemoryError) as error:  # torch has a RuntimeError for memory of the CPU
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError([Problem("", "model", f"cannot be built on this machine: {first_line}")]) from error
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             setattr(module, name, fake.from_tensor(param))

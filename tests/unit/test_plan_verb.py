@@ -48,6 +48,12 @@ def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.C
     assert "the most samples that batch.microbatch_size=auto may choose: 6\nwhat fits is" in capsys.readouterr().out
 
 
+def test_a_model_beyond_the_machines_memory_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.embed_dim=4000000000"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "model: cannot be built on this machine" in line
+
+
 def test_nothing_speaks_against_a_good_plan() -> None:
     assert said(mtbf_s=3600.0) == []
 
