@@ -83,9 +83,9 @@ class Membership:
         return self.largest + self.spares
 
     def join(self, member: str, now_s: float, node: str = "") -> bool:
-        """Add `member` to the waiting ones. Return False if the member must end.
+        """Make `member` wait for the next world. Return False if the member must end.
 
-        A member of the current world leaves that world by this call.
+        A member of the current world that joins again has left that world.
         """
         if member in self._leaving:
             self._remove(member)

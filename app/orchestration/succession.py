@@ -10,18 +10,18 @@ _POLL_S = 0.05
 
 
 class Succession:
-    """Wait of a new coordinator for the members of the current world.
+    """Takeover of the current world by a new coordinator.
 
-    The wait ends when all members have rejoined, or when a time limit shows that the missing ones are dead.
+    The takeover is over when all members have rejoined, or when a time limit shows that the missing members are dead.
 
     Args:
-        expected: whether a former coordinator has formed a world. If not, there is no wait.
+        expected: whether a former coordinator has formed a world. If not, the takeover is over at once.
     """
 
     def __init__(self, timeouts: Timeouts, expected: bool) -> None:
         self.over = not expected
         self._timeouts = timeouts
-        self._since_s = time.monotonic()  # time at which the first worker rejoined, or at which the wait began
+        self._since_s = time.monotonic()  # time at which the first worker rejoined; before that, the time of the start
         self._places: dict[str, WorldAssignment] = {}  # last assignment of each worker that has rejoined
         self._idle: set[str] = set()  # workers that do not train, because they wait for a call to return
 
