@@ -17,7 +17,7 @@ _VARIABLE = "STEADFAST_CAME_BACK"
 
 @dataclass(frozen=True)
 class Comebacks:
-    """Record of a command's restarts, which each process passes on to its successor."""
+    """Record of a command's restarts, passed on from process to process."""
 
     # Identifies the claim on the run, which a restart keeps. Processes of the former Ray may still renew the claim for
     # a moment.
@@ -58,7 +58,7 @@ class Comebacks:
             raise self.not_there("it does not answer any more")
 
     def not_there(self, why: object) -> TrainingError:
-        """Return the error for a cluster that cannot be joined again, with the remedy."""
+        """Return the error for a cluster that cannot be joined again."""
         return TrainingError(
             f"the cluster at {self.cluster} cannot be joined again: {str(why).partition(chr(10))[0]}. Start its Ray "
             "again (ray up FILE, or ray start on this machine), then give the same command again: it goes on from the "

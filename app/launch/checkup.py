@@ -8,7 +8,7 @@ from app.config import Config
 
 
 def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
-    """Check the cluster that a run would join. Yield each finding at once.
+    """Check the cluster that a run would join, and yield findings.
 
     If a run would embed Ray, only this machine is checked.
     """

@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def write_variables(variables: Mapping[str, str]) -> Path:
-    """Write shell commands that set the variables to a new file. Return its path.
+    """Write a file of shell commands that set the variables.
 
-    Only this user can read the file.
+    Return the path. Only this user can read the file.
     """
     descriptor, name = tempfile.mkstemp(prefix="steadfast-")  # mkstemp creates the file with mode 0600
     with os.fdopen(descriptor, "w") as file:
@@ -24,7 +24,9 @@ def write_variables(variables: Mapping[str, str]) -> Path:
 
 
 def taking(path: str) -> str:
-    """Return the beginning of a shell command that sets the variables and deletes the file.
+    """Return a shell prefix that sets variables and deletes their file.
+
+    The prefix is put before a command.
 
     Args:
         path: path of a file from `write_variables`, on the machine of the shell.

@@ -1,6 +1,6 @@
-"""End a failed rank under torchrun, so that only one rank reports the cause.
+"""End a failed rank under torchrun.
 
-torchrun repeats the report of that rank at its end.
+Of several failed ranks only one reports the cause. torchrun repeats the report at its end.
 """
 
 import json
@@ -48,7 +48,7 @@ def end_rank(error: Exception, text: str) -> NoReturn:
 
 
 def traceback_of(error: Exception) -> str:
-    """Return an error's traceback from the first frame of the user's code on.
+    """Return an error's traceback, beginning with the user's own code.
 
     If the user's code has no frame there, the whole traceback is returned.
     """
@@ -74,7 +74,7 @@ def _let_others_speak(error: Exception) -> None:
 
 
 def _leave_message(error: Exception) -> None:
-    """Write the message to the file from which torchrun reads a failed rank's error."""
+    """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
         # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.

@@ -73,7 +73,7 @@ def _run(
     interrupts: Interrupts,
     before: Comebacks,
 ) -> int:
-    """Connect to a cluster, wait for room there, and train until the run ends."""
+    """Connect to a cluster, wait for room, and train."""
     import ray
 
     from app.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
@@ -153,7 +153,7 @@ def _connect(config: Config, started_s: float, console: Console, interrupts: Int
 
 
 def _without_packages(config: Config, console: Console) -> Config:
-    """Return the configuration without `cluster.pip`, which an embedded Ray does not need.
+    """Return the configuration without `cluster.pip`, for an embedded Ray.
 
     All workers of an embedded Ray run on the Python of this command.
     """

@@ -1,7 +1,8 @@
-"""`--cluster FILE`: run the command on the head of a cluster that `ray up FILE` started.
+"""`--cluster FILE`: run the command on the head of a cluster.
 
-The working directory is copied to the head. There the training runs as a Ray job, which goes on if this machine ends.
-This process only shows the output. The same command shows the output again, on this machine or another one.
+`ray up FILE` has started the cluster. The working directory is copied to the head, where the training runs as a Ray
+job. The job goes on if this machine ends. This process only shows the output, and the same command shows the output
+again, on this machine or another one.
 """
 
 import shlex
@@ -33,7 +34,9 @@ _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
 def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Mapping[str, str]) -> int:
-    """Copy the working directory to the head, run the command there, and return its exit code.
+    """Run the command on a cluster's head, and return the exit code.
+
+    The working directory is copied to the head first.
 
     Args:
         cluster: path of the cluster file.
@@ -83,7 +86,7 @@ def _copy(cluster: str, source: str, target: str) -> None:
 
 
 def _hand_over(cluster: str, variables: Mapping[str, str]) -> str:
-    """Copy variables to the head. Return the beginning of a shell command that sets them."""
+    """Copy variables to the head. Return a shell prefix that sets the variables."""
     if not variables:
         return ""
     file = write_variables(variables)
@@ -96,7 +99,7 @@ def _hand_over(cluster: str, variables: Mapping[str, str]) -> str:
 
 
 def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:
-    """Print the command's output while it runs, and return the command's exit code.
+    """Print the output of the command, and return its exit code.
 
     The result is None if the connection ended before the command.
     """

@@ -1,4 +1,4 @@
-"""Decide whether a command starts a run, resumes it, or finds it finished."""
+"""Decide whether a command starts, resumes or only reports a run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ def start_or_resume(
     say: Callable[[str], object],
     return_finished: bool = False,
 ) -> bool:
-    """Prepare the run directory to start or resume. Return False if the run has finished.
+    """Prepare the run directory to start or resume a run.
 
-    A finished run is reported through `say`.
+    Return False if the run has finished, after a report through `say`.
 
     Args:
         begun: the event that records the command.
@@ -102,7 +102,7 @@ def _compare_with_finished(
     say: Callable[[str], object],
     return_finished: bool,
 ) -> None:
-    """Report the finished run, and each key that differs from the run's configuration.
+    """Report the finished run, and each changed key.
 
     Raises:
         RunConflict: the configuration would have trained another model, and `return_finished` is false.
@@ -148,7 +148,7 @@ def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool)
 
 
 def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
-    """Return whether `config` asks for more steps or epochs than the run has finished."""
+    """Return whether `config` makes the finished run longer."""
     if summary.get("ended_early") and stored is not None:
         # A run that ended early counts as finished for its own length. Only another length extends it.
         return _length(config) != _length(stored)
@@ -196,16 +196,18 @@ def _note_short_step(
 
 
 def has_checkpoint(directory: RunDirectory) -> bool:
-    """Return whether a checkpoint was ever committed, even if it is damaged by now."""
+    """Return whether the run has a checkpoint, even a damaged one."""
     catalog = Catalog(directory.store)
     return bool(catalog.quarantined()) or catalog.newest() is not None
 
 
 def end_copies(directory: RunDirectory) -> None:
-    """End this machine's copies of the run's state, and invalidate copies on other machines.
+    """End all copies of the run's state in memory.
 
-    The name of the process that holds copies follows from a secret. A new secret is written, so that no later command
-    finds such a process. Raises OSError if storage refuses the secret.
+    Copies on this machine end at once, and copies on other machines become invalid. The name of a process that holds
+    copies follows from a secret. A new secret is written, so that no later command finds such a process.
+
+    Raises OSError if storage refuses the secret.
     """
     if key := read_key(directory.store):
         end_server(server_name(directory.uri, key))
@@ -213,7 +215,7 @@ def end_copies(directory: RunDirectory) -> None:
 
 
 def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
-    """Release the run, and delete a new folder that holds nothing worth reading.
+    """Release the run, and delete its folder if it holds nothing useful.
 
     Args:
         new: whether this command has created the folder.

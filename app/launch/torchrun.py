@@ -1,4 +1,4 @@
-"""Train under plain torchrun, which sets the world and restarts failed processes."""
+"""Train under plain torchrun, without Ray."""
 
 import contextlib
 import json
@@ -44,10 +44,10 @@ _NO_RUN_ID = "none"
 
 
 class TorchrunRuntime:
-    """Runtime of one world: a failure ends the process, and torchrun starts another one.
+    """Runtime of one world under torchrun.
 
-    A single process may run without torchrun, and then no launcher restarts the process. So a single process begins the
-    attempt after a rollback itself.
+    A failure ends the process, and torchrun starts another one. A single process may run without torchrun, and then no
+    launcher restarts the process. So a single process begins the attempt after a rollback itself.
 
     Args:
         form: forms the world of an attempt, from the attempt's number and amendments.
@@ -110,7 +110,9 @@ class TorchrunRuntime:
         return True
 
     def _amended_by(self, error: BaseException) -> Amendments | None:
-        """Return the amendments for the next attempt; None if this process cannot go on.
+        """Return the amendments for the next attempt.
+
+        The result is None if this process cannot go on.
 
         A restarted process would read the same amendments from the events.
         """
@@ -127,7 +129,7 @@ class TorchrunRuntime:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of this process among the processes that train together without Ray."""
+    """Place of this process in a world without Ray."""
 
     device: torch.device
     store: dist.Store  # store in which the processes meet
@@ -147,7 +149,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Ending:
-    """How training ended for this process."""
+    """Outcome of the training for this process."""
 
     exit_code: int
     refusal: str = ""  # reason why rank 0 has refused to begin
@@ -179,7 +181,7 @@ def train_here(
     interrupts: Interrupts,
     return_finished: bool = False,
 ) -> Ending:
-    """Train in this process together with the other processes. A collective.
+    """Train in this process. A collective of all processes.
 
     Args:
         started_s: Unix time at which this process began.
@@ -306,7 +308,7 @@ def _begin(
     begun: RunStarted,
     return_finished: bool,
 ) -> dict[str, Any]:
-    """Return rank 0's answer to all ranks: the attempt, or an exit code."""
+    """Return rank 0's answer: an attempt or an exit code."""
     if not start_or_resume(config, directory, begun, console.line, return_finished):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()

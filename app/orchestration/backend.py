@@ -1,4 +1,4 @@
-"""Ray Train backends that form no process groups, because the runtime forms them."""
+"""Ray Train backends that leave process groups to the runtime."""
 
 # Ray's controller imports this module. The module must not import torch, which would add 1.5 s to every start.
 from ray.train.backend import Backend, BackendConfig

@@ -1,4 +1,4 @@
-"""Check the nodes of a cluster before a run, by one actor on each node.
+"""Check a cluster's nodes before a run, by an actor on each.
 
 Each call of an actor has a time limit, so that a node that hangs becomes a finding.
 """
@@ -61,7 +61,10 @@ class Peer(NamedTuple):
 
 
 class Inspector:
-    """Ray actor that examines its node, in a process like that of a worker."""
+    """Ray actor that examines its node.
+
+    Ray starts its process in the same way as a worker's process.
+    """
 
     def __init__(self, name: str, head: str, store: Store) -> None:
         recover_in_process()
@@ -92,14 +95,14 @@ class Inspector:
         return int(self._served.port)
 
     def link(self, place: Place, device: str) -> LinkFigures | str | None:
-        """Measure a link. Return its figures, or the error if the other node cannot be reached."""
+        """Measure a link. Return its figures or the error."""
         try:
             return measure_link(place, self._device_for(device))
         except (PeerLost, RuntimeError) as error:
             return _short(error)
 
     def collectives(self, place: Place, device: str, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures] | str:
-        """Run all collectives. Return their figures, or the error if a collective failed."""
+        """Run all collectives. Return their figures or the error."""
         try:
             return measure_collectives(place, self._device_for(device), sizes_bytes)
         except (PeerLost, RuntimeError) as error:
@@ -185,7 +188,7 @@ class Inspectors:
 
 
 def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
-    """Check all nodes of the joined cluster. Yield each finding at once.
+    """Check all nodes of the joined cluster, and yield findings.
 
     Args:
         storage: the value of `run.storage`.
@@ -248,7 +251,10 @@ def _measure_pairs(
 def _doubted(
     inspectors: Inspectors, links: list[Link], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
-    """Measure slow links again, one at a time. Return all links with their better figures."""
+    """Measure slow links again, one at a time.
+
+    Return all links, with the better figures of each.
+    """
     # A process that had to wait for a core makes a link look slow, but hardly in each measurement. The total time is
     # limited, because a slow node makes all of its links slow.
     until_s = time.monotonic() + _DOUBTS_S
@@ -322,7 +328,7 @@ def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
 
 
 def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float]:
-    """Return the seconds by which another clock is ahead, and the largest error of that.
+    """Return the lead of another clock and its largest error, in seconds.
 
     Args:
         asked_s: time of the question by this clock.
@@ -333,7 +339,7 @@ def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float
 
 
 def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
-    """Check that all nodes and this process see each other's files in run.storage."""
+    """Check that nodes and command see the same files in run.storage."""
     marks = Marks(store, f".doctor-{uuid.uuid4().hex[:8]}")
     here = "this command"
     errors = {here: marks.leave(here)}
@@ -376,7 +382,7 @@ _SECOND = " (second process)"
 
 
 def _of_nodes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the nodes, without those of a node's second process."""
+    """Return the entries of nodes, without entries of second processes."""
     return {name: each for name, each in found.items() if not name.endswith(_SECOND)}
 
 

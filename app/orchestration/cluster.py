@@ -1,4 +1,4 @@
-"""Join or embed a Ray cluster, and wait until it has room for the run."""
+"""Join or embed a Ray cluster, and wait for room there."""
 
 import contextlib
 import logging
@@ -61,9 +61,9 @@ class RayNotStarted(TrainingError):
 
 
 def connect(config: Config, verbose: bool) -> str:
-    """Join a cluster, or embed Ray in this process. Return the address or `EMBEDDED`.
+    """Join a cluster, or embed Ray in this process.
 
-    The README describes which cluster a run joins.
+    Return the cluster's address or `EMBEDDED`. The README describes which cluster a run joins.
 
     Raises:
         RayNotStarted: Ray does not start. The message holds the first line of Ray's error, and the remedy.
@@ -223,9 +223,10 @@ def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
 
 
 def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
-    """Wait until the cluster has room for the smallest number of workers.
+    """Wait until the cluster has room for the run.
 
-    Return the number of workers that fit, within the bounds of `scaling.num_workers`.
+    A run needs room for its smallest number of workers. Return the number of workers that fit, within the bounds of
+    `scaling.num_workers`.
 
     Raises:
         ResourcesMissing: the cluster has too little room after `scaling.start_timeout_s`. The message names what is

@@ -1,4 +1,4 @@
-"""Coordinator of a run: a Ray actor that forms worlds of workers and records events."""
+"""Coordinator of a run, a Ray actor that forms worlds of workers."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ Answer = WorldAssignment | Leave
 
 
 class Coordinator:
-    """Actor that forms worlds, judges failures and sends commands to the workers.
+    """Actor that forms worlds, judges failures and commands the workers.
 
     Responsibilities:
     - Give each worker a place in the next world (`join`), as `Membership` decides.
@@ -123,9 +123,9 @@ class Coordinator:
         await self._supervisor.watch()
 
     async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
-        """Register a worker of the former coordinator. Return False if the worker must end.
+        """Register a worker of the former coordinator.
 
-        A worker must end if it was declared dead, or if it reports a world that has gone on without that worker.
+        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
 
         Args:
             place: last assignment of the worker.
@@ -142,9 +142,9 @@ class Coordinator:
         return True
 
     async def join(self, member: Member) -> Answer:
-        """Return the worker's place in the next world, once that world forms.
+        """Return the worker's place in the next world.
 
-        The worker must send heartbeats before this call.
+        The call waits until that world forms. The worker must send heartbeats before this call.
         """
         await self._taken_over(member.name)
         if member.name not in self._dead:
@@ -170,7 +170,7 @@ class Coordinator:
         return await waiting
 
     async def leave(self, name: str) -> None:
-        """Remove a worker that ends on purpose, so that no failure is recorded."""
+        """Remove a worker that ends on purpose, without a failure."""
         await self._taken_over(name)
         if self._forget(name):
             self._doomed.set()
@@ -277,7 +277,10 @@ class Coordinator:
     # Methods that slots and the driver call.
 
     async def num_slots(self) -> int:
-        """Return the number of slots to keep open; 0 if the run needs no worker."""
+        """Return the number of slots to keep open.
+
+        The number is 0 if the run needs no worker.
+        """
         await self._taken_over()
         return 0 if self.over or self._nothing_to_save() else self.membership.wanted
 
@@ -300,7 +303,7 @@ class Coordinator:
         return self._journal.since(first)
 
     async def close(self) -> None:
-        """Wait until all events are on storage. Later events are not recorded."""
+        """Close the journal, and wait until all events are on storage."""
         self._supervisor.close()
         await self._journal.close()
 
@@ -311,7 +314,7 @@ class Coordinator:
     # The takeover from a former coordinator.
 
     def _succeed(self) -> Succession:
-        """Restore the state of a former coordinator of this command from storage."""
+        """Restore the state of a former coordinator from storage."""
         for event in self._journal.former:
             self._furthest_step = max(self._furthest_step, getattr(event, "step", None) or 0)
             self._learn(event)
@@ -447,9 +450,9 @@ class Coordinator:
         return None
 
     def lose(self, name: str, cause: str, kind: str = "worker") -> None:
-        """Declare a worker dead, kill its actor, and abort the world that contained it.
+        """Declare a worker dead, and abort its world.
 
-        The surviving members of that world then join the next one.
+        The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
         """
         member = self.members.get(name)
         self._dead[name] = "" if member else cause
@@ -488,12 +491,12 @@ class Coordinator:
             self._furthest_step = int(line.get("step", 0))
 
     def abort(self) -> None:
-        """Command the members of the current world to end it at once."""
+        """Command all members to end the current attempt at once."""
         self._doomed.set()
         self.heartbeats.command(aborted=self._ownership.attempt)
 
     def dismiss(self, names: list[str], reason: Leave) -> None:
-        """Answer waiting workers that they get no assignment, and reconcile."""
+        """Send waiting workers away, and reconcile."""
         for name in names:
             waiting = self._waiting.pop(name, None)
             if waiting is not None and not waiting.done():

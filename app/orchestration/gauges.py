@@ -16,7 +16,7 @@ _MEANINGS = {
 
 
 class Gauges:
-    """Gauges that follow the events of a run. They add no work to the workers."""
+    """Gauges that follow the events of a run."""
 
     def __init__(self, run: str) -> None:
         self._began_s = time.time()

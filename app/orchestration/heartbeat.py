@@ -241,7 +241,9 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """Client of a worker, which sends heartbeats and receives commands in its own thread.
+    """Client that sends a worker's heartbeats and receives commands.
+
+    The client has a thread of its own.
 
     Args:
         access: address of the coordinator, and the secret that it has sent to this worker through Ray.
@@ -346,7 +348,7 @@ class HeartbeatClient:
         return unread
 
     def _begin_interval(self) -> float:
-        """Begin the wait for the next heartbeat. Return the time of that heartbeat."""
+        """Begin an interval, and return the time of the next heartbeat."""
         self._lateness.begin()
         return time.monotonic() + self._lateness.interval_s
 

@@ -1,4 +1,4 @@
-"""Journal that writes the coordinator's events to storage and keeps them for the driver."""
+"""Journal of the coordinator's events, for storage and the driver."""
 
 import asyncio
 from collections import deque
@@ -12,10 +12,11 @@ _REMEMBERED = 10_000  # former events to recognise; far more than could be under
 
 
 class Journal:
-    """Writer of events in a thread, which keeps each event until the driver has shown it.
+    """Writer of the coordinator's events.
 
-    The driver asks for events by the number of kept events that it has shown. These numbers stay valid when another
-    coordinator takes over, because `events.jsonl` contains all kept events of the command.
+    A thread writes the events, and each event is kept until the driver has shown the event. The driver asks for events
+    by the number of kept events that it has shown. These numbers stay valid when another coordinator takes over,
+    because `events.jsonl` contains all kept events of the command.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -45,7 +46,9 @@ class Journal:
         return asyncio.wrap_future(self._thread.submit(self._file.write, event))
 
     def since(self, first: int) -> list[Event]:
-        """Return the kept events from number `first` on, and forget the earlier ones.
+        """Return the kept events from number `first` on.
+
+        Earlier events are forgotten.
 
         Events that are only shown are returned once.
         """

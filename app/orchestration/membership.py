@@ -18,14 +18,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Resize:
-    """Ask the current world to end at a step that its members agree on."""
+    """Ask the current world to end at an agreed step."""
 
     none_stays: bool = False  # if no member stays, the members must write their state to storage first
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decide again after some seconds, unless a member joins or is lost before."""
+    """Decide again after some seconds, or earlier after a change."""
 
     seconds: float
 
@@ -37,7 +37,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Short:
-    """Wait for `missing` more members, because the waiting ones are too few for a world."""
+    """Wait for `missing` more members; all members wait and are too few."""
 
     missing: int
 
@@ -47,7 +47,7 @@ Decision = Form | Resize | Wait | Keep | Short
 
 @dataclass
 class Membership:
-    """Members of a run: in the current world, or waiting for the next one."""
+    """Members of a run, in the current world or waiting."""
 
     smallest: int  # smallest size of a world
     largest: int  # largest size of a world
@@ -83,9 +83,9 @@ class Membership:
         return self.largest + self.spares
 
     def join(self, member: str, now_s: float, node: str = "") -> bool:
-        """Make `member` wait for the next world. Return False if the member must end.
+        """Make `member` wait for the next world.
 
-        A member of the current world that joins again has left that world.
+        Return False if the member must end. A member of the current world that joins again has left that world.
         """
         if member in self._leaving:
             self._remove(member)
@@ -113,7 +113,7 @@ class Membership:
         return was_in
 
     def send_away(self, members: Iterable[str]) -> list[str]:
-        """Release `members`, and return the waiting ones among them.
+        """Release `members`, and return the waiting members to dismiss.
 
         Waiting members can go at once. Members of the world leave at an agreed step.
         """
@@ -144,7 +144,7 @@ class Membership:
         return self.send_away(self._newcomers())
 
     def decide(self, now_s: float) -> Decision:
-        """Return the decision for now. A world of `Form` is the current one at once."""
+        """Return the current decision. `Form` takes effect at once."""
         if not set(self.world) <= self._waiting.keys():
             return self._for_a_change(now_s)
         candidates = self._candidates()

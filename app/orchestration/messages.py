@@ -1,4 +1,4 @@
-"""Messages between workers, slots and the coordinator, as arguments and results of Ray calls."""
+"""Messages between workers, slots and the coordinator, in Ray calls."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +11,7 @@ Address = tuple[str, int]  # host, port
 
 @dataclass(frozen=True)
 class Member:
-    """A worker process, as the coordinator knows it."""
+    """A worker process, as known to the coordinator."""
 
     name: str
     actor: Any  # actor handle, with which the coordinator can kill a silent worker
@@ -21,7 +21,7 @@ class Member:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Reason why an attempt broke, as one worker saw it.
+    """Report of one worker about the end of its attempt.
 
     Each worker whose attempt breaks sends a report to the coordinator.
     """
@@ -47,7 +47,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class WorldAssignment:
-    """Place of a worker in the next world, as the coordinator assigns it."""
+    """Place of a worker in the next world."""
 
     rank: int
     size: int

@@ -40,7 +40,7 @@ def check_packages(entries: Sequence[str], here: Path) -> None:
 
 
 def install_packages(entries: Sequence[str], here: Path, layers: Path = _LAYERS) -> None:
-    """Make packages importable in this process, and install them if needed.
+    """Make packages importable in this process.
 
     The first worker of a node installs the packages into a layer above the node's own packages. The node's own packages
     are neither copied nor changed.

@@ -16,7 +16,7 @@ class Budgets:
     _last_attempt: dict[str, int] = field(default_factory=dict)  # kind -> newest attempt whose loss was counted
 
     def spend(self, kind: str, step: int, attempt: int | None = None) -> str | None:
-        """Count a failure at `step`. Return why the run must end, or None if it goes on.
+        """Count a failure at `step`. Return why the run must end, or None.
 
         Args:
             attempt: the attempt that lost a worker. All losses of one kind in an attempt count as one failure, because
@@ -84,7 +84,7 @@ class Quarantine:
     _until_s: dict[str, float] = field(default_factory=dict)
 
     def record_death(self, node: str, lived_s: float, now_s: float, elsewhere: bool) -> bool:
-        """Record a worker's death. Return whether its node is now put into quarantine.
+        """Record a worker's death. Return whether its node is quarantined now.
 
         Args:
             lived_s: lifetime of the worker.
@@ -99,7 +99,7 @@ class Quarantine:
         return len(recent) >= self.failures and self.avoid(node, now_s, elsewhere)
 
     def avoid(self, node: str, now_s: float, elsewhere: bool) -> bool:
-        """Put a node into quarantine, unless the run has no other node.
+        """Put a node into quarantine, unless it is the only one.
 
         Return whether the node is in quarantine now.
 

@@ -1,4 +1,4 @@
-"""Check whether a cluster answers, without Ray, which would wait for the cluster."""
+"""Check whether a cluster answers, without Ray."""
 
 import socket
 

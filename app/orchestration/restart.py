@@ -18,7 +18,9 @@ class RestartCoordinator(Coordinator):
     """Coordinator that leaves the number of workers and their restarts to Ray."""
 
     async def join_group(self, member: Member, size: int) -> WorldAssignment | Leave:
-        """Return the worker's place in a world of all `size` workers of Ray's group."""
+        """Return the worker's place in a world of `size` workers.
+
+        Ray has started a group of that size."""
         await self._taken_over(member.name)
         self.membership.rescale(size, size)
         self.membership.expected = size
@@ -38,7 +40,9 @@ class RestartCoordinator(Coordinator):
 
 
 class RestartRuntime(RayRuntime):
-    """Runtime of a worker that takes part in one world, that of Ray's worker group."""
+    """Runtime of a worker that takes part in one world.
+
+    The members of the world are the workers of Ray's worker group."""
 
     outlives_peers = False
     _commit: Checkpoint | None = None  # last checkpoint that this worker has committed

@@ -1,4 +1,4 @@
-"""Ray's runtime environment of a run, which brings code and variables to workers."""
+"""Ray's runtime environment, which brings code and variables to workers."""
 
 import json
 import os

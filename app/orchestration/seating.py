@@ -8,10 +8,10 @@ from itertools import chain
 def seat(
     members: Sequence[str], ranks: Mapping[str, int], nodes: Mapping[str, str], unit: int, num_replicas: int
 ) -> list[str]:
-    """Return `num_replicas` times `unit` of the members, in the order of their ranks.
+    """Return the members of the next world, in the order of ranks.
 
-    A survivor keeps its place within a replica, because it holds that part of the model. A replica lies within one node
-    where possible.
+    The result has `num_replicas` times `unit` members. A survivor keeps its place within a replica, because it holds
+    that part of the model. A replica lies within one node where possible.
 
     Args:
         members: the candidates; earlier ones are preferred.
@@ -57,7 +57,7 @@ def _roomiest(free: Sequence[str], nodes: Mapping[str, str], unit: int) -> str:
 def _distance(
     member: str, part: int, near: set[str], ranks: Mapping[str, int], nodes: Mapping[str, str], unit: int
 ) -> tuple[bool, bool]:
-    """Return why a member fits a place less than another member, as a sort key.
+    """Return a sort key, which is smallest for the best member for a place.
 
     Another node counts first, because it slows every step. A missing part of the model counts second, because the part
     is sent only once.

@@ -1,6 +1,7 @@
-"""Supervisor of a run, which polls for what no call reports to the coordinator.
+"""Supervisor of a run, which finds faults that no call reports.
 
-It polls for nodes that are about to go, for requests of `steadfast scale`, for too few workers and for hung workers.
+The supervisor polls for nodes that are about to go, for requests of `steadfast scale`, for too few workers and for hung
+workers.
 """
 
 import asyncio
@@ -105,7 +106,7 @@ class Supervisor:
             self._write_later(file, unpack(message["collectives"]))
 
     def close(self) -> None:
-        """Accept no more files to write. Files that were accepted are still written."""
+        """Accept no more files. Files that were accepted are still written."""
         self._writing.shutdown(wait=False)
 
     def observe(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The driver's part of a run on Ray: start the coordinator, run the trainer, show events."""
+"""Driver of a run on Ray, which runs the trainer and shows events."""
 
 import contextlib
 import threading
@@ -158,7 +158,9 @@ def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> 
 
 
 class RayDied(TrainingError):
-    """Raised when Ray has died during a run, so that the command may start again.
+    """Raised when Ray has died during a run.
+
+    The command may start again.
 
     Args:
         what: the part of Ray that has died.
@@ -177,7 +179,9 @@ class RayDied(TrainingError):
 
 @dataclass
 class Fit:
-    """One training on Ray: runs `trainer.fit()` and shows the run's events meanwhile."""
+    """One call of `trainer.fit()` with a display of the run's events.
+
+    If Ray's controller dies, the call is repeated with a new trainer."""
 
     build: Callable[[], TorchTrainer]  # builds a new trainer for each start of Ray's controller
     coordinator: Any
@@ -340,7 +344,7 @@ class Fit:
 
 
 def _in_short(error: BaseException) -> str:
-    """Return the line of a Ray error that names the cause, and the remedy."""
+    """Return the cause of a Ray error in one line, with the remedy."""
     first, *_ = str(error).splitlines() or [""]
     if isinstance(error, ray.train.WorkerGroupError):
         # The first line only says that a worker has failed. The last line of the worker's traceback names the cause.

@@ -1,4 +1,4 @@
-"""The worker's part of a run on Ray: its `Runtime`, and Ray Train's training function."""
+"""Runtime of a worker on Ray, and Ray Train's training function."""
 
 import os
 import socket
@@ -87,7 +87,7 @@ class RayRuntime:
         prefer_interface_of(self._heartbeats.own_address)
 
     def next_world(self) -> World | None:
-        """Return the next world once it has formed; None if this worker shall end."""
+        """Return the next formed world, or None if this worker shall end."""
         self._world = None
         while self.leave_reason != Leave.RELEASED:
             answer = self._join()
@@ -248,7 +248,7 @@ def _kind(error: BaseException, attempt: int) -> str:
 
 
 def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
-    """Train as one worker of the run. Return the worker's reason to leave.
+    """Train as one worker, and return its reason to leave.
 
     The slot reads the reason to decide whether another worker is needed.
     """

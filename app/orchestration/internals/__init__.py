@@ -30,7 +30,7 @@ def keep_sigterm_handler() -> None:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Make a Ray that is started in this context listen on the loopback only.
+    """Make a Ray started in this context listen on loopback only.
 
     The address of Ray's node must be given as 127.0.0.1.
     """
@@ -44,7 +44,7 @@ def on_loopback() -> Iterator[None]:
 
 
 def current_cluster() -> str | None:
-    """Return the address of the cluster that this machine joined by `ray start`."""
+    """Return the address of the cluster joined by `ray start`."""
     # Ray's own "auto" accepts any Ray on this machine, even one that another command has embedded. Such a Ray ends with
     # its command.
     found: str | None = utils.read_ray_address()
@@ -122,7 +122,7 @@ def draining_nodes() -> dict[str, float]:
 
 
 def remember_head(cluster: dict[str, Any]) -> None:
-    """Record the head of a local cluster, so that Ray's commands find it.
+    """Record a local cluster's head for Ray's commands.
 
     Args:
         cluster: parsed cluster file with `provider.type: local`.

@@ -1,4 +1,4 @@
-"""A Ray Train worker group of slots, in which workers survive the death of another worker.
+"""A Ray Train worker group whose workers survive each other's death.
 
 One thread of the controller keeps each slot filled. The thread requests an actor from Ray, starts the training in the
 actor, waits for the actor's death, and requests another actor.
@@ -115,7 +115,7 @@ class _Slot:
 
 
 class SlotWorkerGroup(WorkerGroup):
-    """Worker group that keeps as many slots filled as the coordinator wants.
+    """Worker group that keeps the wanted number of slots filled.
 
     To Ray the group looks like one that never changes.
     """
@@ -328,11 +328,11 @@ class SlotController(TrainController):
 
 
 class InlineFunction:
-    """A training function that is sent with each call instead of through Ray's object store.
+    """Training function that does not use Ray's object store.
 
-    When an agent of an embedded Ray dies, the raylet leaves the cluster and ends. Ray's client then tries to restore
-    each object that this process has put into the store, finds no store, and ends the process. So the command must not
-    put any object into the store.
+    The function is sent with each call. When an agent of an embedded Ray dies, the raylet leaves the cluster and ends.
+    Ray's client then tries to restore each object that this process has put into the store, finds no store, and ends
+    the process. So the command must not put any object into the store.
     """
 
     def __init__(self, stored: ObjectRefWrapper[Any]) -> None:
@@ -356,7 +356,7 @@ def slot_controller() -> Any:
 
 
 def report(path: str, metrics: dict[str, Any]) -> None:
-    """Report a checkpoint to the controller, without waiting for other ranks.
+    """Report a checkpoint to the controller without a barrier.
 
     `ray.train.report` would wait for all ranks.
     """
