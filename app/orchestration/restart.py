@@ -20,7 +20,8 @@ class RestartCoordinator(Coordinator):
     async def join_group(self, member: Member, size: int) -> WorldAssignment | Leave:
         """Return the worker's place in a world of `size` workers.
 
-        Ray has started a group of that size."""
+        Ray has started a group of that size.
+        """
         await self._taken_over(member.name)
         self.membership.rescale(size, size)
         self.membership.expected = size
@@ -42,7 +43,8 @@ class RestartCoordinator(Coordinator):
 class RestartRuntime(RayRuntime):
     """Runtime of a worker that takes part in one world.
 
-    The members of the world are the workers of Ray's worker group."""
+    The members of the world are the workers of Ray's worker group.
+    """
 
     outlives_peers = False
     _commit: Checkpoint | None = None  # last checkpoint that this worker has committed

@@ -181,7 +181,8 @@ class RayDied(TrainingError):
 class Fit:
     """One call of `trainer.fit()` with a display of the run's events.
 
-    If Ray's controller dies, the call is repeated with a new trainer."""
+    If Ray's controller dies, the call is repeated with a new trainer.
+    """
 
     build: Callable[[], TorchTrainer]  # builds a new trainer for each start of Ray's controller
     coordinator: Any
