@@ -21,7 +21,7 @@ def under_torchrun() -> bool:
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if present and missing:
         raise UsageError(
-            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. {_REMEDY}"
+            f"{', '.join(present)} set without {', '.join(missing)}: only a part of torchrun's environment. {_REMEDY}"
         )
     if present:
         _check_numbers()

@@ -54,7 +54,7 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
     print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
     try:
         return asyncio.run(_follow(client, job))
-    except (OSError, RuntimeError) as error:  # of requests, and of the websocket
+    except (OSError, RuntimeError) as error:  # requests and the websocket raise these
         raise TrainingError(
             "the connection to the head was lost. The run goes on there, and the same command shows it. If the head "
             "is gone, start it again (ray up FILE, or ray start --head): the same command then resumes the run"

@@ -43,7 +43,7 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
         variables: environment variables to set for the command on the head.
 
     Raises:
-        UsageError: there is no such cluster, or it cannot be reached.
+        UsageError: the cluster file does not exist, or the head cannot be reached.
         TrainingError: the connection was lost.
     """
     if not Path(cluster).is_file():
@@ -53,7 +53,7 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
     if provider in _CLOUDS:
         module, packages = _CLOUDS[provider]
         if find_spec(module) is None:
-            raise UsageError(f"--cluster {cluster}: Ray reaches {provider} by {module}; pip install {packages}")
+            raise UsageError(f"--cluster {cluster}: Ray needs {module} to reach {provider}; pip install {packages}")
     if provider == "local":
         from app.orchestration.internals import remember_head
 

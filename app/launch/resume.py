@@ -143,7 +143,7 @@ def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool)
         raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
     if config.run.resume == "never" and resumable:
         raise RunConflict(
-            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove it"
+            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove the run"
         )
 
 

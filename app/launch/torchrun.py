@@ -239,7 +239,7 @@ def _train(
     ownership: Ownership | None,
 ) -> Ending:
     timeouts = Timeouts(config.recovery.silence_s)
-    progress = Progress()  # remembers earlier attempts
+    progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
 
     def form(attempt: int, amendments: Amendments) -> World:
         members = place.store, place.rank, place.world_size

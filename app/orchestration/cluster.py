@@ -46,7 +46,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _CORRECT = {
     "cluster.address": "in the configuration",
     "RAY_ADDRESS": "in the environment",
-    "ray_current_cluster": "in /tmp/ray, by ray stop, and ray start where it belongs to a cluster",
+    "ray_current_cluster": "in /tmp/ray, by ray stop, then ray start if this machine belongs to a cluster",
 }
 _SETTINGS = 4  # type of a SETTINGS frame, in the fourth byte of its header
 
@@ -244,7 +244,7 @@ def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Inte
         if max(fitting, promised) >= scaling.min_workers:
             return max(scaling.min_workers, min(fitting, scaling.num_workers[1]))
         if time.monotonic() - began_s >= patience_s:
-            autoscaled = f", and all that the autoscaler may start for {promised}" if promised else ""
+            autoscaled = f", and all nodes that the autoscaler may start for {promised}" if promised else ""
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "
                 f"and {gpus} GPU each, but after {patience_s:g} s {len(_nodes())} node(s) with {_total('CPU')} CPUs "

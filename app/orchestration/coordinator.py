@@ -35,8 +35,8 @@ _NEVER_CAME = "not heard of since the coordinator has died"
 _REMEDY = (
     "Look for a network interface that does not exist or does not lead to the other workers (GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
-    "With NCCL_DEBUG=INFO, NCCL tells what it tries, and -v shows it. Workers have these variables from the command, "
-    "else from ray start on their node. Then give the same command again"
+    "With NCCL_DEBUG=INFO, NCCL logs its connections, and -v shows the log. Workers get these variables from the "
+    "command, or else from ray start on their node. Then give the same command again"
 )
 
 Answer = WorldAssignment | Leave

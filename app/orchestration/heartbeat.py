@@ -237,7 +237,7 @@ class HeartbeatServer:
                 limit_s = self._patience(name, Silence(peer.silent_s, answers, nobody_heard, stretch))
             if peer.silent_s >= limit_s:
                 peer.lost = f"not heard of for {peer.silent_s:.3g} s"
-                peer.writer.transport.abort()  # which ends `_follow`
+                peer.writer.transport.abort()  # the closed connection ends `_follow`
 
 
 class HeartbeatClient:

@@ -192,8 +192,8 @@ class Supervisor:
         if waited_s > self._wait_s:
             free = await asyncio.to_thread(ray.available_resources)
             self._run.give_up(
-                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) are "
-                f"there; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
+                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
+                f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
                 "Add nodes, and give the same command again"
             )
 

@@ -282,7 +282,7 @@ class Fit:
         # Workers live for a minute after the death of the GCS.
         if self._saving_until_s is None:
             self._saving_until_s = time.monotonic() + _SAVE_S
-            self.console.line(f"{what} has died: the workers save what they hold")
+            self.console.line(f"{what} has died: the workers save their state")
         elif self._summary is not None or time.monotonic() > self._saving_until_s:
             self._raise_ray_died(what)
 
