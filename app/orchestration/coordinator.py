@@ -50,6 +50,10 @@ class Coordinator:
     - Decide from each failure report whether the run goes on (`failed`).
     - Declare workers dead (`lose`), and abort the world that contained them.
     - Record the events of the run, and hand them to the driver (`events`).
+
+    Args:
+        expected: number of workers that the cluster has room for at the start.
+        unit: number of workers in a replica.
     """
 
     # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
@@ -95,7 +99,7 @@ class Coordinator:
         self._running = 0  # number of the current attempt, 0 between two attempts
         # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
         self._doomed = asyncio.Event()
-        # A member that died before another member noticed is detected within this time, by its missing heartbeats.
+        # If a member has died, its missing heartbeats show the death within this time.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
         self._corrupted_nodes: set[str] = set()  # nodes with a worker that computed wrongly
         self._amendments = directory.amendments()
