@@ -34,7 +34,7 @@ def start_or_resume(
 
     Raises:
         RunConflict: the directory holds another run, or a finished run of a configuration that trains another model,
-            or `run.resume` forbids to start or to resume.
+            or `run.resume` forbids starting or resuming.
         StorageError: a file of the directory is damaged, or cannot be written.
     """
     try:
@@ -189,7 +189,7 @@ def _note_short_step(
         return  # the step was whole, or its end is recorded already
     event = ShortStep(step=end.step, position=end.position)
     directory.record(event)
-    # `record` ignores errors of storage. Without this event samples would be left out, so its presence is checked.
+    # `record` does not raise errors of storage. Without this event samples would be left out, so its presence is checked.
     if end not in directory.amendments().ends:
         raise StorageError(f"{directory.uri}: an event cannot be written; make room there, and give the command again")
     say(event.line())

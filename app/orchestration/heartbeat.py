@@ -31,9 +31,9 @@ from app.world.timeouts import Timeouts
 
 Message = dict[str, Any]
 _LONGEST_LINE_BYTES = 2**20  # the longest message holds the stacks of a process
-_CHUNK_BYTES = 2**12  # before its introduction a connection can make the server buffer at most twice this
+_CHUNK_BYTES = 2**12  # the server buffers at most twice this for a connection
 _NAME = re.compile("[0-9a-f]{1,8}")  # strict, because the name becomes part of a file's name
-_STRANGERS = 128  # most connections without an introduction; for another one the oldest is closed
+_STRANGERS = 128  # limit of connections without an introduction; a further one replaces the oldest
 _HELLO_S = 10.0  # time for a new connection to introduce itself
 _BACKLOG = 1024
 _ACKNOWLEDGED_S = 0.5  # the kernel of a live machine acknowledges data within this time

@@ -25,7 +25,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Wait:
-    """Decide again after some seconds, or earlier after a change."""
+    """Decide again after `seconds`, or earlier after a change."""
 
     seconds: float
 
@@ -37,7 +37,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Short:
-    """Wait for `missing` more members; all members wait and are too few."""
+    """Wait for `missing` more members, because a world needs more than there are."""
 
     missing: int
 

@@ -76,8 +76,8 @@ class Succession:
 
     def _limit_s(self) -> float:
         # While no member waits for a world, the members train, so all of them are alive. Once a member waits, the world
-        # is broken, and a member that has not rejoined within `silence_s` is dead. Without any member the limit is
-        # `lease_s`, after which a worker without a coordinator ends.
+        # is broken, and a member that has not rejoined within `silence_s` is dead. Otherwise the limit is `lease_s`,
+        # after which a worker without a coordinator ends.
         if self._places.keys() & self._idle:
             return self._timeouts.silence_s
         return self._timeouts.lease_s
