@@ -189,7 +189,7 @@ def _note_short_step(
         return  # the step was whole, or its end is recorded already
     event = ShortStep(step=end.step, position=end.position)
     directory.record(event)
-    # `record` does not raise errors of storage. Without this event samples would be left out, so its presence is checked.
+    # `record` raises no errors of storage. Without this event samples would be left out, so its presence is checked.
     if end not in directory.amendments().ends:
         raise StorageError(f"{directory.uri}: an event cannot be written; make room there, and give the command again")
     say(event.line())

@@ -298,7 +298,7 @@ class Coordinator:
         These are the kept events of this command from number `first` on, and all other events since the last call.
 
         Args:
-            stop: whether the run shall end as soon as the state of the workers is on storage. It can be resumed.
+            stop: whether the run shall stop as soon as the workers' state is on storage. A stopped run can be resumed.
         """
         # The driver sends `stop` in each call, because a coordinator that has received it may die.
         if stop and not self.heartbeats.commands.stop:

@@ -154,7 +154,7 @@ class Supervisor:
             if self._ownership.lost:
                 self._run.give_up(self._ownership.lost)
             try:
-                with contextlib.suppress(ray.exceptions.RayError, OSError):  # ignored, because the next check tries again
+                with contextlib.suppress(ray.exceptions.RayError, OSError):  # the next check tries again
                     await look()
             except Exception:  # one failed check must not end the loop
                 traceback.print_exc()
