@@ -5,6 +5,8 @@ from ray.train.backend import Backend, BackendConfig
 
 
 class SlotBackend(Backend):
+    """Backend with which Ray keeps the workers that survive a death."""
+
     has_replica_groups = True  # otherwise Ray ends all workers when one is lost
 
 

@@ -40,11 +40,15 @@ _CLOSE_S = 30.0  # time for the last events to reach storage
 
 
 class LeanTrainer(TorchTrainer):
+    """Trainer without Ray Train's unused actors."""
+
     def _create_default_callbacks(self) -> list[Any]:
         return without_idle_actors(super()._create_default_callbacks())
 
 
 class SlotTrainer(LeanTrainer):
+    """Trainer whose controller uses a worker group of slots."""
+
     def _initialize_and_run_controller(self, train_fn_ref: Any, **arguments: Any) -> Any:
         with slot_controller():
             return super()._initialize_and_run_controller(train_fn_ref=InlineFunction(train_fn_ref), **arguments)

@@ -86,6 +86,8 @@ def find_incompatibility() -> str | None:
 
 
 class SlotWorker(RayTrainWorker):
+    """Actor of a worker, with a call that fails when the actor dies."""
+
     def __init__(self) -> None:
         super().__init__()
         outlive_sigterm()
@@ -101,6 +103,8 @@ class SlotWorker(RayTrainWorker):
 
 @dataclass
 class _Slot:
+    """Place for one worker. A dead worker's actor is replaced."""
+
     index: int
     actor: Any = None
     worker: Worker | None = None  # None while no worker trains in the slot
@@ -319,6 +323,8 @@ class LastCommit(CheckpointManager):
 
 
 class SlotController(TrainController):
+    """Ray Train's controller with a worker group of slots."""
+
     worker_group_cls = SlotWorkerGroup
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
