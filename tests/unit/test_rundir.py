@@ -163,7 +163,7 @@ def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
     directory.check_writable()
     finish(directory, EPOCHS, 9)
     monkeypatch.setattr(FileStream, "write", lambda self, lines: None)  # a disk that is full raises nothing
-    with pytest.raises(StorageError, match="takes no events"):
+    with pytest.raises(StorageError, match="an event cannot be written"):
         start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
     assert directory.stored_config() == parse_config(EPOCHS)
     assert directory.summary()
