@@ -174,11 +174,11 @@ def shift(index: int) -> Break:
 # Of 16 lines: steps 1 to 6, 5 to 9 and 9 to 13.
 BROKEN = {
     "the first step removed": (remove(0), "step 1: expected a line, found none"),
-    "one step removed": (remove(2), "step 3: expected a line, found step 4 as attempt 1's next one"),
+    "one step removed": (remove(2), "step 3: expected a line, found step 4 as the next step of attempt 1"),
     "one step removed that was done again": (remove(4), "step 5: expected a line, found step 6"),
-    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as attempt 2's"),
+    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as the next step of"),
     "the last step removed": (remove(-1), "step 13: expected a line, found none"),
-    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second one of attempt 1"),
+    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second line of attempt 1"),
     "one step twice, far from each other": (repeat(2, -1), "step 3: expected one line of an attempt, found a second"),
     "one step twice, after a later attempt's": (repeat(5, 14), "step 6: expected one line of an attempt, found a sec"),
     "one digest changed": (change(7, samples_digest="00000000deadbeef"), "step 6: expected samples_digest "),
@@ -187,10 +187,10 @@ BROKEN = {
     "too few samples": (change(3, num_samples=12), "step 4: expected num_samples 13, found 12"),
     "a full last step": (change(-1, num_samples=13), "step 13: expected num_samples 9, found 13"),
     "a range shifted that was left out": (change(11, positions=[105, 118]), "step 9: expected positions [104, 117]"),
-    "left out for no reason": (change(12, skipped=True), "step 10: expected its samples, as no rollback leaves it out"),
+    "left out for no reason": (change(12, skipped=True), "step 10: expected the samples of this step, found a skipped"),
     "not left out": (
         change(11, skipped=False),
-        "step 9: expected left out since the rollback in attempt 2, found used",
+        "step 9: expected a skipped step since the rollback in attempt 2, found used",
     ),
     "a step behind the end": (change(-1, step=14, attempt=4), "step 14: expected no step after 13, found step 14"),
 }
@@ -270,7 +270,7 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SampleOrder, "train", lambda self, places: honest(self, np.where(places == 60, 61, places)))
     run = Written(tmp_path)
     run.attempt(1, 1, LAST)
-    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 has not each training sample once"):
+    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 does not use each training sample once"):
         run.audit()
 
 
