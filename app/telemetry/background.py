@@ -9,7 +9,7 @@ from threading import Thread
 
 _log = logging.getLogger(__name__)
 
-_LIMIT_S = 100.0  # W&B itself gives up after 90 s
+_LIMIT_S = 100.0  # longer than W&B's own time limit of 90 s
 
 
 class Background:
@@ -53,7 +53,7 @@ class Background:
         self._waiting_since_s = submitted_s
         try:
             call()
-        except BaseException as error:  # SystemExit too, which would end this thread without a word
+        except BaseException as error:  # SystemExit too: otherwise this thread would end without a warning
             self._turn_off(f"{type(error).__name__}: {error}")
         finally:
             self._waiting_since_s = math.inf
