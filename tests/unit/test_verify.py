@@ -290,7 +290,7 @@ def test_what_is_no_number_is_far_from_every_number() -> None:
 
 def test_without_a_step_in_common_there_is_nothing_to_compare(pair: Pair) -> None:
     pair.lines[1] = []
-    with pytest.raises(UsageError, match=r"a has come to step 10, .*b to step 0"):
+    with pytest.raises(UsageError, match=r"a has reached step 10, .*b step 0"):
         pair.verify()
     pair.lines = [[line(1), line(4)], [line(2), line(3)]]
     with pytest.raises(UsageError, match="no step is in both ledgers"):
