@@ -110,7 +110,7 @@ def _is_count(value: Any) -> bool:
 
 
 class _Auditor:
-    """Compares ledger lines with the plan, in the order in which they were written."""
+    """Compares ledger lines with the plan, in the order of the file."""
 
     def __init__(self, directory: RunDirectory, config: Config, num_samples: int) -> None:
         self._directory = directory
@@ -278,7 +278,7 @@ def _check_ends(plan: Plan, num_train: int) -> None:
 
 
 def _left_out(directory: RunDirectory) -> dict[int, int]:
-    """Return each left-out step with the attempt whose rollback left it out."""
+    """Return each left-out step with the attempt of its rollback."""
     since: dict[int, int] = {}
     for rollback in directory.events(Rollback):
         for step in rollback.steps:
@@ -332,7 +332,7 @@ class _Epochs:
             raise CounterExample(step, f"hashes that sum to {self._expected:016x}", f"{found:016x}", meaning)
 
     def _sum_of_training(self) -> int:
-        """Return the sum of hashes over all samples of the dataset, without held-out samples."""
+        """Return the sum of the hashes of all training samples."""
         total = 0
         for start in range(0, self._num_samples, _PIECE):
             total += int(self._hashes(np.arange(start, min(start + _PIECE, self._num_samples))).sum())

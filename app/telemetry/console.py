@@ -1,4 +1,4 @@
-"""Console output of a command: event lines, with a live progress bar on a terminal."""
+"""Console output of a command: event lines and a progress bar."""
 
 import contextlib
 import os
@@ -32,9 +32,9 @@ class _Rich(RichConsole):
 
 
 class Console:
-    """Prints events as lines; on a terminal a log event moves the progress bar instead.
+    """Prints events as lines, with a progress bar on a terminal.
 
-    With `verbose` a log event does both.
+    On a terminal a log event moves the bar and prints no line, unless `verbose` is set.
     """
 
     def __init__(self, verbose: bool = False, file: IO[str] | None = None) -> None:

@@ -30,7 +30,7 @@ _PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that
 def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: None) -> Totals:
     """Return the totals of a run's ledger and events.
 
-    Memory does not grow with the length of the ledger.
+    The ledger may have any length, because it is read in blocks.
 
     Args:
         directory: the run to read.
@@ -139,7 +139,7 @@ class TimeLedger:
                 self._again_s.append(time_s)
 
     def rank_s(self) -> dict[str, float]:
-        """Return the seconds of all ranks together, by category, in the order of `CATEGORIES`."""
+        """Return the seconds of all ranks in the order of `CATEGORIES`."""
         totals = dict.fromkeys(CATEGORIES, 0.0)
         for account in self.accounts:
             for category, seconds in account.rank_s.items():
@@ -190,7 +190,7 @@ class TimeLedger:
         return False
 
     def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", category: str) -> None:
-        """Add the time from the end of the last attempt to the first step.
+        """Add the time from the attempt before to this one's first step.
 
         Time that no event assigns to another category counts as `category`.
         """
@@ -221,7 +221,7 @@ class _Cursor:
         self.now_s = now_s
 
     def spend_until(self, time_s: float, category: str, account: Account, num_ranks: int = 0) -> None:
-        """Assign the time up to `time_s` to a category of the account, and move there.
+        """Assign the time up to `time_s` to a category of the account.
 
         A time in the past changes nothing. `num_ranks` defaults to the world size of the account.
         """
@@ -231,7 +231,7 @@ class _Cursor:
 
 
 def _add_steps(span: Span, account: Account, cursor: _Cursor) -> None:
-    """Add the time from the start of an attempt's first step to the end of its last step."""
+    """Add the time of an attempt's steps, from the first to the last."""
     account.steps_from_s = cursor.now_s
     spent = {"productive": span.productive_s - span.data_s, "data wait": span.data_s, "redone": span.redone_s}
     for act in ACTS:

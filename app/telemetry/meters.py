@@ -5,7 +5,10 @@ from typing import TypedDict
 
 
 class Figures(TypedDict):
-    """Times and rates since the last log line, named as the fields of the event `log`."""
+    """Times and rates since the last log line.
+
+    The names are those of the fields of the event `log`.
+    """
 
     step_ms: float
     data_wait: float

@@ -23,7 +23,7 @@ class Past:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
-        """Read the events so far. Call this before the first step of an attempt."""
+        """Read the events so far, before the attempt's first step."""
         committed, num_nodes = 0, 1
 
         def noted() -> Iterator[Event]:

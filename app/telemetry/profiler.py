@@ -16,7 +16,7 @@ _ROWS = 12  # rows of the table; the operations after them take little time
 
 
 class Profiler:
-    """Records steps of an attempt on the configured ranks; does nothing on other ranks."""
+    """Records steps of an attempt by torch.profiler on the configured ranks."""
 
     def __init__(self, config: ProfileConfig, directory: RunDirectory, world: World, device: torch.device) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Recorder of an attempt: writes ledger, events, figures and the summary of a run."""
+"""Recorder of an attempt's ledger, events, figures and summary."""
 
 import math
 import resource
@@ -246,7 +246,7 @@ class Recorder:
         self._ledger.as_planned(step, samples_digest, self._digests.pop(step, ""))
 
     def _log(self, stats: StepStats, lr: float) -> None:
-        """Write the figures of a step, and show them at most every `_SHOW_EVERY_S` seconds."""
+        """Write a step's figures, and show the figures every `_SHOW_EVERY_S` seconds."""
         total_steps = self._worker.num_steps
         at_risk = self._at_risk(stats.step)
         log = events.Log(
@@ -406,7 +406,7 @@ def _meters(config: Config, worker: WorkerState) -> Meters:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far: of the GPU, or of the process on a CPU."""
+    """Return the peak memory of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

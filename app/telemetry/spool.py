@@ -11,7 +11,7 @@ _UPLOAD_EVERY_S = 20.0
 
 
 class Spool:
-    """Local folder whose files end up in a folder of the run directory.
+    """Local folder whose files are kept in the run directory.
 
     If the run directory is on a disk, it is the folder itself. If the run directory is in a bucket, it is a temporary
     folder, whose files are copied to the bucket.

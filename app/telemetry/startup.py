@@ -16,7 +16,7 @@ class StartupTimer:
         self._marked_s = self._began_s
 
     def mark(self, phase: str) -> None:
-        """End the phase that began at the last mark, and record its seconds as `phase`."""
+        """Record the seconds since the last mark under the name `phase`."""
         now_s = time.time()
         self._seconds[f"{phase}_s"] = round(now_s - self._marked_s, 4)
         self._marked_s = now_s

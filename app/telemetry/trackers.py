@@ -1,4 +1,4 @@
-"""Trackers of figures: the protocol, the set of an attempt, and an in-memory twin for tests."""
+"""Trackers of figures: protocol, builders, and an in-memory twin for tests."""
 
 import logging
 from collections import defaultdict

@@ -31,7 +31,7 @@ Both = tuple[Any, Any]  # values of the two runs, in the order of the arguments
 
 @dataclass(frozen=True)
 class Ran:
-    """Attempt and workers that ran a step; None for values that the run did not record."""
+    """Attempt and workers that ran a step. Unrecorded values are None."""
 
     attempt: int
     world_size: int | None
@@ -50,7 +50,9 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Result of comparing two ledgers, up to the last step of the shorter ledger.
+    """Result of comparing two ledgers.
+
+    The comparison ends with the last step of the shorter ledger.
 
     Attributes:
         last_steps: last step of each run.
@@ -140,7 +142,7 @@ class Comparison:
 
 
 def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
-    """Compare two runs step by step, up to the last step of the shorter run.
+    """Compare two runs up to the last step of the shorter run.
 
     Raises:
         UsageError: the runs have no step in common.
@@ -166,7 +168,9 @@ def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
 
 
 class HeldLines:
-    """Valid lines of a ledger of any length, one for each step, in the order of steps.
+    """Valid lines of a ledger, in the order of steps.
+
+    A step has one valid line. The ledger may have any length, because it is read in blocks.
 
     Attributes:
         last: the highest step, 0 if there is none.

@@ -1,1 +1,1 @@
-"""Report of a run: one self-contained HTML page, made from the files of the run."""
+"""Report of a run: one self-contained HTML page."""

@@ -22,7 +22,7 @@ _CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
 
 
 class Curve:
-    """Figures by step, thinned out as they are added.
+    """Figures by step, thinned out on the way.
 
     If a step was done again, its last figures count.
     """
@@ -35,7 +35,10 @@ class Curve:
         self.rows: list[dict[str, float]] = []
 
     def add(self, step: int, row: dict[str, float]) -> None:
-        """Add the figures of a step, and drop this step and later ones if they were added before."""
+        """Add the figures of a step.
+
+        If the step was added before, its old figures and those of later steps are dropped first.
+        """
         again = bisect_left(self.steps, step)
         del self.steps[again:], self.rows[again:]
         self._num_seen += 1

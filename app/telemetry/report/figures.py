@@ -146,7 +146,7 @@ def time_of_ranks(course: Course) -> Drawing:
 
 
 def time_unit(course: Course) -> tuple[float, str]:
-    """Return a readable time unit for the length of the run: its seconds and its name."""
+    """Return the seconds and name of a time unit for the run's length."""
     wall_s = course.ledger.accounts[-1].ended_s - course.ledger.accounts[0].began_s
     for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if wall_s > 2 * unit_s:
@@ -180,9 +180,9 @@ def _plot(x: str, y: str, **options: Any) -> Any:
 
 
 def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
-    """Return the columns of `rows`, or empty columns named `drawn` if there are no rows.
+    """Return the columns of `rows`.
 
-    Bokeh reports a missing column of a plot as an error.
+    Without rows it returns empty columns named `drawn`, because Bokeh reports a missing column of a plot as an error.
     """
     names = rows[0].keys() if rows else drawn
     return ColumnDataSource({name: [row[name] for row in rows] for name in names})

@@ -116,7 +116,7 @@ def _explained(course: Course) -> str:
 
 
 def _shares(course: Course) -> str:
-    """Return the use of time of the whole run, as a bar and a table."""
+    """Return a bar and a table of the run's use of time."""
     rank_s = course.ledger.rank_s()
     total_s = sum(rank_s.values()) or 1.0
     parts, rows = [], []
