@@ -1,4 +1,4 @@
-"""Pair all nodes with each other, many pairs at a time."""
+"""Schedule of node pairs, in rounds of disjoint pairs."""
 
 from collections.abc import Iterator, Sequence
 
