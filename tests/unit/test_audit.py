@@ -297,7 +297,7 @@ def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixt
         f"proved: {claimed}",
         "steps     1 to 13, each once; 3 lines redone by a later attempt",
         "samples   152 used, 55 in an epoch",
-        "epochs    3 finished, with every training sample at one place of each",
+        "epochs    3 finished, each with every training sample once",
         "digests   14 compared, all as planned; 1 step unconfirmed",
         "left out  1 step of 13 samples, by rollbacks",
     ]
@@ -325,11 +325,11 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     written.directory.write_config(parse_config(planted))
     assert main(0.0, ["audit", uri]) == 2
     said = capsys.readouterr().err
-    assert "error: data.target tests.dist.small:Tokens: code that the run's config.yaml names" in said
+    assert "error: data.target tests.dist.small:Tokens: the run's config.yaml names this code" in said
     assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
     assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
     said = capsys.readouterr().err
-    assert "error: data.order.target os:system: code that the run's config.yaml names" in said
+    assert "error: data.order.target os:system: the run's config.yaml names this code" in said
     assert f"main.py audit {uri} --samples 61 --trust-code" in said
     assert not (tmp_path / "touched").exists()
     written.directory.write_config(parse_config(text))
@@ -348,7 +348,7 @@ def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, caps
         parse_config(RUN.replace("target: 'tests.dist.small:Tokens'", "path: gone, kind: tokens"))
     )
     assert main(0.0, ["audit", claimed]) == 2
-    assert "Where the data are not at hand, give their length: --samples N" in capsys.readouterr().err
+    assert "If the data are not available here, give their length: --samples N" in capsys.readouterr().err
     assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 13
 

@@ -436,7 +436,7 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
 
     monkeypatch.setattr("app.launch.checkup.check_machines", check)
     assert main(0.0, ["doctor", "--json"]) == 0
-    assert ["looking at the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
+    assert ["checking the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
 
 
 def test_json_on_a_terminal_is_not_mixed_with_progress(
