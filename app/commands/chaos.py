@@ -13,7 +13,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the cost of each fault for each system. Return 1 if a claim fails."""
+    """Print the cost of each fault. Return 1 if a claim fails, else 0."""
     # Chaos reads the configuration again with its own overrides. Reading it here reports mistakes at once.
     read_config(options)
     if options.cluster:

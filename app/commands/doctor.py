@@ -1,4 +1,4 @@
-"""`doctor [RUN]`: check the machines before a run, or verify every checkpoint of a run.
+"""`doctor [RUN]`: check machines before a run, or a run's checkpoints.
 
 Each finding is printed as a line, with the remedy below it.
 """

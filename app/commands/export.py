@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
 
 
 def _trusted_config(options: Namespace, directory: RunDirectory) -> Config:
-    """Return the configuration of a run, after a check that its model may be built.
+    """Return the configuration of a run whose model may be built.
 
     Raises:
         UsageError: the run has no configuration, or the command lacks --trust-code.

@@ -68,13 +68,13 @@ def read_config(options: Namespace) -> Config:
 
 
 def is_override(word: str) -> bool:
-    """Return whether a word has the form key=value, and is not a URI."""
+    """Return whether a word has the form key=value and is no URI."""
     key, equals, _ = word.partition("=")
     return bool(equals) and "://" not in key
 
 
 def unknown_verb(word: str) -> UsageError:
-    """Return the error for a word that is neither a verb nor an override."""
+    """Return the error for a word that should be a verb."""
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
 
 
@@ -85,7 +85,7 @@ def add_trust_argument(parser: ArgumentParser) -> None:
 
 
 def check_trusted(options: Namespace, config: Config, keys: Iterable[str], otherwise: str = "") -> None:
-    """Check that the command may import the code named in a run's configuration.
+    """Check that the command may import code of a run's configuration.
 
     Every user who can write the run directory can choose that code. The code would run with the rights of the user who
     reads the run.
@@ -109,7 +109,7 @@ def check_trusted(options: Namespace, config: Config, keys: Iterable[str], other
 
 
 def run_on_cluster(options: Namespace, *added: str, variables: Mapping[str, str] = _NONE) -> int:
-    """Run the same command on the head of the cluster that `--cluster` names.
+    """Run the same command on the head of a cluster.
 
     Args:
         options: the options of the command.

@@ -1,4 +1,4 @@
-"""`plan --config FILE`: show shares and memory for each number of workers, without training."""
+"""`plan --config FILE`: show shares and memory for each number of workers."""
 
 import json
 import re
@@ -103,7 +103,10 @@ def _world(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _copies(config: Config, whole: "Memory") -> dict[str, int]:
-    """Return the bytes of a checkpoint, and the least bytes of all copies in memory."""
+    """Return the bytes of a checkpoint and of all copies in memory.
+
+    The copies take at least that much.
+    """
     checkpoint = whole.parameters + whole.optimizer
     # There are two generations of copies. Under sharding each generation is on two nodes.
     num_copies = 4 if isinstance(config.parallel, FsdpConfig) else 2

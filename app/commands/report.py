@@ -1,4 +1,4 @@
-"""`report RUN`: write the course of a run and the cost of its failures as an HTML page."""
+"""`report RUN`: write an HTML page about a run and its failures."""
 
 from argparse import Namespace
 

@@ -1,4 +1,7 @@
-"""`status [RUN] [--watch]`: show the status of runs, on any machine that sees their directories."""
+"""`status [RUN] [--watch]`: show the status of one run or of all runs.
+
+The verb works on any machine that sees the run directories.
+"""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -31,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the status of a run, or a line for each run in the storage."""
+    """Print the status of a run, or a line for each run."""
     take_storage(options)
     if len(options.runs) > 1 or (options.watch and options.json):
         raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")

@@ -1,4 +1,4 @@
-"""`verify RUN_A RUN_B`: compare the ledgers of two runs, and show the first difference."""
+"""`verify RUN_A RUN_B`: compare two runs, and show the first difference."""
 
 import math
 from argparse import ArgumentParser, Namespace
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the comparison of two runs. Return 1 if they differ, else 0."""
+    """Print the comparison. Return 1 if the runs differ, else 0."""
     take_storage(options)
     if len(options.runs) != 2:
         raise UsageError("verify takes two runs, for example: verify ddp other")

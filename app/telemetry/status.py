@@ -43,7 +43,7 @@ class Node:
     ranks: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     own_ms: tuple[float, ...] = ()  # time of a step that the rank spends by itself
-    last: tuple[float, ...] = ()  # share of looks at which the other ranks waited longest for the rank, 0 to 1
+    last: tuple[float, ...] = ()  # share of the checks in which other ranks waited longest for the rank, 0 to 1
 
 
 @dataclass(frozen=True)

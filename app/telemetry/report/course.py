@@ -65,7 +65,7 @@ class Rank:
     gpu: str  # "" on CPUs
     own_ms: float  # mean of one step
     of_median: float  # `own_ms` divided by the median of the attempt's ranks
-    last: float  # share of looks at which the other ranks waited longest for this rank, 0 to 1
+    last: float  # share of the checks in which other ranks waited longest for this rank, 0 to 1
 
 
 @dataclass
