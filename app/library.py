@@ -212,7 +212,7 @@ class _Objects:
         if collate is not None:
             if not isinstance(config, SamplesConfig):
                 raise UsageError(
-                    "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=...)"
+                    "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
                 )
             update["collate"] = Target(target=self._name("data.collate", collate, collate))
         if validation_collate is not None:
@@ -220,7 +220,7 @@ class _Objects:
             if not isinstance(held_out, CollateConfig):
                 raise UsageError(
                     "validation_collate needs a validation dataset of samples: held-out samples, an image folder, a "
-                    "Hugging Face dataset or your own (validation=...)"
+                    "Hugging Face dataset or your own (validation=)"
                 )
             own = Target(target=self._name("data.validation.collate", validation_collate, validation_collate))
             update["validation"] = held_out.model_copy(update={"collate": own})
@@ -309,7 +309,7 @@ def _place(config: Config) -> Place:
             "torch.distributed is in use, and fit forms its own groups: call destroy_process_group() first"
         )
     if not torch.is_grad_enabled():
-        raise UsageError("fit was called within torch.no_grad() or torch.inference_mode(); call it outside of that")
+        raise UsageError("fit was called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
     number = next(_calls)
     if not under_torchrun():
         return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())
