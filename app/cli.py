@@ -119,7 +119,7 @@ def _run(arguments: list[str], started_s: float) -> int:
 
 
 def split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into its verb and the other arguments.
+    """Split a command line into its verb and the remaining arguments.
 
     The verb may be at any position, and is None if there is none.
 
