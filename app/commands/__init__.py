@@ -23,7 +23,7 @@ _CHAOS = "inject every fault into this application, stock Ray Train and torchrun
 VERBS = {
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
     "plan": Verb("run", "plan --config FILE", "show shares and memory for each number of workers, without training"),
-    "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the number of workers of a running run"),
+    "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the worker bounds of a run in progress"),
     "status": Verb("look", "status [RUN] [--watch]", "show a run and what its failures cost, or a line for each run"),
     "config": Verb("look", "config [SECTION ...]", "show every key of the configuration, its meaning and its default"),
     "report": Verb("look", "report RUN", "write an HTML page: losses, failures and their cost, and the use of time"),

@@ -67,8 +67,8 @@ def _teller(as_json: bool) -> Callable[[str], None]:
     With --json the lines go to stderr, because stdout is for the document.
     """
     if as_json and sys.stdout.isatty():
-        # A terminal would show progress between the lines of the document. The head of `--cluster` prints to a
-        # terminal too.
+        # On a terminal both streams arrive as one, so progress would be mixed into the document. The head of
+        # `--cluster` prints to a terminal too.
         return lambda line: None
     stream = sys.stderr if as_json else sys.stdout
     return lambda line: print(line, file=stream, flush=True)
@@ -117,7 +117,7 @@ def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
             catalog.verify(manifest)
             yield f"step {step}: good | {_describe(manifest)} | read in {time.monotonic() - began:.1f} s", True
         except Damaged as error:
-            # A running run may have deleted this checkpoint meanwhile, which looks like damage.
+            # If the run is in progress, it may have deleted this checkpoint meanwhile, which looks like damage.
             if step in catalog.steps():
                 yield f"step {step}: damaged: {error}", False
         except (StorageError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`scale RUN --workers MIN:MAX`: change the number of workers of a running run.
+"""`scale RUN --workers MIN:MAX`: change the worker bounds of a run in progress.
 
 The request is a file in the run directory, which every node sees. So the verb needs neither Ray nor Ray's address or
 token.

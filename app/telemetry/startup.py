@@ -30,7 +30,7 @@ class StartupTimer:
 
         Call this before the attempt writes a step.
         """
-        # Progress ended at the last step in the ledger, or when the command began if it has finished no step.
+        # Progress ended at the last step in the ledger, or when the command began if the command finished no step.
         ended_s = float(directory.last_step_line().get("time_s", 0.0))
         for started in directory.events(RunStarted):
             if not started.again:  # the time before a restart of the command is part of the cost of the failure
