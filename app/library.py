@@ -203,6 +203,7 @@ class _Objects:
             UsageError: the data are text or tokens and take no collate function, or the order is unknown.
         """
         if dataset is not None:
+            # Keys that all data sections share, such as `validation_fraction`, keep their values.
             kept = {name: getattr(config, name) for name in SamplesConfig.model_fields if hasattr(config, name)}
             config = TargetData(target=self._name("data", dataset, partial(_itself, dataset)), **kept)
         update: dict[str, Any] = {}
@@ -245,6 +246,7 @@ class _Objects:
         """Return the section `optimizer` for a callable."""
         if given is None:
             return {}
+        # These keys exist for every kind of optimizer, so their values are kept.
         of_any = {"lr": config.optimizer.lr, "max_grad_norm": config.optimizer.max_grad_norm}
         return {"optimizer": TargetOptimizer(target=self._name("optimizer", given, given), **of_any)}
 
@@ -261,6 +263,7 @@ class _Objects:
         return targets
 
     def _name(self, key: str, given: Any, found: Callable[..., Any]) -> str:
+        # A partial has no name of its own.
         own = given.func if isinstance(given, partial) else given
         name = getattr(own, "__name__", type(own).__name__)
         target = f"<live {key}>:{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
@@ -269,6 +272,7 @@ class _Objects:
 
 
 def _itself(given: Any, **_: Any) -> Any:
+    """Return the object. Targets are called with arguments, which it ignores."""
     return given
 
 
@@ -344,11 +348,12 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
     """Copy the weights of rank 0's model to all ranks. A collective."""
     if place.world_size == 1:
         return
+    # After a restart by torchrun its store still holds the keys of the attempt before.
     store = dist.PrefixStore(f"weights-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", place.store)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     try:
         for tensor in model.state_dict().values():
-            whole = tensor.cpu().contiguous()
+            whole = tensor.cpu().contiguous()  # this group is one of gloo, for tensors on the CPU
             dist.broadcast(whole, 0)
             tensor.copy_(whole)
     finally:

@@ -76,6 +76,7 @@ def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     """
     driver, gpus = _gpus()
     own_address = _address_towards(head)
+    # A worker sets these variables before it forms a group. Setting them here shows the values that a worker would use.
     prefer_interface_of(own_address)
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(

@@ -275,6 +275,7 @@ def _selects(value: str, name: str) -> bool:
 
 
 def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
+    # Without the speed of the interface in use there is nothing to compare.
     own = [each for each in facts.interfaces if each.address == facts.own_address and each.mbit_per_s]
     faster = []
     for each in facts.interfaces:
@@ -405,6 +406,7 @@ def slow_links(links: Iterable[Link]) -> list[Link]:
 
 def _shared_node(links: Sequence[Link]) -> str:
     """Return the common node of several links, "" if there is none."""
+    # A single link says nothing about which of its two nodes is slow.
     common = set.intersection(*({link.first, link.second} for link in links)) if len(links) > 1 else set()
     return next(iter(common), "")
 

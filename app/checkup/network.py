@@ -208,6 +208,7 @@ class _Case(NamedTuple):
 
     def time(self, collective: Callable[[], object]) -> float:
         """Return the seconds until the result of a collective is there."""
+        # Without the barrier the time would include the wait for a rank that arrives late.
         dist.barrier(self.groups.control)
         began_s = time.perf_counter()
         collective()
@@ -238,7 +239,7 @@ def _gather(case: _Case) -> _Ran:
     tensor = case.message(case.rank)
     gathered = [torch.zeros_like(tensor) for _ in range(case.size)] if case.rank == 0 else None
     seconds = case.time(lambda: dist.gather(tensor, gathered, 0, case.group))
-    if gathered is None:
+    if gathered is None:  # other ranks than 0 receive nothing that could be compared
         return _Ran(seconds, tensor, tensor)
     return _Ran(seconds, torch.cat(gathered), torch.cat(case.messages()))
 

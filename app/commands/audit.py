@@ -10,7 +10,7 @@ from app.run.events import AttemptStarted
 from app.storage.documents import json_line
 from app.units import plural, printable
 
-_MOST_SAMPLES = 2**48  # positions of any number of epochs stay within 64 bits
+_MOST_SAMPLES = 2**48  # with this limit all positions of a run fit into 64 bits
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,6 +39,7 @@ def run(options: Namespace) -> int:
         raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
     with reading(directory):
         num_samples = _num_samples(directory, config, options)
+    # The audit calls an order function of the user, which is code that the run directory names.
     check_trusted(options, config, ["data.order.target"])
     try:
         with reading(directory):

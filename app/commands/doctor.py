@@ -38,6 +38,7 @@ def run(options: Namespace) -> int:
 
     Return the exit code: 1 if a finding is an error or a checkpoint is damaged.
     """
+    # A word that is no override is the name of a run, whose checkpoints are to be verified.
     if options.config is None and not all(is_of_config(word) for word in options.runs):
         return _check_run(options)
     overrides = [*options.runs, f"run.storage={options.storage}"] if options.storage else options.runs

@@ -77,6 +77,7 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     manifest = verified(catalog, step)
     weights = whole_tensors(catalog.readers(manifest), "model")
     averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    # Averages have the names of the weights that they replace.
     weights |= averages
     if kind == "pt":
         _write(out, lambda path: torch.save(weights, path))
@@ -104,12 +105,14 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
         raise UsageError(f"--format hf: {type(model).__name__} has no save_pretrained; use safetensors or pt")
     catalog = Catalog(directory.store)
     manifest = verified(catalog, step)
+    # A checkpoint without frozen parameters needs a model with the same frozen parameters.
     manifest.check_base(base_sha256(model) if manifest.base else "", directory / path_of(step))
     # The parameters get the formats of the run, so that the exported model gives the same outputs.
     model = build_precision(config.precision, torch.device("cpu")).convert(model)
     state = {"model": ModelState(model, config.checkpoint.trainable_only).state_dict()}
     load_shards(catalog.readers(manifest), shards_of(state), "model.")
     averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    # Not strict, because there are no averages of frozen parameters, and none at all without the hook.
     model.load_state_dict(averages, strict=False)
     _write(out, save)
     return f"a {type(model).__name__}{_averaged(averages)}"
@@ -129,6 +132,6 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{out} cannot be written: {error}") from error
     finally:
-        if temporary.is_dir():
+        if temporary.is_dir():  # `save_pretrained` writes a folder
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)

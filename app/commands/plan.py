@@ -59,6 +59,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     measured = config.batch.microbatch_size == "auto"
     if measured:
         config = _with_largest_microbatch(config)
+    # One real microbatch gives the shapes of the inputs, on which the memory for activations depends.
     example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
     whole = memory_of_whole(config, example)
     worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
@@ -130,6 +131,7 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
         useful = config.batch.num_microbatches
         yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
     every = config.checkpoint.every
+    # An interval in steps or epochs counts as 0 seconds, because the time of a step is unknown before a run.
     interval_s = every.count * _SECONDS.get(every.unit.removesuffix("s"), 0.0)
     if mtbf_s is not None and interval_s > mtbf_s:
         yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures; lower it"

@@ -40,6 +40,8 @@ def run(options: Namespace) -> int:
     requested_s = time.time()
     directory.request_scale(smallest, largest)
     while time.time() - requested_s < _ANSWER_S:
+        # The event of the change is the answer. Its time comes from the coordinator's machine, so both clocks should
+        # agree.
         for event in reversed(directory.events(Scale)):
             if (event.time_s or 0.0) >= requested_s:
                 print(f"scaling.num_workers of {directory.uri}: {list(event.before)} -> {list(event.after)}")
@@ -58,6 +60,7 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
     config = directory.stored_config()
     if config is None:
         return
+    # With `batch.microbatch_size=auto` only the run itself knows the size in use.
     batch = directory.batch(config)
     if largest > batch.num_microbatches:
         raise UsageError(

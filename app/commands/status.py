@@ -77,7 +77,7 @@ def _all(storage: str) -> Callable[[bool], object]:
             # An unreadable run, such as a damaged or private one of another user, must not hide the other runs.
             try:
                 with reading(directory):
-                    if read_owner(directory.store):
+                    if read_owner(directory.store):  # a folder without an owner is no run
                         statuses.append(StatusReader(directory).read(brief=True))
             except StorageError as error:
                 unreadable[directory.uri] = str(error)
@@ -234,6 +234,7 @@ def _node(node: "Node") -> str:
         fastest, slowest = number(min(node.own_ms)), number(max(node.own_ms))
         times = fastest if fastest == slowest else f"{fastest} to {slowest}"
         speed = f"own times {times} ms a step" if len(node.ranks) > 1 else f"own time {times} ms a step"
+        # Only the rank that the others wait for most often is named: a node may have many ranks.
         share, rank = max(zip(node.last, node.ranks, strict=True))
         last = f"rank {rank} is last in {share:.0%} of the checks"
     return joined([f"{node_name(node.node)} {ranks}", gpus, speed, last])
@@ -275,6 +276,7 @@ def _interruption(each: "Interruption") -> str:
 def _clock(time_s: float | None) -> str:
     if time_s is None:
         return ""
+    # The date is left out for events of today.
     today = time.strftime("%Y-%m-%d", time.localtime())
     day, clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)).split()
     return clock if day == today else f"{day} {clock}"

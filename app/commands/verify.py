@@ -52,6 +52,7 @@ def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
         lines.append(f"they differ, first at step {found.first.step}: {_in_words(found.first)}")
         lines += _who(found.first)
     lines += [f"{name:<9} {row}" for name, row in _rows(found).items()]
+    # Other keys can only explain a difference, so they are listed only if there is one.
     other_keys = [change for change in found.changes if not change.identity]
     if found.first is not None and other_keys:
         lines.append("other differences of the configurations:")
