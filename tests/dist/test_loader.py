@@ -77,7 +77,7 @@ class Unpicklable(Noisy):
 
 
 def test_a_dataset_that_processes_cannot_take_is_refused_with_what_to_do() -> None:
-    message = r"cannot take the dataset, its collate function or order \(.*lambda.*\); data.num_workers=0 has none"
+    message = r"cannot pickle the dataset, its collate function or order \(.*lambda.*\); data.num_workers=0 starts"
     with pytest.warns(UserWarning, match="pickle error"), pytest.raises(DataError, match=message):
         loader_of(Unpicklable(), num_workers=1).steps(microbatches(0, 40))
     assert next(loader_of(Unpicklable()).steps(microbatches(0, 40))).num_samples == 8
