@@ -90,7 +90,7 @@ class Quits(Noisy):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_would_end_the_process_is_an_exception_like_any_other(num_workers: int) -> None:
-    with pytest.raises(UserExit, match=r"sys\.exit in code of your own \(no more\)") as raised:
+    with pytest.raises(UserExit, match=r"sys\.exit in your own code \(no more\)") as raised:
         next(loader_of(Quits(), num_workers=num_workers).steps(microbatches(0, 40)))
     assert "test_loader.py" in "".join(traceback.format_exception(raised.value))
     # Its frames hold the loader, whose process would outlive the test.
