@@ -25,6 +25,7 @@ def number(value: float) -> str:
 
     The width stays the same from line to line.
     """
+    # The format `#` keeps trailing zeros, but also leaves a point after a number of four digits.
     return f"{value:#.4g}".rstrip(".")
 
 
@@ -43,6 +44,7 @@ def size(num_bytes: float) -> str:
 def duration(seconds: float) -> str:
     """Format an estimated duration: 45s, 53m, 3h 12m."""
     minutes = round(seconds / 60)
+    # Seconds matter only while the estimate is short.
     if minutes < 2:
         return f"{seconds:.0f}s"
     if minutes < 60:

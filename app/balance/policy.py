@@ -1,4 +1,4 @@
-"""Policy that decides when measured speeds justify other shares.
+"""Policy that decides when measured speeds justify new shares.
 
 The policy is pure, so a table can test it.
 """
@@ -21,14 +21,14 @@ _WORTH = 0.05  # share of a step's time; a smaller gain is not worth another ord
 
 
 class Reshare(NamedTuple):
-    """Decision for other shares, with the seconds per microbatch by rank."""
+    """Decision for new shares, with the seconds per microbatch by rank."""
 
     shares: Shares
     microbatch_s: tuple[float, ...]
 
 
 class SpeedPolicy:
-    """Policy that proposes other shares if nearly all recent measurements gain.
+    """Policy that proposes new shares if nearly all recent measurements gain.
 
     Args:
         shard: number of neighbouring ranks in a replica, which is as fast as its slowest rank.
@@ -40,7 +40,7 @@ class SpeedPolicy:
         self._measured: deque[NDArray[np.float64]] = deque(maxlen=_MEASUREMENTS)
 
     def decide(self, microbatch_s: Sequence[float], shares: Shares) -> Reshare | None:
-        """Return other shares if the gain is worth the change.
+        """Return new shares if the gain is worth the change.
 
         After a proposal everything is measured again.
 

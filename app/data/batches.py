@@ -124,6 +124,7 @@ def _like(container: Any, parts: list[Any]) -> Any:
     if is_dataclass(container) and not isinstance(container, type):
         names = [field.name for field in fields(container)]
         return type(container)(**dict(zip(names, parts, strict=True)))
+    # A named tuple takes its parts as separate arguments, unlike a tuple.
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*parts)
     return parts if isinstance(container, list) else tuple(parts)

@@ -259,6 +259,7 @@ class RunDirectory:
         request = read_json(self.store, _SCALE)
         if request is None:
             return None
+        # An invalid request is deleted too, so that it is read only once.
         self.store.delete(_SCALE)
         match request:
             case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
@@ -319,6 +320,7 @@ def find_run(name: str, storage: str = "runs") -> RunDirectory:
         places = [str(Path.cwd() / name), str(base() / name), below]
     for place in places:
         directory = RunDirectory.at(place)
+        # Every command writes owner.json first, so a directory without it is no run.
         try:
             if read_owner(directory.store):
                 return directory

@@ -27,7 +27,7 @@ class Store(Protocol):
 
     @property
     def uri(self) -> str:
-        """Path or URI of the store, as the user gave it."""
+        """Path or URI that the user gave for the store."""
         ...
 
     def list(self, folder: str) -> list[str]:
@@ -88,7 +88,7 @@ def join(location: str, name: str) -> str:
 
 
 def arrow_filesystem(store: Store) -> tuple[Any, str]:
-    """Return pyarrow's file system of a store, and the path in it.
+    """Return pyarrow's file system and path of a store.
 
     The file system is None for a local store.
     """

@@ -169,7 +169,7 @@ class ArrowStore:
 
 @cache
 def connect(uri: str, num_attempts: int = 1) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a URI and the path in it.
+    """Return the file system and the path of a URI.
 
     The library of the file system makes up to `num_attempts` of each request.
     """

@@ -109,13 +109,14 @@ class LanguageModeling:
             if shift:
                 hidden = hidden[:, :-1]
             chunks = hidden.flatten(0, 1).split(num_tokens), targets.flatten().split(num_tokens)
+            # The loss draws no random numbers, so the generators' states need not be kept for the backward.
             again = partial(checkpoint, _loss_of_hidden, head, use_reentrant=False, preserve_rng_state=False)
             sums = [again(part, wanted) for part, wanted in zip(*chunks, strict=True)]
             found.append(torch.stack(sums).sum())
             return found[0]
 
         # The chunks are computed in place of the last layer's forward, because a sharded layer has its whole weight
-        # only there.
+        # only there. A forward that was already set on the layer itself is restored at the end.
         before = vars(head).get("forward")
         vars(head)["forward"] = summed
         try:
@@ -124,6 +125,7 @@ class LanguageModeling:
             del vars(head)["forward"]
             if before is not None:
                 vars(head)["forward"] = before
+        # Only the unchanged output of the last layer is the loss that the chunks have summed.
         if outputs is not found[0]:
             raise UsageError(
                 "task.chunk_tokens: the model changes the logits after its last layer, so chunks cannot be used"
