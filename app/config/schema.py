@@ -124,9 +124,10 @@ class ScalingConfig(Section):
     """GPUs of a worker: 1, or 0 to train on CPUs; auto is 1 if the cluster has a GPU or can start a node with one; more
     than 1 for data_parallel only"""
     cpus_per_worker: PositiveInt = 1
-    """CPU cores that Ray reserves for each worker"""
+    """CPU cores that Ray reserves for each worker. Raise it if workers have loader processes or train on CPUs"""
     start_timeout_s: PositiveFloat = 60.0
-    """seconds to wait until the cluster has room for the smallest number of workers, if no autoscaler can add nodes"""
+    """seconds to wait until the cluster has room for the smallest number of workers, if no autoscaler can add nodes.
+    Raise it if nodes join late"""
     placement: Literal["pack", "spread"] = "pack"
     """pack puts workers on few nodes; spread puts workers on many nodes, so that losing one node costs few workers"""
     label_selector: dict[str, str] = Field(default_factory=dict)
@@ -148,7 +149,8 @@ class BatchConfig(Section):
     # A step of 48 samples in microbatches of 8 has six microbatches: equal shares for 1, 2, 3 or 6 workers. Any other
     # number of workers gives the same result.
     global_size: PositiveInt = 48
-    """samples in one optimizer step, for any number of workers"""
+    """samples in one optimizer step, for any number of workers. It is a hyperparameter, and need not follow the number
+    of workers"""
     microbatch_size: Literal["auto"] | PositiveInt = 8
     """samples in one forward and backward pass; the last microbatch of a step may have fewer. Raise it for speed, and
     lower it for memory; auto measures at the run's start how many samples fit on the rank with the least free memory,
@@ -261,7 +263,8 @@ class LoaderConfig(Section):
     """loader processes of each worker; 0 loads samples in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1 if
     the machine has fewer than three cores per GPU. Raise it if `data wait` is high"""
     prefetch_factor: PositiveInt = 2
-    """number of microbatches that each loader process prepares ahead"""
+    """number of microbatches that each loader process prepares ahead. Raise it if the time to read a sample varies
+    much"""
 
 
 class TextSource(Section):
@@ -269,7 +272,7 @@ class TextSource(Section):
     source: Text = "python-docs"
     """text to read as bytes: python-docs, which comes with Python, or a glob of text files"""
     context_length: PositiveInt = 128
-    """number of tokens in one sample"""
+    """number of tokens in one sample; at most model.context_length"""
 
 
 class TokensSource(Section):
@@ -279,7 +282,7 @@ class TokensSource(Section):
     dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """integer type in which the file stores a token"""
     context_length: PositiveInt = 128
-    """number of tokens in one sample"""
+    """number of tokens in one sample; at most model.context_length"""
 
 
 class ImageFolderSource(Section):
@@ -399,7 +402,8 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-3
     """peak learning rate"""
     max_grad_norm: PositiveFloat | None = 1.0
-    """largest norm of the gradient of a step; a larger gradient is scaled down to it; null for no limit"""
+    """largest norm of the gradient of a step; a larger gradient is scaled down to it; null for no limit. Lower it if
+    the loss spikes"""
 
 
 class GroupConfig(Section):
@@ -538,7 +542,8 @@ class DdpConfig(Section):
     """code that sums gradients over workers: steadfast, or torch for its DistributedDataParallel, which runs
     communication hooks of the user's own"""
     bucket_cap_mb: PositiveInt | None = None
-    """size of a gradient bucket in MB; null is 25, with a smaller first bucket"""
+    """size of a gradient bucket in MB; null is 25, with a smaller first bucket. Larger buckets need fewer collectives,
+    and smaller ones overlap more of the backward"""
 
 
 FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
@@ -565,7 +570,8 @@ class FsdpConfig(Section):
     reduce_dtype: ParamFormat = "auto"
     """format in which gradients are summed; auto is fp32 if precision.kind computes in 16 bits"""
     prefetch: NonNegativeInt = 0
-    """number of modules that are gathered ahead of time; 0 leaves the choice to torch, which gathers one ahead"""
+    """number of modules that are gathered ahead of time; 0 leaves the choice to torch, which gathers one ahead. Raise
+    it if the GPU waits for gathers and memory allows"""
     cpu_offload: bool = False
     """keep parameters, gradients and optimizer state in the machine's memory, and update parameters there, so that a
     GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
@@ -583,11 +589,11 @@ class DataParallelConfig(Section):
 class LossScaleConfig(Section):
     initial: PositiveFloat = 65536.0
     """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
-    factor"""
+    factor. Lower it if the first steps overflow"""
     factor: Annotated[float, Field(gt=1)] = 2.0
     """divisor of the loss scale after an overflow, and its factor after `window` updates without an overflow"""
     window: PositiveInt = 2000
-    """number of updates without an overflow after which the loss scale rises"""
+    """number of updates without an overflow after which the loss scale rises. Raise it if overflows are frequent"""
 
 
 class PrecisionConfig(Section):
@@ -616,7 +622,8 @@ Compile = Literal["none", "blocks"]
 
 class ValidationConfig(Section):
     every: Interval | None = Every(200, "steps")
-    """how often to measure the loss on held-out samples; null measures it at the end of the run only"""
+    """how often to measure the loss on held-out samples; null measures it at the end of the run only. Validate less
+    often if validation takes much of the time"""
 
 
 class KeepBestConfig(Section):
@@ -637,7 +644,7 @@ class CheckpointConfig(Section):
     trainable_only: bool = False
     """leave out frozen parameters; a resume must get the same ones from the model's target or from run.init_from"""
     keep_last: PositiveInt = 3
-    """number of newest checkpoints that are kept"""
+    """number of newest checkpoints that are kept. Raise it to keep older states, at the price of storage"""
     keep_every: PositiveInt | None = None
     """also keep one checkpoint for every N steps, which is never deleted"""
     keep_best: KeepBestConfig | None = None
@@ -647,7 +654,7 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     # Reading the loss makes the host wait for the device, so only log steps read it.
     every_steps: PositiveInt = 10
-    """steps between two log lines; the host waits for the device in these steps only"""
+    """steps between two log lines; the host waits for the device in these steps only. Raise it if steps are short"""
     gradient_norms_every: Interval | None = None
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
     weights_digest_every: Interval | None = None
@@ -718,25 +725,27 @@ class RecoveryConfig(Section):
     version supports it"""
     max_failures: NonNegativeInt = 10
     """number of failures of one kind in a row, without a new step between them, that the run survives; all workers lost
-    in one attempt count as one failure"""
+    in one attempt count as one failure. Raise it for unreliable nodes"""
     # Heartbeats come at least five times in this time. A shorter limit would declare a busy machine dead.
     silence_s: PositiveFloat = 5.0
     """seconds without a heartbeat after which a worker counts as dead if its machine does not answer either; if the
     machine answers, a warning is reported. The limit is eight times as long before a worker's first world; a closed
-    connection is noticed at once"""
+    connection is noticed at once. Raise it for an unreliable network"""
     stall_s: PositiveFloat = 60.0
     """seconds that a rank may block the others before it is ended, with a warning after 3 s. The real limit is longer
     if a phase usually takes longer or if a wrong verdict would cost more: five times this if steps would be lost, and
-    ten times if no rank waits for another"""
+    ten times if no rank waits for another. Raise it if ranks pause regularly, for a slow file system for example"""
     wait_s: PositiveFloat = 600.0
     """seconds that a run waits for missing workers, including the start of their nodes; also how long copies in node
-    memory outlive their last worker and a command that was killed"""
+    memory outlive their last worker and a command that was killed. Raise it if nodes are replaced slowly"""
     max_skipped_steps: NonNegativeInt = 5
     """largest number of steps in any 1000 that the run skips because loss or gradient is not finite or spikes; after
-    that, a value that is not finite ends the run, and a spike is ignored"""
+    that, a value that is not finite ends the run, and a spike is ignored. Set 0 to stop at the first value that is not
+    finite"""
     # Deviations are measured robustly, because the spikes themselves would raise an ordinary deviation.
     spike: PositiveFloat | None = 10.0
-    """height of a spike, in robust deviations of the last losses above their median; null to ignore spikes"""
+    """height of a spike, in robust deviations of the last losses above their median; null to ignore spikes. Raise it if
+    normal losses count as spikes"""
 
 
 class TensorBoardConfig(Section):
@@ -766,7 +775,7 @@ class EmaConfig(Section):
 
     kind: Literal["ema"] = "ema"
     decay: Fraction = 0.999
-    """share of the average that is kept in each step, 0 to 1"""
+    """share of the average that is kept in each step, 0 to 1. A larger share averages over more steps"""
 
 
 class EarlyStoppingConfig(Section):
@@ -776,7 +785,7 @@ class EarlyStoppingConfig(Section):
     mode: Literal["min", "max"] = "min"
     """whether the least or the greatest value is the best"""
     patience: PositiveInt = 3
-    """number of validations without improvement after which the run finishes"""
+    """number of validations without improvement after which the run finishes. Raise it if the metric is noisy"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """smallest change of the metric that counts as an improvement"""
 

@@ -211,7 +211,7 @@ class ModelSharded(Event):
 
 
 class NotCompiled(Event):
-    """Some ranks cannot compile their layers, and run uncompiled layers."""
+    """Some ranks cannot compile their layers, and run the layers uncompiled."""
 
     wording = "compile=blocks: rank {ranks:each} runs its layers uncompiled: {reason}"
 
@@ -427,7 +427,7 @@ class CheckpointQuarantined(Event):
     wording = "checkpoint at step {step} is damaged and will not be used: {error}"
 
     step: int  # step of the damaged checkpoint
-    error: str  # difference from the manifest
+    error: str  # what is wrong with the checkpoint
 
 
 class Snapshot(Event):
@@ -444,9 +444,9 @@ class Snapshot(Event):
 
 
 class AtRisk(Event):
-    """Number of finished steps that a loss now would cost.
+    """Number of finished steps that must be repeated after a loss now.
 
-    The event comes once per attempt. The steps of a loss are those that must be repeated.
+    The event comes once per attempt.
     """
 
     wording = (
@@ -455,11 +455,11 @@ class AtRisk(Event):
     )
 
     step: int  # last finished step
-    worker: int  # after the loss of one worker
-    workers_of_node: int  # after the loss of all processes of a node, while the machine stays
-    workers: int  # after the loss of all workers, while the machines stay
-    node: int  # after the loss of a machine
-    everything: int  # after the loss of everything except storage
+    worker: int  # steps after the loss of one worker
+    workers_of_node: int  # steps after the loss of all processes of a node, while the machine stays
+    workers: int  # steps after the loss of all workers, while the machines stay
+    node: int  # steps after the loss of a machine
+    everything: int  # steps after the loss of everything except storage
 
 
 class SnapshotDamaged(Event):
@@ -468,7 +468,7 @@ class SnapshotDamaged(Event):
     wording = "the snapshot of step {step} is damaged and will not be used: {error}"
 
     step: int  # step of the damaged snapshot
-    error: str  # difference between copy and digest
+    error: str  # what is wrong with the snapshot
 
 
 class NoSnapshots(Event):
@@ -488,9 +488,9 @@ class Failure(Event):
     kind: str | None = None
     member: str | None = None  # name of the worker
     node: str | None = None  # Ray's id of the machine
-    step: int | None = None  # last step of the worker
+    step: int | None = None  # last finished step of the worker
     fatal: bool = False  # whether the failure ends the run
-    budget: str | None = None  # budget that this failure has used up, if that ends the run
+    budget: str | None = None  # explanation, if the run ends because failures of one kind came too often
     traceback: str | None = None  # traceback of the exception
 
     def line(self, verbose: bool = False) -> str:
