@@ -92,7 +92,7 @@ class Hooks:
             return stack.pop_all()
 
     def signals(self, signals: Signals) -> Signals:
-        """Add the hooks' requests to those from outside."""
+        """Add the hooks' requests to the signals from outside."""
         return replace(signals, finish=bool(self.ended_early))
 
     def _call(self, method: str, *arguments: Any) -> None:
