@@ -115,7 +115,10 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return the files to read: one, or those of a folder's index."""
+    """Return the files to read at a path.
+
+    A folder may have an index that lists several files.
+    """
     if not path.is_dir():
         return [path]
     for name in _FILES:

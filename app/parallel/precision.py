@@ -108,7 +108,7 @@ class Precision:
         return 1 if self.device.type == "cuda" else 0
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device and cast its trained parts."""
+        """Move the model to the device, and `cast` the model."""
         self.cast(model.to(self.device))
         return model
 
@@ -155,7 +155,7 @@ class Precision:
             torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
-        """Step the optimizer unless gradients overflowed; return whether gradients overflowed.
+        """Step the optimizer, or return True if gradients have overflowed.
 
         Args:
             grad_norm: () norm of the whole gradient, the same on all ranks.
