@@ -42,7 +42,7 @@ class Hooks:
         return self._run.ended_early if self._run else ""
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Give model and optimizer to every hook; later calls do nothing."""
+        """Give model and optimizer to every hook, in the first call only."""
         if self._run is None:
             self._run = HookContext(model, optimizer)
             self._call("setup")

@@ -27,7 +27,7 @@ from app.world.control import gather_numbers
 from app.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
-_NUM_SEEDS = 6  # for a random loss: a permutation for mixup exchanges nothing between the halves in one draw of six
+_NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exchanges no rows between the halves
 # Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _TF32_TOLERANCE = 2e-3
@@ -156,7 +156,7 @@ class _Trial:
         if abs(count - expected) > 1e-6 * abs(expected):
             raise UsageError(
                 f"{self._name}.loss counts {count:g} in {self._num_rows} samples, and {expected:g} in their halves "
-                "together. The count of Sums is how many losses are in loss_sum: of a mean loss over a batch return "
+                "together. The count of Sums is how many losses are in loss_sum: for a mean loss over a batch return "
                 "Sums(loss * len(batch), len(batch))"
             )
 

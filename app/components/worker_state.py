@@ -240,7 +240,7 @@ class WorkerState:
         others = [rank for rank, found in enumerate(bases) if found != bases[0]]
         if others:
             raise UsageError(
-                f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} are others than those of "
+                f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} differ from those of "
                 f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
             )
 

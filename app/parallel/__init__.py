@@ -101,7 +101,7 @@ def arrange(world: World, config: ParallelConfig) -> World:
     """
     shard = ranks_of_replica(config, world.size)
     if world.size % shard:
-        raise UsageError(f"parallel.shard_size={shard}: {world.size} workers do not make whole replicas of so many")
+        raise UsageError(f"parallel.shard_size={shard}: {world.size} workers do not make whole replicas")
     return replace(world, shard=shard)
 
 

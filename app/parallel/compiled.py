@@ -95,7 +95,7 @@ class CompiledBlocks:
         return self._news.events() if self.wanted else []
 
     def try_out(self, run: Callable[[], object]) -> None:
-        """Compile by calling `run`; if that fails, compile nothing from now on."""
+        """Compile by calling `run`; after a failure, disable compilation."""
         try:
             with self.running(is_full=True):
                 run()

@@ -110,7 +110,7 @@ def test_another_base_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> 
 
 
 def test_workers_with_different_bases_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MemberFailed, match="the frozen parameters of rank 1 are others than those of rank 0"):
+    with pytest.raises(MemberFailed, match="the frozen parameters of rank 1 differ from those of rank 0"):
         drill(repeated(tmp_path, TRAINABLE_ONLY, frozen=True, base_seed=-1), worlds=[2])
 
 
