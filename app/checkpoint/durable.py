@@ -241,7 +241,7 @@ class Checkpoints:
             raise Superseded(f"{who} has taken over; step {step} is not committed")
         # A deleted run that has begun anew counts attempts from 1 again, so the token is compared as well.
         if self._command and (owner is None or owner.token != self._command):
-            raise Superseded(f"another command owns the run by now, or the run was deleted; step {step} is not committed")
+            raise Superseded(f"another command owns the run, or it was deleted; step {step} is not committed")
 
     def _gather_files(self, pending: PendingWrite) -> dict[str, FileDigest]:
         """Return all ranks' files on the leader; wait for the commit elsewhere."""

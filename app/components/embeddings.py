@@ -37,7 +37,7 @@ class Embeddings:
             if not tensor.dim() or len(tensor) != num_samples:
                 raise UsageError(
                     f"the task's embed returned a tensor of shape {tuple(tensor.shape)} for a batch of {num_samples} "
-                    "samples; it must have a row for each sample (for one number of the whole batch: .expand(num_samples))"
+                    "samples; it must have a row for each sample (one number of the whole batch: .expand(num_samples))"
                 )
         if self._structure is None:
             self._structure = embeddings
