@@ -83,7 +83,7 @@ def rescue(
 
 
 def _save(parts: Parts, step: int, state: State, world: World, at_once: bool, others_follow: bool) -> str:
-    """Save the state of `step` with all ranks; return any obstacle."""
+    """Save the state of `step` with all ranks; return "" or the obstacle."""
     if world.progress.phase == "update":
         return "the exception came while the weights were being updated"
     if parts.save_part(step, state, _LIMIT_S, at_once, others_follow):
@@ -104,7 +104,10 @@ def _stopping(runtime: Runtime) -> bool:
 
 
 def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
-    """Return whether this rank's state is correct after its own error."""
+    """Return whether this rank's state is correct after an error.
+
+    The error is not the loss of a peer.
+    """
     if isinstance(error, Corrupted):
         # All ranks raise Corrupted. A rank that computed correctly writes, if it holds all of the state.
         return parallel.survivors_hold_all and error.witness == world.rank

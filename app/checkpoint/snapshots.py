@@ -188,7 +188,7 @@ class Snapshots:
             memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
 
     def due(self, step: int) -> bool:
-        # Not by step: the interval depends on measured times, which only the leader's clock decides.
+        # Never due by step: the interval depends on measured time, so only the leader requests a copy.
         return False
 
     def wanted(self) -> bool:
@@ -462,7 +462,7 @@ class Snapshots:
         self._memory.verify(number)
 
     def _place_of(self, snapshot: SnapshotId, of_rank: int) -> tuple[int, int, int]:
-        """Return buffer, first byte and length of a file. Raises OSError without one."""
+        """Return buffer, first byte and length of a file, or raise OSError."""
         for number, label in self._stored().items():
             for rank, start, num_bytes in label.files:
                 if (label.snapshot, rank) == (snapshot, of_rank):

@@ -115,7 +115,7 @@ def copy_state(source: State, target: State) -> None:
 class HeldState:
     """Step whose state this process's model and optimizer hold.
 
-    Only the methods change it.
+    Only the methods change the step.
     """
 
     def __init__(self) -> None:

@@ -16,9 +16,9 @@ from app.world.groups import Groups
 
 
 class SummedMetrics:
-    """Metrics of a task by name, as torchmetrics defines metrics.
+    """Metrics of a task by name, with the interface of torchmetrics.
 
-    A metric has `metric_state`, `reset` and `compute`.
+    The interface is `metric_state`, `reset` and `compute`.
 
     The task updates its metrics in `loss` while the model is in evaluation mode. Raises TrainingError for a metric
     whose state is not summed over processes.

@@ -70,7 +70,7 @@ def fix_microbatch_size(
     A collective if the size is auto. The state has been restored already, and does not change.
 
     Raises:
-        OutOfMemory: two samples do not fit; the next attempt uses that.
+        OutOfMemory: two samples do not fit; the next attempt runs one sample per forward.
         TrainingError: one sample does not fit.
         StorageError: the chosen size cannot be read or written.
     """

@@ -37,8 +37,8 @@ def try_optimizer(
 ) -> None:
     """Raise ConfigError unless the optimizer trains and resumes as usual.
 
-    The optimizer runs on tiny copies of the model's parameters, in float64 on the CPU, or as `dtype` on `device` if the
-    CPU fails.
+    The optimizer runs on tiny copies of the model's parameters, in float64 on the CPU, or as `dtype` on `device` if
+    float64 on the CPU fails.
 
     Args:
         sharded: whether each worker will update only its part of every parameter.
@@ -58,7 +58,7 @@ def try_optimizer(
 
 
 def _some_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return all parameters of a small model, or some of every shape."""
+    """Return all parameters of a small model, or some of each dimensionality."""
     if len(params) <= 2 * _ENDS:
         return params
     first_of = {param.dim(): param for param in reversed(params[_ENDS:-_ENDS])}
@@ -68,7 +68,7 @@ def _some_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 def _reason_to_refuse(
     config: TargetOptimizer, trained: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype, sharded: bool
 ) -> str:
-    """Return how the optimizer would train differently here, "" if equally."""
+    """Return how training would differ here from a plain loop, or ""."""
     for shift in range(len(_USES)):
         trial = _Trial(config, trained, device, dtype, shift)
         if not trial.is_possible:

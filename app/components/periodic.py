@@ -29,7 +29,7 @@ class Periodic:
         self.names.append(name)
 
     def requests(self, signals: Signals) -> set[str]:
-        """Return this rank's requests, from its signals and the leader's clock."""
+        """Return this rank's requests; the leader adds the acts that are due."""
         signalled = {STOP: signals.stop, LEAVE: signals.leave, FINISH: signals.finish, CHECKPOINT: signals.checkpoint}
         requests = {name for name, wanted in signalled.items() if wanted}
         for act in self._acts:

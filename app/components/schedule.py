@@ -28,7 +28,7 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
 
 
 def warmup_in_force(config: ScheduleConfig, num_steps: int) -> int:
-    """Return the number of warm-up steps, which ends with the run."""
+    """Return the number of warm-up steps, at most `num_steps`."""
     # The configuration keeps the longer warm-up, because a short run may be extended and then needs all of it.
     return min(getattr(config, "warmup_steps", 0), num_steps)
 

@@ -37,7 +37,7 @@ class Lateness:
         self._since_s = self._clock()
 
     def woke(self) -> tuple[float, bool]:
-        """Record the end of a sleep; return its watched seconds, any gap."""
+        """End a sleep; return its watched seconds and whether a gap occurred."""
         slept_s = self._clock() - self._since_s
         self._since_s += slept_s
         late_s = max(0.0, slept_s - self.interval_s)

@@ -31,7 +31,10 @@ _IN_COLLECTIVES = (os.path.dirname(torch.__file__) + os.sep, groups.__file__, co
 
 @dataclass(frozen=True)
 class Limits:
-    """Least time limits of phases; a limit is five usual durations."""
+    """Least time limits of phases.
+
+    A phase may take five times the 99th percentile of its former durations, and at least these limits.
+    """
 
     step_s: float = 3.0  # for phases of a step
     rare_s: float = 10.0  # for phases that wait for storage, where some more seconds are normal
@@ -212,7 +215,7 @@ class Progress:
         )
 
     def stacks(self) -> str:
-        """Return the stacks of all threads but this one, training first."""
+        """Return the stacks of all threads but this one, training thread first."""
         return stacks(self._thread)
 
     def _complete(self, phase: str, turn: int, left: int) -> None:

@@ -66,7 +66,7 @@ class World:
 
 @dataclass(frozen=True)
 class Signals:
-    """Requests to the run from outside, to be agreed on by all ranks."""
+    """Requests to the run from outside, effective once all ranks agree."""
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
@@ -103,7 +103,7 @@ class Runtime(Protocol):
     device: torch.device
 
     def next_world(self) -> World | None:
-        """Wait for the next world and return it; None without further work."""
+        """Return the next formed world, or None if this worker may end."""
 
     def signals(self) -> Signals:
         """Return the current requests to the run."""

@@ -1,4 +1,7 @@
-"""Time limits of a world, all derived from `silence_s` to keep their order."""
+"""Time limits of a world, all derived from `silence_s`.
+
+So the limits keep their order for any value of `silence_s`.
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -6,7 +9,7 @@ from datetime import timedelta
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits of a world. Each applies if the one before it has not helped."""
+    """Time limits of a world, from the first to the last resort."""
 
     silence_s: float = 5.0  # a worker without a heartbeat for this long counts as dead
 
