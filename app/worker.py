@@ -21,7 +21,7 @@ from app.world.runtime import Outcome, Runtime
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
-    """Run a worker to the end of the run; None if not needed any more."""
+    """Run a worker to the end; return None if not needed."""
     worker = start_worker(config, runtime)
     if worker is None:
         return None

@@ -59,7 +59,7 @@ class _Together(torch.optim.Optimizer):
         for member in members:
             groups += member.param_groups
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups  # the members' own objects, so that new rates reach the members
+        self.param_groups = groups  # the members' own, so that rates reach them
         self._members = members
         for member in members:
             member.state = self.state

@@ -20,7 +20,7 @@ _CAP_MB = 25
 
 @dataclass(eq=False)
 class Bucket:
-    """Flat buffer with the gradients of some parameters, and a flag for each.
+    """Flat buffer with the gradients and flags of some parameters.
 
     A flag is 1 if this rank has used the parameter in the step, else 0. Flags are summed with the gradients, so that
     every rank knows which parameters no rank has used.
@@ -58,7 +58,7 @@ class Bucket:
                 self.params[place].grad = views[place].view_as(self.params[place])
 
     def detach_unused(self) -> None:
-        """Remove the gradients of parameters that no rank has used, by the summed flags."""
+        """Remove the gradients of parameters without any summed flag."""
         # Flags of parameters that this rank has used need not be read.
         if self.unused:
             used = self.used.tolist()
@@ -190,7 +190,7 @@ class GradientBuckets:
         self.clear()
 
     def expect(self, last: bool) -> None:
-        """Handle each bucket once the next backward fills it; sum over ranks if `last`."""
+        """Handle each bucket once a backward fills it; sum if `last`."""
         self._armed = (last or self._reduction.takes_each) and not self._held
         self._last = last
         self._missing = [len(bucket.params) for bucket in self._buckets]
@@ -229,7 +229,7 @@ class GradientBuckets:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the gradients of backwards in the buckets, where `digest` reads them."""
+        """Keep the gradients of backwards in the buckets, for `digest`."""
         self._held = True
         try:
             yield
@@ -265,7 +265,7 @@ class GradientBuckets:
         self._num_filled += 1
 
     def _flag_unused(self, bucket: Bucket) -> None:
-        """Record which of the bucket's parameters no backward of the step has reached."""
+        """Record the bucket's parameters that no backward has reached."""
         for place, param in enumerate(bucket.params):
             if id(param) not in self._reached:
                 bucket.unused.append(place)
@@ -276,7 +276,7 @@ _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakK
 
 
 def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters, last to first, in buckets of one format and device."""
+    """Return parameters, last to first, in buckets of one format and device."""
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     limit = min(_FIRST_BYTES, cap_bytes)

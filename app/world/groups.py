@@ -83,10 +83,10 @@ class Groups:
     def form(
         cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
     ) -> Self:
-        """Form the default group and the control group, both of gloo, and the communicator of the device. A collective.
+        """Form the default and control groups of gloo and the device's communicator. A collective.
 
         Raises:
-            PeerLost: a member did not come, or died while forming.
+            PeerLost: a member did not come, or died meanwhile.
             RuntimeError: this rank's device has failed, or has no memory left.
         """
         before = _open_sockets()
@@ -243,7 +243,7 @@ def serve_store(host: str) -> dist.TCPStore:
 
 
 def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Communicator:
-    """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
+    """Connect the communicator of a device over all ranks. A collective."""
     if device.type != "cuda":
         return GlooCommunicator(_get_default_group(), aborted)
     communicator = _connect_nccl(range(dist.get_world_size()), device, timeouts)
@@ -254,7 +254,7 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
 def connect_part(
     ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
 ) -> Communicator | None:
-    """Return the communicator of some ranks, connected; None if this one is not among them. A collective of all."""
+    """Connect some ranks; return None on any other rank. A collective of all ranks."""
     if device.type == "cuda":
         return _connect_nccl(ranks, device, timeouts)
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
