@@ -83,7 +83,7 @@ class Groups:
     def form(
         cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
     ) -> Self:
-        """Form the default and control groups of gloo and the device's communicator. A collective.
+        """Form the groups of gloo and the device's communicator. A collective.
 
         Raises:
             PeerLost: a member did not come, or died meanwhile.
@@ -254,7 +254,7 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
 def connect_part(
     ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
 ) -> Communicator | None:
-    """Connect some ranks; return None on any other rank. A collective of all ranks."""
+    """Connect some ranks, and return None on the rest. A collective of all ranks."""
     if device.type == "cuda":
         return _connect_nccl(ranks, device, timeouts)
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
