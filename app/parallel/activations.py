@@ -64,7 +64,7 @@ def refuse_parts_of_layers(layers: Sequence[nn.Module]) -> None:
                 # operations gather the part, which shifts the index.
                 raise UsageError(
                     f"{_KEY}=selective: parallel.wrap gathers {name}, a part of a layer, by itself, and then the kept "
-                    "results of the layer are not found again; use full, or parallel.wrap=blocks"
+                    "results of the layer are not found again; take full, or parallel.wrap=blocks"
                 )
 
 
