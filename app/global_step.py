@@ -63,6 +63,7 @@ class GlobalStepper(Stepper):
         self.world.progress.mark("gradients")
         whole = embeddings.gather(self.world.groups)
         wanted = [tensor for tensor in embeddings.tensors if tensor.is_floating_point()]
+        # The gathered tables become leaves with gradients, at which the first backward stops.
         for tensor in wanted:
             tensor.requires_grad_()
         # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
@@ -89,6 +90,8 @@ class GlobalStepper(Stepper):
             if gradient is not None:
                 rows = gradient[row : row + part.num_samples]
                 inner = inner + (tensor.to(rows.dtype) * rows).sum()
+        # The derivative of `inner` by an embedding is that embedding's row of the loss's gradient, so the backward
+        # continues the chain rule. The difference has the value 0 and the same derivative.
         nothing = inner - inner.detach()
         if part.microbatch.index == 0 and part.first == 0 and part.weight:
             return replace(self._sums, loss_sum=nothing + self._sums.loss_sum)

@@ -31,8 +31,8 @@ class Hooks:
         for index, config in enumerate(configs):
             hook = _build(config, f"hooks.{index}")
             name = type(hook).__name__
-            # Named by class rather than by index, so that a hook inserted before it does not change where its state is
-            # found.
+            # A hook is named by its class rather than by its index, so that its state is found after another hook was
+            # inserted before it.
             taken = sum(name == each.rstrip("0123456789") for each in self._hooks)
             self._hooks[f"{name}{taken + 1}" if taken else name] = hook
 
