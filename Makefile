@@ -82,7 +82,7 @@ check: .venv/.dev
 	$(BIN)/ruff check app cluster main.py tests
 	$(BIN)/ruff format --check app cluster main.py tests
 	$(BIN)/mypy --strict app cluster tests main.py
-	$(BIN)/lint-imports
+	PYTHONPATH=app $(BIN)/lint-imports
 
 # The pages that are made from the code: docs/events.md and docs/reference.md.
 docs: .venv/.dev

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.weights import read_whole
-from app.config import Config, parse_config
-from app.data import SampleOrder, build_dataset, build_order
-from app.run.directory import RunDirectory
-from app.run.ledger import History, read_ledger
-from app.storage import LocalStore
-from app.telemetry.audit import Proof, audit
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config, parse_config
+from steadfast.data import SampleOrder, build_dataset, build_order
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import History, read_ledger
+from steadfast.storage import LocalStore
+from steadfast.telemetry.audit import Proof, audit
 from tests.command import Running
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.run.directory import RunDirectory
-from app.run.ledger import History, read_ledger
-from app.storage import LocalStore
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import History, read_ledger
+from steadfast.storage import LocalStore
 from tests.chaos import processes
 from tests.events import event_lines
 

@@ -1,4 +1,5 @@
-"""Write docs/events.md from app/run/events.py, docs/reference.md from the schema, docs/programs.md from tests/programs.
+"""Write docs/events.md from app/steadfast/run/events.py, docs/reference.md from the schema,
+docs/programs.md from tests/programs.
 
 `make docs` does so, and unit tests compare the pages with what would be written.
 """
@@ -11,7 +12,7 @@ import re
 import tokenize
 from pathlib import Path
 
-from app.run import events
+from steadfast.run import events
 from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, Program
 from tests.reference import reference_page
@@ -24,7 +25,7 @@ PROGRAMS_PAGE = ROOT / "docs" / "programs.md"
 _HEAD = """\
 # Events
 
-Written by `make docs` from `app/run/events.py`; change that file, not this one.
+Written by `make docs` from `app/steadfast/run/events.py`; change that file, not this one.
 
 `events.jsonl` in a run directory has one line of JSON for each event, oldest first, `log` excepted: its lines are in
 `metrics.jsonl`. Scripts may rely on names and fields. Beside the fields below each line has `event` (the name),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from app.run.directory import EVENTS, RunDirectory
-from app.run.events import Event
-from app.storage.jsonl import read_lines
+from steadfast.run.directory import EVENTS, RunDirectory
+from steadfast.run.events import Event
+from steadfast.storage.jsonl import read_lines
 
 Kind = TypeVar("Kind", bound=Event)
 

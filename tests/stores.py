@@ -10,9 +10,9 @@ from multiprocessing.synchronize import Barrier
 
 import pytest
 
-from app.errors import RunConflict
-from app.run.owner import Ownership
-from app.storage import Store
+from steadfast.errors import RunConflict
+from steadfast.run.owner import Ownership
+from steadfast.storage import Store
 
 
 class StoreContract:

@@ -27,17 +27,17 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from app.config import RecoveryConfig, ScalingConfig
-from app.orchestration.coordinator import Coordinator
-from app.orchestration.heartbeat import Silence
-from app.orchestration.messages import Member
-from app.run import events
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
-from app.storage import open_store
-from app.storage.memory import MemoryStore
-from app.world.progress import Limits, Progress
-from app.world.timeouts import Timeouts
+from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.orchestration.coordinator import Coordinator
+from steadfast.orchestration.heartbeat import Silence
+from steadfast.orchestration.messages import Member
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
+from steadfast.storage import open_store
+from steadfast.storage.memory import MemoryStore
+from steadfast.world.progress import Limits, Progress
+from steadfast.world.timeouts import Timeouts
 from tests.benchmarks.statistics import table
 from tests.command import Command, Running, descendants
 from tests.events import event_lines
@@ -199,7 +199,7 @@ async def begin(clock: Clock, seed: int) -> Simulation:
 
 async def simulate(hours: float, hangs: int, seed: int) -> int:
     """Print what was told and ended in so many hours without a hang, and what became of true ones. Return alarms."""
-    with patch("app.orchestration.supervisor.time", clock := Clock()), patch("ray.kill"):
+    with patch("steadfast.orchestration.supervisor.time", clock := Clock()), patch("ray.kill"):
         return await _simulate(clock, hours, hangs, seed)
 
 

@@ -10,8 +10,8 @@ Blocked: each contender of savers.py once a round, in one process. A/A is ours b
 checkpoint of a process, `steady` any other.
 
 Hashing: from the save to the commit, and to the end of retention, which reads back what was written. Without: sha256 is
-replaced in app.checkpoint.catalog, which takes it of what it writes and of what it reads back. So until the commit the
-ratio is of one hash, until the end of retention of two.
+replaced in steadfast.checkpoint.catalog, which takes it of what it writes and reads back. So until the commit the ratio
+is of one hash, until the end of retention of two.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from app.checkpoint import catalog
-from app.run.directory import RunDirectory
+from steadfast.checkpoint import catalog
+from steadfast.run.directory import RunDirectory
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.savers import Ours, Training, run_in_ray_train
 from tests.benchmarks.speed import CASES, Case, take_turns

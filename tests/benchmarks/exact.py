@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from app.parallel.fixed_point import FixedPoint
-from app.run.ledger import read_ledger
-from app.storage import LocalStore
+from steadfast.parallel.fixed_point import FixedPoint
+from steadfast.run.ledger import read_ledger
+from steadfast.storage import LocalStore
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.sides import COLUMNS, cells, take_sides
 from tests.benchmarks.speed import CASES, Case

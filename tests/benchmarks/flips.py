@@ -27,25 +27,25 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from app.balance.shares import Balance
-from app.checkpoint.state import State, flatten, sha256
-from app.components.probes import Probes
-from app.components.schedule import build_schedule
-from app.components.worker_state import WorkerState
-from app.config import Config
-from app.config.faults import FlipAt
-from app.errors import TrainingError
-from app.faults.corruption import Check, Corrupted, choose
-from app.faults.inject import Faults
-from app.faults.recompute import RecomputeByAnother
-from app.parallel import build_parallel
-from app.parallel.replicated import ReplicatedParallelism
-from app.plan import Plan, even_shares
-from app.run.directory import RunDirectory
-from app.run.events import Event
-from app.step import Stepper
-from app.world.device import set_numerics
-from app.world.runtime import Runtime, World, form_world
+from steadfast.balance.shares import Balance
+from steadfast.checkpoint.state import State, flatten, sha256
+from steadfast.components.probes import Probes
+from steadfast.components.schedule import build_schedule
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.config.faults import FlipAt
+from steadfast.errors import TrainingError
+from steadfast.faults.corruption import Check, Corrupted, choose
+from steadfast.faults.inject import Faults
+from steadfast.faults.recompute import RecomputeByAnother
+from steadfast.parallel import build_parallel
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.plan import Plan, even_shares
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event
+from steadfast.step import Stepper
+from steadfast.world.device import set_numerics
+from steadfast.world.runtime import Runtime, World, form_world
 from tests.benchmarks.statistics import table
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.components.worker_state import WorkerState
-from app.config import Config, load_config
-from app.global_step import GlobalStepper
-from app.parallel import build_parallel
-from app.world.runtime import form_world
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, load_config
+from steadfast.global_step import GlobalStepper
+from steadfast.parallel import build_parallel
+from steadfast.world.runtime import form_world
 from tests.benchmarks.statistics import paired_ratio, table
 from tests.dist.stepping import build_stepper
 from tests.examples.clip import Contrast

@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.config import Config
-from app.run.directory import RunDirectory
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
 from tests.benchmarks.commands import ROOT
 from tests.benchmarks.statistics import table
 from tests.chaos import processes

@@ -17,7 +17,7 @@ from statistics import median
 
 from ray.cluster_utils import Cluster
 
-from app.config import load_config
+from steadfast.config import load_config
 from tests.benchmarks.statistics import table
 from tests.chaos import contenders, processes
 from tests.chaos.contenders import RAY_TRAIN, TORCHRUN, Contender

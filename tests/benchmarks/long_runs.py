@@ -18,13 +18,13 @@ from pathlib import Path
 
 import psutil
 
-from app.plan import Plan
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import RunStarted
-from app.run.ledger import Ledger, StepStats, StepTimes
-from app.storage import LocalStore
-from app.storage.jsonl import last_lines
-from app.telemetry.goodput import goodput, read_totals
+from steadfast.plan import Plan
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.ledger import Ledger, StepStats, StepTimes
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import last_lines
+from steadfast.telemetry.goodput import goodput, read_totals
 from tests.command import ROOT, descendants
 
 _LINES_AT_ONCE = 100_000

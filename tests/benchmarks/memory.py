@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from app.commands.plan import plan
-from app.config import Config, parse_config
-from app.plan import even_shares
-from app.world.runtime import form_world
+from steadfast.commands.plan import plan
+from steadfast.config import Config, parse_config
+from steadfast.plan import even_shares
+from steadfast.world.runtime import form_world
 from tests.allocator import peak_bytes
 from tests.benchmarks.statistics import table
 from tests.dist.gang import Gang, Member

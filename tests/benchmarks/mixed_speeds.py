@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.run.ledger import read_ledger
-from app.storage import LocalStore
-from app.tasks import LanguageModeling, Sums
+from steadfast.run.ledger import read_ledger
+from steadfast.storage import LocalStore
+from steadfast.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.speed import take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict

@@ -13,7 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from app.run.directory import RunDirectory
+from steadfast.run.directory import RunDirectory
 from tests.benchmarks.commands import end_on_sigterm
 from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
 from tests.benchmarks.speed import CASES, Case

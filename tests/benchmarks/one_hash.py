@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
 from tests.benchmarks.statistics import table
 from tests.command import Command, Running
 

@@ -22,20 +22,20 @@ import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from app.checkpoint.durable import Checkpoints
-from app.checkpoint.shards import StagingBuffer
-from app.checkpoint.state import NamedOptimizer, app_state, flatten
-from app.checkpoint.writer import Writer
-from app.components.optimizer import build_optimizer
-from app.config import Config, DdpConfig, GptConfig
-from app.models.gpt import Gpt
-from app.parallel.precision import Precision
-from app.parallel.replicated import ReplicatedParallelism
-from app.run import events
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
-from app.world.groups import Groups
-from app.world.runtime import World
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.shards import StagingBuffer
+from steadfast.checkpoint.state import NamedOptimizer, app_state, flatten
+from steadfast.checkpoint.writer import Writer
+from steadfast.components.optimizer import build_optimizer
+from steadfast.config import Config, DdpConfig, GptConfig
+from steadfast.models.gpt import Gpt
+from steadfast.parallel.precision import Precision
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.world.groups import Groups
+from steadfast.world.runtime import World
 from tests.benchmarks.commands import ROOT
 
 _LIMIT_S = 120.0

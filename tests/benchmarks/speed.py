@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from app.config import GptConfig
-from app.models.gpt import Gpt
+from steadfast.config import GptConfig
+from steadfast.models.gpt import Gpt
 from tests.benchmarks.commands import (
     NUM_WORKERS,
     Running,

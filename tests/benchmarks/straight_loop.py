@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from app.config import AdamWConfig, Config, CosineConfig, FsdpConfig, GptConfig, TextData, load_config
-from app.data.datasets import TextDataset
-from app.models.gpt import Gpt
+from steadfast.config import AdamWConfig, Config, CosineConfig, FsdpConfig, GptConfig, TextData, load_config
+from steadfast.data.datasets import TextDataset
+from steadfast.models.gpt import Gpt
 from tests.benchmarks.turns import Turns
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.tasks import LanguageModeling, Sums
+from steadfast.tasks import LanguageModeling, Sums
 
 _POLL_S = 0.002
 

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.weights import read_whole
-from app.config import Config, load_config
-from app.data import SampleOrder, build_dataset
-from app.data.order import samples_digest
-from app.errors import TrainingError
-from app.run.ledger import History
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config, load_config
+from steadfast.data import SampleOrder, build_dataset
+from steadfast.data.order import samples_digest
+from steadfast.errors import TrainingError
+from steadfast.run.ledger import History
+from steadfast.storage import LocalStore
 from tests.chaos import contenders, processes
 from tests.chaos.contenders import OURS, TORCHRUN, Contender
 from tests.chaos.drills import Drills, Stream

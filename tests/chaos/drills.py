@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from app.run.ledger import History
+from steadfast.run.ledger import History
 from tests.chaos import processes
 from tests.chaos.contenders import Contender
 from tests.chaos.matrix import HELD_S, NOTICE_S, NUM_STEPS, PACE_S, SLOW_S, Fault

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DistributedSampler
 
-from app.config import Config, GptConfig, TextData
-from app.data.datasets import TextDataset
-from app.models.gpt import Gpt
-from app.storage.jsonl import FileStream
+from steadfast.config import Config, GptConfig, TextData
+from steadfast.data.datasets import TextDataset
+from steadfast.models.gpt import Gpt
+from steadfast.storage.jsonl import FileStream
 from tests.chaos.matrix import LIMIT_S
 from tests.chaos.pace import pace
 

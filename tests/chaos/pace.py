@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from app.tasks import LanguageModeling, Sums
+from steadfast.tasks import LanguageModeling, Sums
 
 
 class Paced(LanguageModeling):

@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, default_collate
 
-from app.data import SampleOrder
-from app.data.order import sample_keys
+from steadfast.data import SampleOrder
+from steadfast.data.order import sample_keys
 from tests.examples import mingpt, vision
 
 SEED = 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.run.directory import RunDirectory
-from app.run.ledger import read_ledger
-from app.storage import LocalStore, open_store
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import read_ledger
+from steadfast.storage import LocalStore, open_store
 from tests.checks import check_ledger
 from tests.command import Commands
 from tests.events import event_lines

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from app.checkup.findings import Finding
-from app.config import Config, load_config
-from app.launch.checkup import check_machines
-from app.orchestration import checkup
-from app.orchestration.checkup import Inspector
-from app.storage import Store
+from steadfast.checkup.findings import Finding
+from steadfast.config import Config, load_config
+from steadfast.launch.checkup import check_machines
+from steadfast.orchestration import checkup
+from steadfast.orchestration.checkup import Inspector
+from steadfast.storage import Store
 from tests.chaos.bed import Bed
 from tests.command import descendants
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.config import BatchConfig, RunConfig
-from app.faults.corruption import Check, choose
-from app.plan import Plan, even_shares
+from steadfast.config import BatchConfig, RunConfig
+from steadfast.faults.corruption import Check, choose
+from steadfast.plan import Plan, even_shares
 from tests.chaos.bed import Bed
 from tests.checks import check_identical, check_ledger, summary_of
 from tests.command import Commands

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from app.run.ledger import History
+from steadfast.run.ledger import History
 from tests.checks import check_identical, check_ledger, summary_of
 from tests.command import Commands
 

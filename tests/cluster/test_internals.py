@@ -16,7 +16,7 @@ from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
-from app.orchestration.internals import (
+from steadfast.orchestration.internals import (
     current_cluster,
     dead_processes,
     keep_sigterm_handler,
@@ -24,7 +24,7 @@ from app.orchestration.internals import (
     remember_head,
     without_idle_actors,
 )
-from app.orchestration.internals.slots import find_incompatibility
+from steadfast.orchestration.internals.slots import find_incompatibility
 
 
 def test_the_raylets_messages_go_through_a_function_that_can_be_replaced() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.memory_server import server_name
-from app.config import parse_config
-from app.run.directory import RunDirectory
-from app.run.owner import read_key
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.memory_server import server_name
+from steadfast.config import parse_config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import read_key
+from steadfast.storage import LocalStore
 from tests.checks import check_audit, check_identical, check_ledger, check_stopped, summary_of
 from tests.cluster.test_slots import FOR_EVER
 from tests.command import Command, Commands, Running

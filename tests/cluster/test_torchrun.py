@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.run.ledger import History
-from app.storage import LocalStore
-from app.telemetry.goodput import TimeLedger
-from app.telemetry.interruptions import read_interruptions
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.ledger import History
+from steadfast.storage import LocalStore
+from steadfast.telemetry.goodput import TimeLedger
+from steadfast.telemetry.interruptions import read_interruptions
 from tests.checks import check_identical, check_ledger, summary_of
 from tests.cluster.curves import kill_rank
 from tests.command import ROOT, SMALL, Commands
@@ -136,7 +136,7 @@ def test_an_error_of_all_ranks_is_told_by_one(command: Commands, words: list[str
     finished = command(launcher=STANDALONE, config="digits.yaml").run(*words, "run.epochs=2", small=False)
     said, _, of_torchrun = finished.output.partition("ChildFailedError")
     assert said.count(message) == 1, finished.output
-    assert "app/cli.py" not in said
+    assert "app/steadfast/cli.py" not in said
     assert of_torchrun.count(f"traceback : {message}") == 1
     assert f"exitcode  : {code} " in of_torchrun
     assert "<NO_OTHER_FAILURES>" in of_torchrun

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from app.checkpoint.initial import build_initial
-from app.config import AdamWConfig, Config, LinearConfig, parse_config
-from app.data import build_dataset
+from steadfast.checkpoint.initial import build_initial
+from steadfast.config import AdamWConfig, Config, LinearConfig, parse_config
+from steadfast.data import build_dataset
 from tests.checks import order_of, weights_of
 from tests.examples import lora
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from app.checkpoint.state import sha256
+from steadfast.checkpoint.state import sha256
 from tests.dist.drill import Drilled
 from tests.dist.reference import Reference
 

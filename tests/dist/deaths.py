@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from app.checkpoint.state import sha256
-from app.components.worker_state import WorkerState
-from app.config import Config
-from app.parallel import Parallel
-from app.parallel.dtensor import unsharded
-from app.plan import Amendments
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.worker import work
-from app.world.groups import is_peer_loss
-from app.world.runtime import World
+from steadfast.checkpoint.state import sha256
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.parallel import Parallel
+from steadfast.parallel.dtensor import unsharded
+from steadfast.plan import Amendments
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.worker import work
+from steadfast.world.groups import is_peer_loss
+from steadfast.world.runtime import World
 from tests.checks import check_audit
 from tests.dist.drill import Attempt, Drilled, DrillRuntime, what_is_left
 from tests.dist.gang import Gang, Member

@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from app.checkpoint.catalog import Catalog, path_of
-from app.checkpoint.weights import read_whole
-from app.config import Config
-from app.faults.corruption import Corrupted
-from app.faults.numerics import BadStep
-from app.faults.out_of_memory import OutOfMemory
-from app.run.directory import RunDirectory
-from app.run.events import Event, ForwardsShrunk, RunStarted
-from app.run.ledger import History, read_ledger
-from app.worker import work
-from app.world.groups import is_peer_loss
-from app.world.progress import Progress
-from app.world.runtime import Signals, World, form_world
-from app.world.timeouts import Timeouts
+from steadfast.checkpoint.catalog import Catalog, path_of
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config
+from steadfast.faults.corruption import Corrupted
+from steadfast.faults.numerics import BadStep
+from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event, ForwardsShrunk, RunStarted
+from steadfast.run.ledger import History, read_ledger
+from steadfast.worker import work
+from steadfast.world.groups import is_peer_loss
+from steadfast.world.progress import Progress
+from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.timeouts import Timeouts
 from tests.checks import check_audit
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU

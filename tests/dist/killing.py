@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from app.checkpoint.writer import Writer
-from app.storage import LocalStore, Store
-from app.storage.jsonl import FileStream, read_lines
+from steadfast.checkpoint.writer import Writer
+from steadfast.storage import LocalStore, Store
+from steadfast.storage.jsonl import FileStream, read_lines
 
 CHANGING = [verb for verb in vars(Store) if not verb.startswith("_") and verb not in ("uri", "list", "read")]
 

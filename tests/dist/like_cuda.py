@@ -152,5 +152,5 @@ def behave_like_cuda(patch: pytest.MonkeyPatch) -> LikeCuda:
     patch.setattr(torch.cuda, "synchronize", twin.synchronize)
     patch.setattr(torch.cuda, "device", twin.device)
     patch.setattr(torch, "zeros", twin.zeros)
-    patch.setattr("app.checkpoint.node_memory.mmap.mmap", twin.map)
+    patch.setattr("steadfast.checkpoint.node_memory.mmap.mmap", twin.map)
     return twin

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from app.world import groups
-from app.world.communicator import NcclCommunicator
-from app.world.timeouts import Timeouts
+from steadfast.world import groups
+from steadfast.world.communicator import NcclCommunicator
+from steadfast.world.timeouts import Timeouts
 
 _SOON_S = 10.0
 _LOOK_S = 0.0005

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.tasks import IGNORED, LanguageModeling, Sums
+from steadfast.tasks import IGNORED, LanguageModeling, Sums
 from tests.dist.small import Tokens
 
 

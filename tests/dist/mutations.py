@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import app.checkpoint.durable
-import app.checkpoint.restore
-import app.checkpoint.snapshots
-import app.components.validate
-import app.parallel.buckets
-import app.parallel.ddp
-import app.step
-import app.worker
-import app.world.clock
-from app.balance.shares import SpeedBalance
-from app.checkpoint.shards import Shard
-from app.data.order import Int64s, SampleOrder
-from app.parallel.buckets import PlainSum
-from app.parallel.fixed_point import FixedPoint
-from app.plan import Microbatch, Plan
-from app.tasks import LanguageModeling, Sums
-from app.world.sums import Plain
+import steadfast.checkpoint.durable
+import steadfast.checkpoint.restore
+import steadfast.checkpoint.snapshots
+import steadfast.components.validate
+import steadfast.parallel.buckets
+import steadfast.parallel.ddp
+import steadfast.step
+import steadfast.worker
+import steadfast.world.clock
+from steadfast.balance.shares import SpeedBalance
+from steadfast.checkpoint.shards import Shard
+from steadfast.data.order import Int64s, SampleOrder
+from steadfast.parallel.buckets import PlainSum
+from steadfast.parallel.fixed_point import FixedPoint
+from steadfast.plan import Microbatch, Plan
+from steadfast.tasks import LanguageModeling, Sums
+from steadfast.world.sums import Plain
 from tests.dist.small import Tokens
 
 # Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
@@ -86,7 +86,9 @@ def count_pads() -> None:
 
 
 def key_dropout_by_rank() -> None:
-    _replace(app.step, "seed_generators", lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest))
+    _replace(
+        steadfast.step, "seed_generators", lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest)
+    )
 
 
 def take_means_before_the_sum() -> None:
@@ -101,14 +103,16 @@ def take_means_before_the_sum() -> None:
 
 
 def broadcast_from_rank_0() -> None:
-    _replace(app.checkpoint.restore, "broadcast", lambda honest: lambda state, source, groups: honest(state, 0, groups))
+    _replace(
+        steadfast.checkpoint.restore, "broadcast", lambda honest: lambda state, source, groups: honest(state, 0, groups)
+    )
 
 
 def broadcast_no_optimizer() -> None:
     def broken(honest: Any) -> Any:
         return lambda state, source, groups: honest({"model": state["model"]}, source, groups)
 
-    _replace(app.checkpoint.restore, "broadcast", broken)
+    _replace(steadfast.checkpoint.restore, "broadcast", broken)
 
 
 def load_no_optimizer() -> None:
@@ -118,15 +122,15 @@ def load_no_optimizer() -> None:
 
         return lambda files, shards, **how: honest(files, list(map(elsewhere, shards)), **how)
 
-    _replace(app.checkpoint.durable, "load_shards", broken)
-    _replace(app.checkpoint.snapshots, "load_shards", broken)
+    _replace(steadfast.checkpoint.durable, "load_shards", broken)
+    _replace(steadfast.checkpoint.snapshots, "load_shards", broken)
 
 
 def find_no_unused_parameters() -> None:
     def broken(honest: Any) -> Any:
         return lambda self, model, **how: honest(self, model, **{**how, "find_unused_parameters": False})
 
-    _replace(app.parallel.ddp._Transparent, "__init__", broken)
+    _replace(steadfast.parallel.ddp._Transparent, "__init__", broken)
 
 
 def refuse_to_take_times() -> None:
@@ -136,7 +140,7 @@ def refuse_to_take_times() -> None:
 
         return mark
 
-    _replace(app.world.clock.HostClock, "mark", broken)
+    _replace(steadfast.world.clock.HostClock, "mark", broken)
 
 
 def forget_what_loaders_have_read() -> None:
@@ -157,11 +161,11 @@ def reshare_one_step_later_on_rank_1() -> None:
 
 
 def add_gradients_as_floats() -> None:
-    _replace(app.parallel.buckets, "FixedPointSum", lambda honest: lambda fixed_point: PlainSum())
+    _replace(steadfast.parallel.buckets, "FixedPointSum", lambda honest: lambda fixed_point: PlainSum())
 
 
 def add_losses_as_floats() -> None:
-    for module in (app.step, app.components.validate):
+    for module in (steadfast.step, steadfast.components.validate):
         _replace(module, "summation", lambda honest: lambda exact: Plain)
 
 
@@ -194,4 +198,4 @@ def leave_the_number_of_threads(num_threads: int) -> None:
 
         return set_numerics
 
-    _replace(app.worker, "set_numerics", broken)
+    _replace(steadfast.worker, "set_numerics", broken)

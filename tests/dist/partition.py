@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 
-from app.orchestration.heartbeat import Access, HeartbeatClient, HeartbeatServer, Silence
-from app.world.timeouts import Timeouts
+from steadfast.orchestration.heartbeat import Access, HeartbeatClient, HeartbeatServer, Silence
+from steadfast.world.timeouts import Timeouts
 
 TIMEOUTS = Timeouts(silence_s=1.5)
 

@@ -7,8 +7,8 @@ import sys
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app.components.hook import Hook, HookContext
-from app.tasks import LanguageModeling, Sums
+from steadfast.components.hook import Hook, HookContext
+from steadfast.tasks import LanguageModeling, Sums
 from tests.dist.small import Tokens
 
 

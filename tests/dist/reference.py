@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from app.components.schedule import learning_rate
-from app.components.seed import seed_generators, seed_validation
-from app.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
-from app.config.target import load_target
-from app.data import SampleOrder, build_dataset, build_order
-from app.data.order import sample_keys, samples_digest
-from app.models import build_model
-from app.plan import Microbatch
-from app.tasks import build_task
+from steadfast.components.schedule import learning_rate
+from steadfast.components.seed import seed_generators, seed_validation
+from steadfast.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
+from steadfast.config.target import load_target
+from steadfast.data import SampleOrder, build_dataset, build_order
+from steadfast.data.order import sample_keys, samples_digest
+from steadfast.models import build_model
+from steadfast.plan import Microbatch
+from steadfast.tasks import build_task
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.config import Config, parse_config
-from app.data.batches import Batch
-from app.tasks import IGNORED, LanguageModeling, Sums
+from steadfast.config import Config, parse_config
+from steadfast.data.batches import Batch
+from steadfast.tasks import IGNORED, LanguageModeling, Sums
 
 CONTEXT, VOCABULARY = 6, 19
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from app.components.schedule import build_schedule
-from app.components.worker_state import WorkerState
-from app.config import Config
-from app.data import Fetched
-from app.global_step import GlobalStepper
-from app.parallel import Parallel, arrange, build_parallel
-from app.plan import Plan, even_shares
-from app.step import Stepper
-from app.tasks.own import GlobalTask
-from app.world.control import StepResult
-from app.world.runtime import World, form_world
+from steadfast.components.schedule import build_schedule
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.data import Fetched
+from steadfast.global_step import GlobalStepper
+from steadfast.parallel import Parallel, arrange, build_parallel
+from steadfast.plan import Plan, even_shares
+from steadfast.step import Stepper
+from steadfast.tasks.own import GlobalTask
+from steadfast.world.control import StepResult
+from steadfast.world.runtime import World, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 
@@ -82,7 +82,7 @@ def build_stepper(
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
     shares = shares or even_shares(batch.num_microbatches, world.size)
-    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard, num_samples)
+    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.replica_size, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
     kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.parallel.activations import checkpoint_activations
+from steadfast.parallel.activations import checkpoint_activations
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

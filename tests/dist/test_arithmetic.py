@@ -1,4 +1,4 @@
-"""The theorem of app.plan: whoever computes what, a step is the same sum divided by the same count."""
+"""The theorem of steadfast.plan: whoever computes what, a step is the same sum divided by the same count."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from app.config import Config
-from app.parallel import ranks_of_replica
-from app.plan import even_shares
+from steadfast.config import Config
+from steadfast.parallel import size_of_replica
+from steadfast.plan import even_shares
 from tests.dist.checks import EQUAL, check_equal
 from tests.dist.gang import Gang
 from tests.dist.reference import Reference, reference
@@ -49,7 +49,7 @@ def steps() -> Iterator[Steps]:
 def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     """Add a worker without a share where they are too few."""
     size = len(shares)
-    return shares + (0,) * (-size % ranks_of_replica(config.parallel, size))
+    return shares + (0,) * (-size % size_of_replica(config.parallel, size))
 
 
 @st.composite

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import app.balance.shares
-from app.config import Config
-from app.world.runtime import World
+import steadfast.balance.shares
+from steadfast.config import Config
+from steadfast.world.runtime import World
 from tests.dist import mutations
 from tests.dist.checks import check_ledger, check_run
 from tests.dist.drill import Drilled, drill
@@ -89,13 +89,13 @@ def test_sharded_workers_stay_even_and_say_so(tmp_path: Path) -> None:
 
 def label_by_rank() -> None:
     """What the machine's environment would say: the first worker is a fast one, all others are slow."""
-    honest = app.balance.shares._labels
+    honest = steadfast.balance.shares._labels
 
     def labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
         os.environ["STEADFAST_LABEL"] = "zone-b,slow" if world.rank else "fast"
         return honest(world, device)
 
-    app.balance.shares._labels = labels
+    steadfast.balance.shares._labels = labels
 
 
 def test_weights_by_label_hold_from_the_first_step(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from app.data.batches import Batch
-from app.tasks import IGNORED, LanguageModeling, Sums
+from steadfast.data.batches import Batch
+from steadfast.tasks import IGNORED, LanguageModeling, Sums
 from tests.dist.checks import check_equal, check_identical, check_ledger
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import main
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
+from steadfast.cli import main
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.reference import reference
@@ -17,11 +17,11 @@ from tests.s3 import FaultKind, Proxy
 
 
 def impatient() -> None:
-    import app.checkpoint.writer
-    import app.storage.arrow
+    import steadfast.checkpoint.writer
+    import steadfast.storage.arrow
 
-    app.checkpoint.writer._FIRST_DELAY_S = 0.1
-    app.storage.arrow._IDLE_TIMEOUT_S = 2.0
+    steadfast.checkpoint.writer._FIRST_DELAY_S = 0.1
+    steadfast.storage.arrow._IDLE_TIMEOUT_S = 2.0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

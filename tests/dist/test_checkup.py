@@ -10,8 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.checkup.findings import Link, judge_collectives, judge_links
-from app.checkup.network import COLLECTIVES, CollectiveFigures, LinkFigures, Place, measure_collectives, measure_link
+from steadfast.checkup.findings import Link, judge_collectives, judge_links
+from steadfast.checkup.network import (
+    COLLECTIVES,
+    CollectiveFigures,
+    LinkFigures,
+    RankHost,
+    measure_collectives,
+    measure_link,
+)
 from tests.dist.gang import Gang, Member
 
 CPU = torch.device("cpu")
@@ -36,7 +43,7 @@ def collectives(member: Member, port: int, number: int, broken: str, where: int)
     with pytest.MonkeyPatch.context() as patch:
         if stock and member.number == where:
             patch.setattr(dist, broken, corrupt)
-        return measure_collectives(Place("127.0.0.1", port, number, member.number, 3), CPU, SIZES)
+        return measure_collectives(RankHost("127.0.0.1", port, number, member.number, 3), CPU, SIZES)
 
 
 def measured(gang: Gang, number: int, broken: str = "", where: int = 0) -> dict[str, list[CollectiveFigures]]:
@@ -77,7 +84,7 @@ def narrow(member: Member, port: int, number: int) -> tuple[LinkFigures | None, 
         return None, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "send", send)
-        return measure_link(Place("127.0.0.1", port, number, member.number, 2), CPU), largest
+        return measure_link(RankHost("127.0.0.1", port, number, member.number, 2), CPU), largest
 
 
 def test_over_a_link_that_is_very_slow_no_large_message_is_sent(gang: Gang) -> None:
@@ -99,7 +106,7 @@ def bursting(member: Member, port: int, number: int) -> LinkFigures | None:
         return None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "send", send)
-        return measure_link(Place("127.0.0.1", port, number, member.number, 2), CPU)
+        return measure_link(RankHost("127.0.0.1", port, number, member.number, 2), CPU)
 
 
 def test_a_link_that_is_fast_for_small_messages_only_is_slow(gang: Gang) -> None:
@@ -128,7 +135,7 @@ def links(member: Member, port: int, number: int, fault: str) -> dict[str, LinkF
             patch.setattr(dist, "recv", recv)
         for count, pair in enumerate(((0, 1), (0, 2), (1, 2))):
             if member.number in pair:
-                place = Place("127.0.0.1", port, number + count, pair.index(member.number), 2)
+                place = RankHost("127.0.0.1", port, number + count, pair.index(member.number), 2)
                 found[f"{pair[0]}{pair[1]}"] = measure_link(place, CPU)
     return found
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import app.components.worker_state
-import app.parallel.compiled
-from app.components.hook import HookContext
+import steadfast.components.worker_state
+import steadfast.parallel.compiled
+from steadfast.components.hook import HookContext
 from tests.dist.checks import check_run
 from tests.dist.drill import Drilled, drill
 from tests.dist.reference import reference
@@ -31,8 +31,8 @@ def write_no_code() -> None:
     def compile_quickly(forward: Callable[..., Any]) -> Any:
         return torch.compile(forward, dynamic=False, backend="aot_eager")
 
-    app.parallel.compiled._compile = compile_quickly
-    app.components.worker_state.probe = lambda device: None  # type: ignore[attr-defined]
+    steadfast.parallel.compiled._compile = compile_quickly
+    steadfast.components.worker_state.probe = lambda device: None  # type: ignore[attr-defined]
 
 
 class Graphs:
@@ -130,7 +130,7 @@ def test_what_fsdp_gathers_within_a_layer_breaks_it_into_parts_and_changes_nothi
     run = drill(config, worlds=[2, 1, 2], leave_after=[3, 3], patch=write_no_code)
     check_run(run, reference(small(tmp_path)))
     (place,) = run.told("graph_break", "place")
-    assert "/app/models/gpt.py:" in place
+    assert "/steadfast/models/gpt.py:" in place
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import DataParallelConfig
-from app.errors import UsageError
-from app.parallel import build_parallel
+from steadfast.config import DataParallelConfig
+from steadfast.errors import UsageError
+from steadfast.parallel import build_parallel
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.reference import reference

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import app.parallel.buckets
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.weights import read_whole
-from app.config import Config
-from app.parallel.precision import Precision
-from app.run.directory import RunDirectory
-from app.run.ledger import History
-from app.world.groups import Groups
+import steadfast.parallel.buckets
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config
+from steadfast.parallel.precision import Precision
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import History
+from steadfast.world.groups import Groups
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
 from tests.dist.deaths import Plot, Survived, Undisturbed, plot, survive, undisturbed, validation_losses
 from tests.dist.gang import MemberFailed
@@ -45,9 +45,9 @@ def config_of(storage: Path, kind: str, *overrides: str) -> Config:
 
 def several_buckets() -> None:
     """Cut the small model's gradients into about nine buckets."""
-    app.parallel.buckets._FIRST_BYTES = 2048
-    app.parallel.buckets._CAP_MB = 1
-    app.parallel.buckets._MIB = 4096
+    steadfast.parallel.buckets._FIRST_BYTES = 2048
+    steadfast.parallel.buckets._CAP_MB = 1
+    steadfast.parallel.buckets._MIB = 4096
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from app.components import worker_state
-from app.components.worker_state import WorkerState
-from app.models import build_model
-from app.parallel.precision import Precision
-from app.world.device import DETERMINISTIC, Gpu
-from app.world.runtime import form_world
+from steadfast.components import worker_state
+from steadfast.components.worker_state import WorkerState
+from steadfast.models import build_model
+from steadfast.parallel.precision import Precision
+from steadfast.world.device import DETERMINISTIC, Gpu
+from steadfast.world.runtime import form_world
 from tests.dist.drill import drill
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import Config
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.run.ledger import read_ledger
-from app.worker import work
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.ledger import read_ledger
+from steadfast.worker import work
 from tests.checks import check_audit
 from tests.dist.deaths import MortalRuntime, Plot
 from tests.dist.drill import Drilled, drill, what_is_left
@@ -64,7 +64,7 @@ def test_a_program_is_refused_in_one_line_before_the_first_step(tmp_path: Path, 
     with pytest.raises(MemberFailed) as failed:
         drill(config, worlds=[2])
     message = str(failed.value).partition("process 1:")[0].strip().splitlines()[-1]
-    assert re.fullmatch(r"app\.errors\.\w+: .*", message), failed.value
+    assert re.fullmatch(r"steadfast\.errors\.\w+: .*", message), failed.value
     assert program.refused[kind] in message
     assert not read_ledger(RunDirectory.of(config).store).lines
 

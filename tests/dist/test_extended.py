@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.checkpoint.catalog import path_of
-from app.config import Config
-from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
+from steadfast.checkpoint.catalog import path_of
+from steadfast.config import Config
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
 from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_run, check_weights
 from tests.dist.drill import Drilled

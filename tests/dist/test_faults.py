@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import ProfileConfig
-from app.run.directory import RunDirectory
-from app.run.ledger import read_ledger
-from app.storage import LocalStore
-from app.telemetry.memory_history import record_memory_history, write_memory_history
-from app.world.runtime import World
+from steadfast.config import ProfileConfig
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import read_ledger
+from steadfast.storage import LocalStore
+from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
+from steadfast.world.runtime import World
 from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
@@ -66,8 +66,8 @@ def as_on_a_gpu() -> None:
     patch = pytest.MonkeyPatch()  # of a process that ends with the drill
     patch.setattr("torch.cuda.memory._record_memory_history", record)
     patch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text(f"{remembered} allocations"))
-    patch.setattr("app.worker.record_memory_history", lambda config, _: record_memory_history(config, cuda))
-    patch.setattr("app.worker.write_memory_history", write)
+    patch.setattr("steadfast.worker.record_memory_history", lambda config, _: record_memory_history(config, cuda))
+    patch.setattr("steadfast.worker.write_memory_history", write)
 
 
 def test_a_worker_that_drains_ends_the_attempt_and_nothing_is_done_twice(tmp_path: Path) -> None:

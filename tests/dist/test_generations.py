@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.components.worker_state import WorkerState
-from app.config import Config
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed

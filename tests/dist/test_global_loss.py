@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import default_collate
 
-from app.components.schedule import learning_rate
-from app.components.seed import seed_generators
-from app.config import Config
-from app.data.order import sample_keys
-from app.plan import Microbatch
-from app.run import events
-from app.run.directory import RunDirectory
-from app.tasks import Sums
+from steadfast.components.schedule import learning_rate
+from steadfast.components.seed import seed_generators
+from steadfast.config import Config
+from steadfast.data.order import sample_keys
+from steadfast.plan import Microbatch
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.tasks import Sums
 from tests.dist.checks import EQUAL, check_equal
 from tests.dist.deaths import Plot, survive
 from tests.dist.drill import drill

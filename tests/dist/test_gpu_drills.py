@@ -42,7 +42,7 @@ def test_each_ending_has_its_state(tmp_path: Path) -> None:
         "lacks_a_package": ("SKIPPED", "the app cannot be imported: No module named 'package_that_nobody_has'"),
         "lacks_a_module_of_ours": (
             "FAILED",
-            "the drill does not fit this code: No module named 'app.moved_elsewhere'",
+            "the drill does not fit this code: No module named 'steadfast.moved_elsewhere'",
         ),
     }
     assert results["dies"].state == "FAILED"
@@ -173,7 +173,7 @@ for drill in CATALOG:
     if module:
         text = getattr(import_module(module), name).__doc__
         assert "Asserts" in text and "Figures" in text, drill.name
-import app.launch.torchrun, app.commands.train
+import steadfast.launch.torchrun, steadfast.commands.train
 print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

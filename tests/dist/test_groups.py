@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.world.groups import Groups, PeerLost, is_peer_loss
-from app.world.timeouts import Timeouts
+from steadfast.world.groups import Groups, PeerLost, is_peer_loss
+from steadfast.world.timeouts import Timeouts
 from tests.dist.gang import Gang, Member
 
 GENERATIONS = 5

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.weights import read_whole
-from app.cli import main
-from app.components.hook import HookContext
-from app.config import Config
-from app.models import build_model
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.weights import read_whole
+from steadfast.cli import main
+from steadfast.components.hook import HookContext
+from steadfast.config import Config
+from steadfast.models import build_model
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
 from tests.dist.checks import EQUAL, check_equal, check_identical, check_run, check_weights
 from tests.dist.drill import Drilled, Members, drill
 from tests.dist.gang import MemberFailed

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from app.components.worker_state import WorkerState
-from app.config import Config
-from app.models import build_model
-from app.models.gpt import Gpt
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.models import build_model
+from steadfast.models.gpt import Gpt
 from tests.dist.checks import check_equal, check_identical
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

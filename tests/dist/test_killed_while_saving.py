@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from app.checkpoint.catalog import Catalog
-from app.config import Config
-from app.run.directory import RunDirectory
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
 from tests.dist.checks import check_identical
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed

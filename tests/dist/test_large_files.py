@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.storage import LocalStore
+from steadfast.storage import LocalStore
 
 
 def test_a_file_of_more_than_two_gigabytes_is_read_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`app.fit`, by which a program of the user's own trains: alone, under torchrun, and in a notebook."""
+"""`steadfast.fit`, by which a program of the user's own trains: alone, under torchrun, and in a notebook."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import nn
 
-import app
-from app.errors import ConfigError, RunConflict, TrainingError, UsageError
-from app.faults.inject import InjectedFault
-from app.run.directory import RunDirectory
-from app.telemetry.status import StatusReader
+import steadfast
+from steadfast.errors import ConfigError, RunConflict, TrainingError, UsageError
+from steadfast.faults.inject import InjectedFault
+from steadfast.run.directory import RunDirectory
+from steadfast.telemetry.status import StatusReader
 from tests.command import ROOT
 from tests.examples.script import Counts, line, squared_error, train
 
@@ -50,7 +50,7 @@ def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_pat
 
     with pytest.raises(RunConflict, match=r"model\.args\.parameters"):
         train(str(tmp_path), "half", 12, hidden=9)
-    results: list[app.Result] = []
+    results: list[steadfast.Result] = []
     counts = Counts()
     resume = partial(train, str(tmp_path), "half", 12, hooks=[counts])
     thread = threading.Thread(target=lambda: results.append(resume()))  # no signals come here
@@ -81,7 +81,7 @@ def generator_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
 
 
-def trained(result: app.Result) -> dict[str, torch.Tensor]:
+def trained(result: steadfast.Result) -> dict[str, torch.Tensor]:
     assert isinstance(result.model, nn.Sequential)
     return dict(result.model.state_dict())
 
@@ -89,23 +89,23 @@ def trained(result: app.Result) -> dict[str, torch.Tensor]:
 def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
     words = [f"run.storage={tmp_path}"]
     with pytest.raises(UsageError, match="collate needs a dataset of samples"):
-        app.fit("ddp.yaml", words, collate=list)
+        steadfast.fit("ddp.yaml", words, collate=list)
     with pytest.raises(UsageError, match="validation_collate needs a validation dataset"):
-        app.fit("ddp.yaml", [*words, "data.validation={source: '*.md'}"], validation_collate=list)
+        steadfast.fit("ddp.yaml", [*words, "data.validation={source: '*.md'}"], validation_collate=list)
     with pytest.raises(UsageError, match=r"order='reversed': must be"):
-        app.fit("ddp.yaml", words, order="reversed")  # type: ignore[arg-type]
+        steadfast.fit("ddp.yaml", words, order="reversed")  # type: ignore[arg-type]
     for wanted in ("2", "[2, 4]"):
         with pytest.raises(
             UsageError, match=r"scaling\.num_workers=\[?2.*, found 1: .*torchrun --nproc-per-node 2, or"
         ):
-            app.fit("ddp.yaml", [*words, f"scaling.num_workers={wanted}"])
+            steadfast.fit("ddp.yaml", [*words, f"scaling.num_workers={wanted}"])
     with pytest.raises(UsageError, match="overrides need a configuration file"):
-        app.fit(app.load_config("ddp.yaml"), words)
+        steadfast.fit(steadfast.load_config("ddp.yaml"), words)
     with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
-        app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
+        steadfast.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])
     for without_gradients in (torch.no_grad(), torch.inference_mode()):
         with without_gradients, pytest.raises(UsageError, match=r"within torch\.no_grad.*call fit outside"):
-            app.fit("ddp.yaml", words)
+            steadfast.fit("ddp.yaml", words)
     assert not list(tmp_path.iterdir())
 
 
@@ -114,18 +114,18 @@ def test_a_model_that_cannot_be_copied_is_one_clear_error(tmp_path: Path) -> Non
     locked.lock = threading.Lock()  # type: ignore[assignment]
     for model, why in ((locked, "cannot pickle '_thread.lock' object"), (abstract, "its parameters have no values")):
         with pytest.raises(UsageError, match=rf"^model: this Linear cannot be copied: {why}.*model=lambda: Linear\(\)"):
-            app.fit("ddp.yaml", [f"run.storage={tmp_path}"], model=model)
+            steadfast.fit("ddp.yaml", [f"run.storage={tmp_path}"], model=model)
 
 
 def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:
     trained: list[list[float]] = []
     evaluated: list[list[float]] = []  # by the check of the task before the first step too
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> app.Sums:
+    def loss(model: nn.Module, batch: torch.Tensor) -> steadfast.Sums:
         (trained if model.training else evaluated).append(batch.flatten().tolist())
-        return app.Sums(model(batch).sum(), len(batch))
+        return steadfast.Sums(model(batch).sum(), len(batch))
 
-    result = app.fit(
+    result = steadfast.fit(
         "ddp.yaml",
         [f"run.storage={tmp_path}", "run.steps=2", "batch={global_size: 4, microbatch_size: 2}", "data={kind: text}"],
         model=nn.Linear(1, 1),
@@ -141,8 +141,8 @@ def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path)
     assert max(max(batch) for batch in evaluated[:-1]) < 100
 
 
-def config_of(storage: str, **sections: Any) -> app.Config:
-    return app.Config.model_validate(
+def config_of(storage: str, **sections: Any) -> steadfast.Config:
+    return steadfast.Config.model_validate(
         {
             "run": {"name": "x", "storage": storage, "steps": 8, "report": False},
             "batch": {"global_size": 12, "microbatch_size": 4},
@@ -153,9 +153,9 @@ def config_of(storage: str, **sections: Any) -> app.Config:
     )
 
 
-def fitted(config: app.Config, hooks: Sequence[Any] = ()) -> app.Result:
+def fitted(config: steadfast.Config, hooks: Sequence[Any] = ()) -> steadfast.Result:
     torch.manual_seed(0)
-    return app.fit(config, model=nn.Linear(4, 1), dataset=line(120), task=squared_error, hooks=hooks)
+    return steadfast.fit(config, model=nn.Linear(4, 1), dataset=line(120), task=squared_error, hooks=hooks)
 
 
 @pytest.mark.parametrize(("fault", "event"), [("nan_at", "rollback"), ("oom_at", "forwards_shrunk")])
@@ -191,7 +191,7 @@ class Shows:
 
 
 def test_the_sample_of_a_task_is_shown_and_kept_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = app.fit(config_of(str(tmp_path)), model=nn.Linear(4, 1), dataset=line(120), task=Shows())
+    result = steadfast.fit(config_of(str(tmp_path)), model=nn.Linear(4, 1), dataset=line(120), task=Shows())
     assert result.summary["sample"] == "2 + 2 is 4.01"
     assert json.loads((tmp_path / "x/summary.json").read_text())["sample"] == "2 + 2 is 4.01"
     assert "sample      2 + 2 is 4.01" in capsys.readouterr().out
@@ -234,7 +234,7 @@ def test_fit_returns_the_model_after_the_working_directory_has_changed(
 class FitsToo:
     """A hook in the first step of a call that gives another call in a thread of its own."""
 
-    def __init__(self, config: app.Config) -> None:
+    def __init__(self, config: steadfast.Config) -> None:
         self._config = config
         self.refused: list[UsageError] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.errors import DataError, UserExit
+from steadfast.errors import DataError, UserExit
 from tests.unit.test_data import Noisy, Odd, loader_of, microbatches
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.initial import build_initial
-from app.checkpoint.weights import read_whole
-from app.config import Config
-from app.run.directory import RunDirectory
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.initial import build_initial
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
 from tests.dist.drill import Drilled, drill
 from tests.dist.small import small
 

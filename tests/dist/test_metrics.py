@@ -12,10 +12,10 @@ from sklearn.metrics import f1_score
 from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - torchmetrics imports torchvision where it is installed
-from app.config import Config, parse_config
-from app.data import SampleOrder, build_dataset
-from app.models import build_model
-from app.tasks import Classification, Mean, Sums
+from steadfast.config import Config, parse_config
+from steadfast.data import SampleOrder, build_dataset
+from steadfast.models import build_model
+from steadfast.tasks import Classification, Mean, Sums
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 

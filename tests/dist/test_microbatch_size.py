@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import app.components.microbatch_size
-from app.components.microbatch_size import Room
-from app.components.worker_state import WorkerState
-from app.config import Config
-from app.errors import StorageError
-from app.run.directory import RunDirectory
-from app.tasks import Sums
-from app.world.runtime import World
+import steadfast.components.microbatch_size
+from steadfast.components.microbatch_size import Room
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.errors import StorageError
+from steadfast.run.directory import RunDirectory
+from steadfast.tasks import Sums
+from steadfast.world.runtime import World
 from tests.dist.checks import check_identical, check_run, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 from tests.dist.reference import reference
 from tests.dist.small import VOCABULARY, small
 
-subject: Any = app.components.microbatch_size
+subject: Any = steadfast.components.microbatch_size
 AUTO = "batch.microbatch_size=auto"
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 ENOUGH = 99  # samples

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.components.hook import HookContext
-from app.components.modes import evaluating
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
+from steadfast.components.hook import HookContext
+from steadfast.components.modes import evaluating
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
 from tests.command import ROOT
 from tests.dist.checks import EQUAL, check_ledger, check_weights, largest_difference
 from tests.dist.drill import drill

@@ -22,9 +22,9 @@ import psutil
 import pytest
 import torch
 
-from app.checkpoint import memory_server
-from app.checkpoint.node_memory import Buffer, Label, ProcessMemory, SharedMemory, SnapshotId, open_memory
-from app.run.owner import Owner
+from steadfast.checkpoint import memory_server
+from steadfast.checkpoint.node_memory import Buffer, Label, ProcessMemory, SharedMemory, SnapshotId, open_memory
+from steadfast.run.owner import Owner
 from tests.dist.like_cuda import DEVICE, OUT_OF_MEMORY, LikeCuda, behave_like_cuda
 
 OLD, NEW = SnapshotId(10, 1, 1), SnapshotId(20, 1, 1)

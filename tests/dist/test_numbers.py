@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.config import Config
-from app.data import SampleOrder
+from steadfast.config import Config
+from steadfast.data import SampleOrder
 from tests.dist.checks import check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

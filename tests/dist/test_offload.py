@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from app.world.groups import Groups
+from steadfast.world.groups import Groups
 from tests.dist.checks import check_run
 from tests.dist.drill import Members, drill
 from tests.dist.reference import reference

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.config import Config
-from app.data.order import Int64s, uniform
-from app.errors import RunConflict
-from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.tasks import Sums
+from steadfast.config import Config
+from steadfast.data.order import Int64s, uniform
+from steadfast.errors import RunConflict
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.tasks import Sums
 from tests.dist.checks import check_equal, check_run, check_weights
 from tests.dist.deaths import plot, survive
 from tests.dist.drill import drill

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.config import Config
-from app.run.directory import RunDirectory
-from app.run.events import ForwardsShrunk
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import ForwardsShrunk
 from tests.dist.checks import check_run, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

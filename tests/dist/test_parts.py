@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.cli import main
-from app.config import Config
-from app.models import build_model
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
+from steadfast.cli import main
+from steadfast.config import Config
+from steadfast.models import build_model
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
 from tests.dist.checks import check_checkpoint, check_equal, check_ledger, check_losses, check_run
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

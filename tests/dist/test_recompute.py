@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from app.config import Config
-from app.faults.corruption import Check, choose
-from app.plan import Plan, even_shares
-from app.run.directory import RunDirectory
-from app.tasks import LanguageModeling, Sums
+from steadfast.config import Config
+from steadfast.faults.corruption import Check, choose
+from steadfast.plan import Plan, even_shares
+from steadfast.run.directory import RunDirectory
+from steadfast.tasks import LanguageModeling, Sums
 from tests.dist.checks import check_identical, check_ledger, check_weights
 from tests.dist.drill import Drilled, drill
 from tests.dist.gang import MemberFailed

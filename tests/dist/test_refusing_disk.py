@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint.catalog import Catalog, of_attempt, path_of
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
-from app.storage.jsonl import FileStream
+from steadfast.checkpoint.catalog import Catalog, of_attempt, path_of
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import FileStream
 from tests.dist.checks import check_checkpoint, check_run, check_weights
 from tests.dist.drill import Drilled, drill
 from tests.dist.reference import reference

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.state import State, flatten, newest_whole
-from app.checkpoint.weights import read_whole
-from app.components.worker_state import WorkerState
-from app.parallel import Parallel
-from app.parallel.dtensor import local
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.state import State, flatten, newest_whole
+from steadfast.checkpoint.weights import read_whole
+from steadfast.components.worker_state import WorkerState
+from steadfast.parallel import Parallel
+from steadfast.parallel.dtensor import local
+from steadfast.storage import LocalStore
 from tests.dist.checks import check_equal, check_identical, check_run, check_weights
 from tests.dist.deaths import Plot, plot_replicas, survive
 from tests.dist.drill import Members, drill

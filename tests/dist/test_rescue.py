@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from app.checkpoint.catalog import Catalog
-from app.config import Config
-from app.data import build_order
-from app.parallel.precision import Precision
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.config import Config
+from steadfast.data import build_order
+from steadfast.parallel.precision import Precision
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
 from tests.dist.checks import check_run, check_weights
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

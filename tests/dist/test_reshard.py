@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.checkpoint.durable import Checkpoints
-from app.checkpoint.restore import restore
-from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import flatten, sha256
-from app.components.worker_state import WorkerState
-from app.parallel import arrange, build_parallel
-from app.plan import Amendments
-from app.run.directory import RunDirectory
-from app.world.runtime import Outcome, form_world
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.restore import restore
+from steadfast.checkpoint.snapshots import Snapshots
+from steadfast.checkpoint.state import flatten, sha256
+from steadfast.components.worker_state import WorkerState
+from steadfast.parallel import arrange, build_parallel
+from steadfast.plan import Amendments
+from steadfast.run.directory import RunDirectory
+from steadfast.world.runtime import Outcome, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 from tests.dist.small import small

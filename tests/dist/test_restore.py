@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.checkpoint.durable import Checkpoints
-from app.checkpoint.node_memory import ProcessMemory
-from app.checkpoint.restore import restore
-from app.checkpoint.snapshots import Snapshots
-from app.checkpoint.state import HeldState
-from app.checkpoint.writer import Writer
-from app.config import Config, DdpConfig
-from app.parallel.precision import Precision
-from app.parallel.replicated import ReplicatedParallelism
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
-from app.world.groups import PeerLost
-from app.world.runtime import Outcome, form_world
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.node_memory import ProcessMemory
+from steadfast.checkpoint.restore import restore
+from steadfast.checkpoint.snapshots import Snapshots
+from steadfast.checkpoint.state import HeldState
+from steadfast.checkpoint.writer import Writer
+from steadfast.config import Config, DdpConfig
+from steadfast.parallel.precision import Precision
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.world.groups import PeerLost
+from steadfast.world.runtime import Outcome, form_world
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from app.checkpoint.durable import Checkpoints
-from app.components.worker_state import WorkerState
-from app.config import Config, DdpConfig
-from app.parallel.replicated import ReplicatedParallelism
-from app.plan import Amendments
-from app.world.runtime import World
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, DdpConfig
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.plan import Amendments
+from steadfast.world.runtime import World
 from tests.dist import drill as drills
 from tests.dist.checks import check_checkpoint, check_weights
 from tests.dist.drill import Drilled

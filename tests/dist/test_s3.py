@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.storage import Store, open_store
+from steadfast.storage import Store, open_store
 from tests.s3 import BUCKET, FaultKind, Proxy
 from tests.stores import StoreContract, claim_in_pairs
 
@@ -25,9 +25,9 @@ def store(proxy: Proxy, request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.arrow._IDLE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("app.storage.arrow._RETRY_BUDGET_S", 1.0)
-    monkeypatch.setattr("app.storage.arrow._ATTEMPTS_WITHIN_A_WRITE", 2)
+    monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("steadfast.storage.arrow._RETRY_BUDGET_S", 1.0)
+    monkeypatch.setattr("steadfast.storage.arrow._ATTEMPTS_WITHIN_A_WRITE", 2)
 
 
 def bounded(verb: Callable[[], object], limit_s: float) -> None:
@@ -90,7 +90,7 @@ def test_slow_answers_are_waited_for(store: Store, proxy: Proxy) -> None:
 def test_an_answer_that_never_comes_is_asked_for_again(
     store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.storage.arrow._IDLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
     store.commit("file", b"x")
     for method in ("HEAD", "GET"):
         proxy.fault("delay", 1, method, seconds=60)
@@ -155,7 +155,7 @@ def test_a_write_that_fails_half_way_leaves_what_was_there(store: Store, num_byt
 
 def test_a_process_that_ends_after_a_failed_write_does_not_complete_it(store: Store) -> None:
     program = f"""
-from app.storage import open_store
+from steadfast.storage import open_store
 def chunks():
     for _ in range(3): yield bytes(7_000_000)
     raise RuntimeError

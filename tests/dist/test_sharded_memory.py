@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from app.components.worker_state import WorkerState
-from app.config import Config, parse_config
-from app.plan import even_shares
-from app.world.runtime import form_world
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, parse_config
+from steadfast.plan import even_shares
+from steadfast.world.runtime import form_world
 from tests.dist.gang import Gang, Member, MemberFailed
 from tests.dist.reference import CPU
 from tests.dist.stepping import train_by_hand

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from app.checkpoint.node_memory import ProcessMemory
-from app.checkpoint.snapshots import Snapshots, backup_rank
-from app.parallel import Parallel
-from app.parallel.dtensor import unsharded
-from app.parallel.fsdp import FullyShardedDataParallelism
-from app.plan import Amendments
-from app.world.runtime import World, form_world
+from steadfast.checkpoint.node_memory import ProcessMemory
+from steadfast.checkpoint.snapshots import Snapshots, backup_rank
+from steadfast.parallel import Parallel
+from steadfast.parallel.dtensor import unsharded
+from steadfast.parallel.fsdp import FullyShardedDataParallelism
+from steadfast.plan import Amendments
+from steadfast.world.runtime import World, form_world
 from tests.dist.drill import drill
 from tests.dist.gang import Gang, Member
 from tests.dist.reference import CPU
@@ -88,7 +88,7 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
 def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
     rank = members.index(member.number)
     size = len(members)
-    return replace(form_world(member.store, rank, size, attempt, CPU), node=nodes[rank], shard=size)
+    return replace(form_world(member.store, rank, size, attempt, CPU), node=nodes[rank], replica_size=size)
 
 
 def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:

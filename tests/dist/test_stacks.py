@@ -10,7 +10,7 @@ import pytest
 # A thread of Python, and two of a library's, which attach when they call back and are gone right after.
 BUSY = """
 import ctypes, threading, time
-from app.world.stacks import stacks
+from steadfast.world.stacks import stacks
 
 def some(n):
     yield from range(n)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from torch import nn
 
-from app.config import TargetData
-from app.data import build_dataset
-from app.data.batches import Batch
-from app.tasks import LanguageModeling, Sums
+from steadfast.config import TargetData
+from steadfast.data import build_dataset
+from steadfast.data.batches import Batch
+from steadfast.tasks import LanguageModeling, Sums
 from tests.dist.checks import check_equal, check_ledger
 from tests.dist.drill import drill
 from tests.dist.reference import expected_ledger

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.config import Config
-from app.run.directory import RunDirectory
-from app.run.ledger import read_ledger
-from app.tasks import Sums
+from steadfast.config import Config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import read_ledger
+from steadfast.tasks import Sums
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed
 from tests.dist.small import small
@@ -155,9 +155,9 @@ def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def _check_nothing() -> None:
-    import app.train
+    import steadfast.train
 
-    app.train.check_task = lambda *_: None  # type: ignore[attr-defined]
+    steadfast.train.check_task = lambda *_: None  # type: ignore[attr-defined]
 
 
 class Counting(Own):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import app.step
-from app.tasks import LanguageModeling, Sums
-from app.world import control
-from app.world.groups import PeerLost
+import steadfast.step
+from steadfast.tasks import LanguageModeling, Sums
+from steadfast.world import control
+from steadfast.world.groups import PeerLost
 from tests.dist.checks import check_run, check_weights
 from tests.dist.drill import DrillRuntime, drill
 from tests.dist.reference import reference
@@ -116,7 +116,7 @@ def lose_a_peer_while_agreeing() -> None:
     def survive(self: DrillRuntime, step: int, error: BaseException) -> bool:
         return isinstance(error, PeerLost) or failed(self, step, error)
 
-    app.step.agree_on_names = lost  # type: ignore[attr-defined]
+    steadfast.step.agree_on_names = lost  # type: ignore[attr-defined]
     DrillRuntime.failed = survive
 
 

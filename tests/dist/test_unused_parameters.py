@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.components.hook import HookContext
+from steadfast.components.hook import HookContext
 from tests.dist.checks import check_run
 from tests.dist.drill import drill
 from tests.dist.gang import MemberFailed

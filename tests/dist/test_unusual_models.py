@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.components.hook import HookContext
-from app.tasks import LanguageModeling, Sums
+from steadfast.components.hook import HookContext
+from steadfast.tasks import LanguageModeling, Sums
 from tests.dist.checks import check_identical, check_ledger, check_run, check_weights
 from tests.dist.deaths import Plot, survive, undisturbed
 from tests.dist.drill import drill

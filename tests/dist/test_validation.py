@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.checkpoint.catalog import Catalog
-from app.models import build_model
-from app.run.directory import RunDirectory
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.models import build_model
+from steadfast.run.directory import RunDirectory
 from tests.dist.checks import EQUAL, check_identical, check_weights
 from tests.dist.drill import drill
 from tests.dist.reference import GlobalBatch, mean_loss, reference

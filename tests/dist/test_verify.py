@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from app.components.hook import HookContext
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
-from app.telemetry.verify import verify
+from steadfast.components.hook import HookContext
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
+from steadfast.telemetry.verify import verify
 from tests.dist import drill as drills
 from tests.dist.drill import Drilled
 from tests.dist.small import small

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.world.progress import Limits
+from steadfast.world.progress import Limits
 from tests.dist.checks import check_run
 from tests.dist.reference import reference
 from tests.dist.small import small

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import app.faults.inject
+import steadfast.faults.inject
 import tests.dist.drill
-from app.config import Config
-from app.faults.watchdog import Hang, Watchdog
-from app.world.progress import Limits, Progress, ProgressReport
+from steadfast.config import Config
+from steadfast.faults.watchdog import Hang, Watchdog
+from steadfast.world.progress import Limits, Progress, ProgressReport
 from tests.dist.drill import Drilled, DrillRuntime, drill
 
 BEAT_S = 0.1
@@ -74,7 +74,7 @@ def _patch(folder: Path, limits: Limits) -> None:
             threading.Thread(target=_beat, args=(folder, self._member.number, self.progress), daemon=True).start()
 
     tests.dist.drill.DrillRuntime = Watching  # type: ignore[assignment, misc]
-    app.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
+    steadfast.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
 
 
 class _Time:

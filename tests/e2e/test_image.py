@@ -18,7 +18,7 @@ from tests.e2e.user import copy_project
 
 DOCKERFILE = ROOT / "cluster" / "Dockerfile"
 TRAIN = ["python", "main.py", "--config", "ddp.yaml", *SMALL, "scaling.num_workers=1", "run.steps=1"]
-UNWANTED = (".git/config", ".venv/bin/python", "runs/ddp/owner.key", "app/__pycache__/cli.pyc")
+UNWANTED = (".git/config", ".venv/bin/python", "runs/ddp/owner.key", "app/steadfast/__pycache__/cli.pyc")
 
 # This machine's root, less the project, /root and /tmp, below a layer that is thrown away.
 CLEAN_ROOT = """

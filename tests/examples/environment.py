@@ -6,7 +6,7 @@ import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from app.tasks import LanguageModeling
+from steadfast.tasks import LanguageModeling
 
 
 class Seen(LanguageModeling):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.tasks import Sums
+from steadfast.tasks import Sums
 
 
 class Characters:

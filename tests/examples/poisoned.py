@@ -8,8 +8,8 @@ from typing import Any
 
 import ray
 
-from app.config import TextData
-from app.data.datasets import Dataset, build_dataset
+from steadfast.config import TextData
+from steadfast.data.datasets import Dataset, build_dataset
 
 
 def dataset(folder: str, **args: Any) -> Dataset:

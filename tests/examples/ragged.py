@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from app.tasks import Classification, Sums
+from steadfast.tasks import Classification, Sums
 from tests.examples import digits
 
 

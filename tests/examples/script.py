@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import TensorDataset
 
-from app import Config, Result, Sums, fit
+from steadfast import Config, Result, Sums, fit
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:

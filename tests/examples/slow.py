@@ -8,7 +8,7 @@ import time
 
 from torch import Tensor, nn
 
-from app.tasks import LanguageModeling, Sums
+from steadfast.tasks import LanguageModeling, Sums
 
 
 class Slow(LanguageModeling):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.tasks import Sums
+from steadfast.tasks import Sums
 
 from torchvision import models  # isort: skip
 from torchvision.transforms import v2  # isort: skip

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tests.gpu.scene import Scene, Skip
 
-OWN = ("app", "tests")
+OWN = ("steadfast", "tests")
 ENDING = "ending.json"
-_APP = ("app.config", "app.launch.torchrun")
+_APP = ("steadfast.config", "steadfast.launch.torchrun")
 
 
 def main() -> None:

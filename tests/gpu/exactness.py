@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import yaml
 
-from app.config.schema import RunConfig
+from steadfast.config.schema import RunConfig
 from tests.gpu.commands import Command
 from tests.gpu.scene import Scene
 

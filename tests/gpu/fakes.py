@@ -52,4 +52,4 @@ def lacks_a_package(scene: Scene) -> None:
 
 def lacks_a_module_of_ours(scene: Scene) -> None:
     """Need a module of this project that has moved."""
-    import app.moved_elsewhere  # type: ignore[import-not-found] # noqa: F401
+    import steadfast.moved_elsewhere  # type: ignore[import-not-found] # noqa: F401

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from app.components.worker_state import WorkerState
-from app.config import parse_config
-from app.parallel.precision import build_precision
-from app.plan import Plan
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import parse_config
+from steadfast.parallel.precision import build_precision
+from steadfast.plan import Plan
 from tests.gpu.scene import Scene
 
 _MICROBATCHES, _PER_STEP = 200, 10

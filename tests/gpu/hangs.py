@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from app.faults.watchdog import Hang, Watchdog
-from app.world.progress import ProgressReport
+from steadfast.faults.watchdog import Hang, Watchdog
+from steadfast.world.progress import ProgressReport
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import COMPILES_AT, SLEEPS_AT

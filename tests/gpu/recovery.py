@@ -74,7 +74,7 @@ def abort(scene: Scene) -> None:
 
 
 def abort_again_and_again(rank: Rank) -> None:
-    from app.world.runtime import form_world
+    from steadfast.world.runtime import form_world
 
     times = rank.args["times"]
     for number in range(times):
@@ -219,8 +219,8 @@ def death_in_init(scene: Scene) -> None:
 
 
 def connect_without_one(rank: Rank) -> None:
-    from app.world.groups import is_peer_loss
-    from app.world.runtime import form_world
+    from steadfast.world.groups import is_peer_loss
+    from steadfast.world.runtime import form_world
 
     if rank.number == 1:
         honest = dist.init_process_group

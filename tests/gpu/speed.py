@@ -12,8 +12,8 @@ import yaml
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.config import GptConfig
-from app.models.gpt import Gpt
+from steadfast.config import GptConfig
+from steadfast.models.gpt import Gpt
 from tests.gpu.commands import Command, RunFiles
 from tests.gpu.machine import can_compile
 from tests.gpu.scene import Scene, Skip

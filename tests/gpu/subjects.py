@@ -147,8 +147,8 @@ class Zeros(Net):
 
 def strict_gpt(**args: Any) -> nn.Module:
     """Return the app's GPT in a process that computes deterministically from now on."""
-    from app.config import GptConfig
-    from app.models.gpt import Gpt
+    from steadfast.config import GptConfig
+    from steadfast.models.gpt import Gpt
 
     torch.use_deterministic_algorithms(True)
     return Gpt(GptConfig(**args))

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from app.config import Config, parse_config
-from app.run.directory import RunDirectory
-from app.run.events import Event, RunStarted
-from app.worker import work
-from app.world.groups import PeerLost, is_peer_loss
-from app.world.progress import Limits, Progress
-from app.world.runtime import Signals, World, form_world
+from steadfast.config import Config, parse_config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event, RunStarted
+from steadfast.worker import work
+from steadfast.world.groups import PeerLost, is_peer_loss
+from steadfast.world.progress import Limits, Progress
+from steadfast.world.runtime import Signals, World, form_world
 from tests.gpu import subjects
 from tests.gpu.ranks import Rank, Ranks
 from tests.gpu.scene import Scene

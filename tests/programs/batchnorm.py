@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, batches, build, integers, numbers, optimized_by, seed_loss
 
 SIZE, PART = 12, 4  # of a global batch and of a microbatch

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.mixup import Model, data
 from tests.programs.program import Program, Trained, build, whole_batches
 

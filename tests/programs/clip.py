@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.contrastive import Model, contrast, data
 from tests.programs.program import GLOBAL_SIZE, Program, Trained, build, whole_batches
 

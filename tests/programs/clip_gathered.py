@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.contrastive import Model, contrast, data
 from tests.programs.program import BOTH, Program
 

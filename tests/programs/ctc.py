@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ctc_loss
 from torch.nn.utils.rnn import pad_sequence
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, build, integers, numbers, whole_batches
 
 LETTERS = 5  # the first is the blank

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, batches, build, numbers, optimized_by, seed_loss
 
 TIMES = 20

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, build, integers, optimized_by, whole_batches
 
 WORDS, LENGTH = 11, 5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, build, integers, numbers, optimized_by, whole_batches
 
 EXPERTS = 8

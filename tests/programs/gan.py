@@ -8,8 +8,8 @@ from torch.func import functional_call
 from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
-from app import Sums
-from app.components.hook import HookContext
+from steadfast import Sums
+from steadfast.components.hook import HookContext
 from tests.programs.program import Program, Trained, batches, build, numbers, seed_loss
 
 LATENT = 3

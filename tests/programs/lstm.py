@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import STEPS, Program, Trained, build, numbers
 
 LANES, CHUNK = 5, 4  # sequences that are read side by side; time steps of a chunk

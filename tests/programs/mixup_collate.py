@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from app import Sums
-from app.data.order import sample_keys
+from steadfast import Sums
+from steadfast.data.order import sample_keys
 from tests.programs.mixup import Model, data
 from tests.programs.program import GLOBAL_SIZE, SEED, Program, Trained, batches, build
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.nadam import data
 from tests.programs.program import Program, Trained, build, whole_batches
 

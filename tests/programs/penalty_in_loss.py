@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.gradient_penalty import data
 from tests.programs.program import Program, Trained, build, whole_batches
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from app import Sums
-from app.components.hook import HookContext
+from steadfast import Sums
+from steadfast.components.hook import HookContext
 from tests.programs.program import Program, Trained, batches, build, numbers
 
 STATES, ACTIONS, EVERY = 33, 4, 3

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from app.components.seed import seed_generators
-from app.config import Config, parse_config
-from app.data import SampleOrder
-from app.plan import Microbatch
+from steadfast.components.seed import seed_generators
+from steadfast.config import Config, parse_config
+from steadfast.data import SampleOrder
+from steadfast.plan import Microbatch
 
 SEED, STEPS = 1, 9
 # Microbatches of 3, 3, 3 and 1 samples: neither two nor three workers share them evenly.

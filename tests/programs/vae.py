@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
-from app import Sums
+from steadfast import Sums
 from tests.programs.program import Program, Trained, batches, build, numbers, seed_loss
 
 

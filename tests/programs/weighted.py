@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from app import Sums
-from app.data.order import Int64s
+from steadfast import Sums
+from steadfast.data.order import Int64s
 from tests.programs.mixup import Model
 from tests.programs.program import GLOBAL_SIZE, SEED, STEPS, Program, Trained, build, numbers
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.config import GptConfig
-from app.errors import UsageError
-from app.models import build_model
-from app.parallel.activations import checkpoint_activations
+from steadfast.config import GptConfig
+from steadfast.errors import UsageError
+from steadfast.models import build_model
+from steadfast.parallel.activations import checkpoint_activations
 
 
 def kept_bytes(model: nn.Module) -> int:

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from app.errors import TrainingError, UsageError
-from app.launch.again import Comebacks
+from steadfast.errors import TrainingError, UsageError
+from steadfast.launch.again import Comebacks
 
 PROGRAM = """
 import sys
-from app.launch.again import Comebacks
+from steadfast.launch.again import Comebacks
 before = Comebacks.of_this_process()
 print(before.in_a_row, before.furthest_step, before.num_workers, sys.argv[1:], flush=True)
 if before.in_a_row < 2:
@@ -33,8 +33,8 @@ def test_the_next_process_is_the_same_one_with_the_same_words_and_knows_of_the_l
 
 def test_a_new_step_between_two_begins_the_count_anew() -> None:
     first = Comebacks().after("Ray", 5)
-    assert first.after("Ray", 5).in_a_row == 2
-    assert first.after("Ray", 6).in_a_row == 1
+    assert first.after("Ray", 5).restarts_without_progress == 2
+    assert first.after("Ray", 6).restarts_without_progress == 1
     assert first.after("Ray", 6).token == first.token
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app.run.ledger import StepStats
-from app.world.control import ControlChannel, Rider, StepResult
-from app.world.runtime import STOP
+from steadfast.run.ledger import StepStats
+from steadfast.world.control import ControlChannel, Rider, StepResult
+from steadfast.world.runtime import STOP
 
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.cli import main
-from app.config import Config, parse_config
-from app.data.order import SampleOrder, build_order, samples_digest
-from app.errors import ConfigError
-from app.launch.resume import start_or_resume
-from app.plan import End, Plan
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
-from app.run.ledger import Ledger, StepStats, StepTimes
-from app.run.owner import Ownership
-from app.storage import LocalStore
-from app.storage.jsonl import Line, open_stream, read_lines
-from app.telemetry.audit import CounterExample, audit
+from steadfast.cli import main
+from steadfast.config import Config, parse_config
+from steadfast.data.order import SampleOrder, build_order, samples_digest
+from steadfast.errors import ConfigError
+from steadfast.launch.resume import start_or_resume
+from steadfast.plan import End, Plan
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
+from steadfast.run.ledger import Ledger, StepStats, StepTimes
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import Line, open_stream, read_lines
+from steadfast.telemetry.audit import CounterExample, audit
 
 NUM_SAMPLES = 61  # of tests.dist.small.Tokens; 55 of them are trained on
 RUN = """
@@ -230,8 +230,8 @@ def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest
     run.extend(4)
     run.attempt(4, 14, 18)
     before = run.audit()
-    monkeypatch.setattr("app.telemetry.audit._PIECE", 26)
-    monkeypatch.setattr("app.telemetry.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.telemetry.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.telemetry.audit._CHUNK", 4)
     assert run.audit() == before
 
 
@@ -276,9 +276,9 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
 
 def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run.audit()
-    monkeypatch.setattr("app.telemetry.audit._PIECE", 26)
-    monkeypatch.setattr("app.telemetry.audit._CHUNK", 4)
-    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 500)
+    monkeypatch.setattr("steadfast.telemetry.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.telemetry.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 500)
     assert run.audit() == before
     run.rewrite(remove(9))
     with pytest.raises(CounterExample, match="step 8"):

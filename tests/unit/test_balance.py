@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.balance.policy import SpeedPolicy
-from app.balance.shares import SpeedBalance
-from app.balance.stopwatch import Stopwatch
-from app.data import Fetched
-from app.plan import Microbatch, Plan, Shares, even_shares, fastest_shares
-from app.run.events import Event
-from app.world.runtime import World
+from steadfast.balance.policy import SpeedPolicy
+from steadfast.balance.shares import SpeedBalance
+from steadfast.balance.stopwatch import Stopwatch
+from steadfast.data import Fetched
+from steadfast.plan import Microbatch, Plan, Shares, even_shares, fastest_shares
+from steadfast.run.events import Event
+from steadfast.world.runtime import World
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 

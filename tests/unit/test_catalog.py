@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from app.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
-from app.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from app.checkpoint.retention import steps_to_keep
-from app.checkpoint.writer import Dropped
-from app.commands.doctor import examine
-from app.config import CheckpointConfig
-from app.errors import StorageError
-from app.storage.memory import MemoryStore
+from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
+from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
+from steadfast.checkpoint.retention import steps_to_keep
+from steadfast.checkpoint.writer import Dropped
+from steadfast.commands.doctor import examine
+from steadfast.config import CheckpointConfig
+from steadfast.errors import StorageError
+from steadfast.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
 LAST_TWO = CheckpointConfig(keep_last=2)

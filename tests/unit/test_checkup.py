@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.checkup import facts as of_nodes
-from app.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
-from app.checkup.findings import (
+from steadfast.checkup import facts as of_nodes
+from steadfast.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
+from steadfast.checkup.findings import (
     Finding,
     Link,
     Sight,
@@ -27,14 +27,14 @@ from app.checkup.findings import (
     judge_storage,
     judge_versions,
 )
-from app.checkup.marks import Marks
-from app.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
-from app.checkup.rounds import rounds
-from app.cli import main
-from app.config import Config
-from app.orchestration import checkup
-from app.orchestration.checkup import Inspectors, Peer, common_device, skew, those_who_train
-from app.storage import LocalStore
+from steadfast.checkup.marks import Marks
+from steadfast.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
+from steadfast.checkup.rounds import rounds
+from steadfast.cli import main
+from steadfast.config import Config
+from steadfast.orchestration import checkup
+from steadfast.orchestration.checkup import Inspectors, Peer, common_device, skew, training_peers
+from steadfast.storage import LocalStore
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -363,8 +363,8 @@ def test_the_slowest_rank_is_the_time_of_a_collective_and_a_wrong_result_names_i
 
 def test_a_head_without_a_gpu_keeps_no_gpus_from_nccl() -> None:
     head, w1, w2 = Peer("10.0.0.1", 1, "cpu"), Peer("10.0.0.2", 2, "cuda"), Peer("10.0.0.3", 3, "cuda")
-    assert those_who_train({"head": head, "w1": w1, "w2": w2}) == ["w1", "w2"]
-    assert those_who_train({"head": head, "w1": head}) == ["head", "w1"]
+    assert training_peers({"head": head, "w1": w1, "w2": w2}) == ["w1", "w2"]
+    assert training_peers({"head": head, "w1": head}) == ["head", "w1"]
     assert [common_device(pair) for pair in ((head, w1), (w1, w2), (head, head))] == ["cpu", "cuda", "cpu"]
 
 
@@ -412,7 +412,7 @@ def test_only_an_error_is_the_exit_code(
         yield Finding("ok", "versions", "all the same")
         yield Finding(level, "clocks", "w2 is late", "Synchronize it")  # type: ignore[arg-type]
 
-    monkeypatch.setattr("app.launch.checkup.check_machines", check)
+    monkeypatch.setattr("steadfast.launch.checkup.check_machines", check)
     assert main(0.0, ["doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words]) == code
     printed = capsys.readouterr()
     assert asked[0].run.storage == "/somewhere"
@@ -434,7 +434,7 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
             shown.append(capsys.readouterr().err)
             yield Finding("ok", check, "good")
 
-    monkeypatch.setattr("app.launch.checkup.check_machines", check)
+    monkeypatch.setattr("steadfast.launch.checkup.check_machines", check)
     assert main(0.0, ["doctor", "--json"]) == 0
     assert ["checking the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
 
@@ -442,7 +442,9 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
 def test_json_on_a_terminal_is_not_mixed_with_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("app.launch.checkup.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")]))
+    monkeypatch.setattr(
+        "steadfast.launch.checkup.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")])
+    )
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main(0.0, ["doctor", "--json"]) == 0
     printed = capsys.readouterr()

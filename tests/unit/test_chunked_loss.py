@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.examples.operators  # noqa: F401 - before torchvision, which transformers imports
-from app.config import GptConfig
-from app.errors import UsageError
-from app.models.gpt import Gpt
-from app.tasks import IGNORED, LanguageModeling
+from steadfast.config import GptConfig
+from steadfast.errors import UsageError
+from steadfast.models.gpt import Gpt
+from steadfast.tasks import IGNORED, LanguageModeling
 
 VOCABULARY, CONTEXT = 50, 12
 TOKENS = torch.randint(VOCABULARY, (3, CONTEXT), generator=torch.Generator().manual_seed(1))

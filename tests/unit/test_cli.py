@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.cli import main
-from app.commands import VERBS
-from app.config import Config
-from app.errors import UsageError
+from steadfast.cli import main
+from steadfast.commands import VERBS
+from steadfast.config import Config
+from steadfast.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,12 +39,12 @@ TAKES = {
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that `train` was asked to train, without doing it."""
     configs: list[Config] = []
-    monkeypatch.setattr("app.commands.train.train", lambda config, *_: configs.append(config) or 0)
+    monkeypatch.setattr("steadfast.commands.train.train", lambda config, *_: configs.append(config) or 0)
     return configs
 
 
 def test_a_verb_is_a_file_and_a_line_in_the_table() -> None:
-    files = {path.stem for path in (ROOT / "app" / "commands").glob("*.py")}
+    files = {path.stem for path in (ROOT / "app/steadfast/commands").glob("*.py")}
     assert files == {*VERBS, "__init__", "options"}
     assert VERBS.keys() == TAKES.keys()
 
@@ -56,7 +56,7 @@ def test_each_verb_has_a_help_of_its_own(verb: str, option: str, capsys: pytest.
         main(0.0, [verb, option])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"usage: main.py {verb} ")
+    assert text.startswith(f"usage: steadfast {verb} ")
     assert all(each in text for each in [*TAKES[verb], "--cluster FILE", "--verbose"])
     for other in TAKES.keys() - {verb}:
         foreign = set(TAKES[other]) - set(TAKES[verb]) - {"RUN"}
@@ -67,7 +67,7 @@ def test_each_verb_has_a_help_of_its_own(verb: str, option: str, capsys: pytest.
 def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(0.0, words) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: main.py [verb] --config FILE [key=value ...]\n\nrun:\n  train (default)  ")
+    assert text.startswith("usage: steadfast [verb] --config FILE [key=value ...]\n\nrun:\n  train (default)  ")
     for verb in VERBS.values():
         assert f"  {verb.usage}  " in text
         assert verb.summary in " ".join(text.split())
@@ -104,7 +104,7 @@ def test_options_and_overrides_come_in_any_order(words: list[str], rest: list[st
 )
 def test_a_verb_may_stand_behind_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr("app.commands.scale.run_on_cluster", lambda options: given.append(options) or 0)
+    monkeypatch.setattr("steadfast.commands.scale.run_on_cluster", lambda options: given.append(options) or 0)
     assert main(0.0, words) == 0
     assert [(options.runs, options.workers, options.cluster) for options in given] == [(["ddp"], "2:8", "c.yaml")]
 
@@ -150,7 +150,7 @@ def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
         if len(found) == (2 if verb == "verify" else 1):
             raise UsageError("far enough")
 
-    monkeypatch.setattr(f"app.commands.{verb}.find_run", open_run)
+    monkeypatch.setattr(f"steadfast.commands.{verb}.find_run", open_run)
     words = RUN_VERBS[verb]
     as_overrides = [word.replace("ddp", "run.name=ddp") for word in words]
     for given in (words, [*words, "--storage", "/there"], [*words, "run.storage=/there"]):
@@ -168,7 +168,7 @@ def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
 def test_doctor_without_a_run_takes_overrides(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
     monkeypatch.setattr(
-        "app.commands.doctor._check_machines", lambda config, options: checked.append(config.run.storage) or 0
+        "steadfast.commands.doctor._check_machines", lambda config, options: checked.append(config.run.storage) or 0
     )
     assert main(0.0, ["doctor", *words]) == 0
     assert main(0.0, ["doctor", "--config", "ddp.yaml", *words]) == 0
@@ -244,7 +244,7 @@ def test_an_option_of_another_verb_is_refused(
 def test_a_job_is_the_same_command_without_job(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     job = SimpleNamespace(run_as_job=lambda config, arguments: given.append(arguments) or 0)
-    monkeypatch.setitem(sys.modules, "app.launch.job", job)
+    monkeypatch.setitem(sys.modules, "steadfast.launch.job", job)
     assert main(0.0, ["train", "--job", "--config", "ddp.yaml", "run.steps=3"]) == 0
     assert given == [["train", "--config", "ddp.yaml", "run.steps=3"]]
 
@@ -260,7 +260,7 @@ def test_chaos_gets_its_minutes_and_overrides(monkeypatch: pytest.MonkeyPatch) -
 def test_an_installed_package_says_that_chaos_needs_a_checkout(tmp_path: Path) -> None:
     for name in ("app", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "import sys; sys.path.insert(0, '.'); from app.cli import main; sys.exit(main(0.0))"
+    code = "import sys; sys.path.insert(0, 'app'); from steadfast.cli import main; sys.exit(main(0.0))"
     words = [sys.executable, "-I", "-c", code, "chaos", "--config", "ddp.yaml"]
     finished = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert finished.returncode == 2
@@ -280,7 +280,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     """Of any verb; one after the other in one process, since each process takes a while to start."""
     code = """
 import sys
-from app.cli import main
+from steadfast.cli import main
 
 for verb in sys.argv[1:]:
     try:

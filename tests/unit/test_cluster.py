@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 from ray._private import services
 
-from app.config import parse_config
-from app.errors import UsageError
-from app.orchestration import cluster
-from app.orchestration.cluster import find_cluster
+from steadfast.config import parse_config
+from steadfast.errors import UsageError
+from steadfast.orchestration import cluster
+from steadfast.orchestration.cluster import find_cluster
 
 
 @pytest.fixture(autouse=True)

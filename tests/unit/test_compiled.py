@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import app.parallel.compiled
+import steadfast.parallel.compiled
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.config import GptConfig, diff, parse_config
-from app.errors import ConfigError, TrainingError, UsageError
-from app.models import build_model
-from app.parallel.activations import checkpoint_activations
-from app.parallel.compiled import CompiledBlocks
-from app.run.events import Event, GraphBreak, Recompiled
+from steadfast.config import GptConfig, diff, parse_config
+from steadfast.errors import ConfigError, TrainingError, UsageError
+from steadfast.models import build_model
+from steadfast.parallel.activations import checkpoint_activations
+from steadfast.parallel.compiled import CompiledBlocks
+from steadfast.run.events import Event, GraphBreak, Recompiled
 
 # Torch looks at the gradients of all inputs of what it compiles, and hides from users what it says of that itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -40,7 +40,7 @@ def num_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(app.parallel.compiled, "_compile", compile_quickly)
+    monkeypatch.setattr(steadfast.parallel.compiled, "_compile", compile_quickly)
     yield lambda: counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
 
@@ -243,7 +243,7 @@ def no_compiler(forward: Callable[..., Any]) -> Any:
 
 
 def test_without_a_compiler_the_layers_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel.compiled, "_compile", no_compiler)
+    monkeypatch.setattr(steadfast.parallel.compiled, "_compile", no_compiler)
     model, compiled = compiled_gpt()
     compiled.try_out(lambda: model(TOKENS))
     assert "no C++ compiler" in compiled.refused
@@ -252,7 +252,7 @@ def test_without_a_compiler_the_layers_run_as_they_are(monkeypatch: pytest.Monke
 
 
 def test_what_fails_to_compile_in_a_step_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.parallel.compiled, "_compile", no_compiler)
+    monkeypatch.setattr(steadfast.parallel.compiled, "_compile", no_compiler)
     model, compiled = compiled_gpt()
     with pytest.raises(TrainingError, match=r"cannot be compiled: .*no C\+\+ compiler; compile=none runs it"):
         run(model, compiled)

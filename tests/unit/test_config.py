@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import (
+from steadfast.config import (
     BatchConfig,
     Config,
     Every,
@@ -26,11 +26,11 @@ from app.config import (
     load_config,
     parse_config,
 )
-from app.config.base import Section
-from app.config.load import CONFIGS
-from app.config.schema import RunConfig
-from app.errors import ConfigError
-from app.plan import End
+from steadfast.config.base import Section
+from steadfast.config.load import CONFIGS
+from steadfast.config.schema import RunConfig
+from steadfast.errors import ConfigError
+from steadfast.plan import End
 
 
 def problems(text: str, *overrides: str) -> list[str]:
@@ -298,12 +298,12 @@ def test_diff_sorts_changes_into_refused_told_and_free() -> None:
 
 
 def test_a_bad_config_is_told_without_loading_torch_or_ray() -> None:
-    code = "import sys, app.config; sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    code = "import sys, steadfast.config; sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_field_says_what_it_is() -> None:
-    from app.config import faults, schema
+    from steadfast.config import faults, schema
 
     known = [*vars(schema).values(), *vars(faults).values()]
     sections = [section for section in known if isinstance(section, type) and issubclass(section, Section)]

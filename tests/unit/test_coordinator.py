@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from app.config import RecoveryConfig, ScalingConfig
-from app.orchestration.coordinator import Coordinator
-from app.orchestration.heartbeat import _proof
-from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from app.orchestration.restart import RestartCoordinator
-from app.orchestration.trainer import Fit, HeadDied, RayDied
-from app.orchestration.worker_runtime import _kind
-from app.plan import End
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import (
+from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.orchestration.coordinator import Coordinator
+from steadfast.orchestration.heartbeat import _proof
+from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.restart import RestartCoordinator
+from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
+from steadfast.orchestration.worker_runtime import _kind
+from steadfast.plan import End
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import (
     AttemptEnded,
     AttemptStarted,
     Failure,
@@ -32,8 +32,8 @@ from app.run.events import (
     ShortStep,
     WaitingForStorage,
 )
-from app.run.owner import Ownership
-from app.storage import LocalStore
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
 from tests.events import event_lines
 
 
@@ -261,7 +261,7 @@ def play(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.orchestration.coordinator._DEATH_NEWS_S", 0.01)
+    monkeypatch.setattr("steadfast.orchestration.coordinator._DEATH_NEWS_S", 0.01)
 
 
 async def a_death_before(worlds: Worlds) -> None:
@@ -537,7 +537,7 @@ def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
 def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.orchestration.coordinator._STORAGE_S", 0.01)
+    monkeypatch.setattr("steadfast.orchestration.coordinator._STORAGE_S", 0.01)
     honest, refused = Ownership.next_attempt, [OSError("the disk is gone")] * 5
 
     def next_attempt(ownership: Ownership) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.data import copies as subject
+from steadfast.data import copies as subject
 
 BATCH: Any = {"x": torch.ones(2, 3), "y": (torch.arange(2), "text")}
 

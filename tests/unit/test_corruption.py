@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.faults.corruption import Check, choose, differ, odd_one_out
-from app.plan import Microbatch, Plan
+from steadfast.faults.corruption import Check, choose, differ, odd_one_out
+from steadfast.plan import Microbatch, Plan
 
 SEED = 5
 

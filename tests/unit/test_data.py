@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
-from app.config.target import load_target
-from app.data.datasets import TextDataset, TokensDataset, build_dataset
-from app.data.loader import Loader, num_loader_processes
-from app.data.order import SampleOrder, build_order, samples_digest
-from app.errors import ConfigError, DataError
-from app.plan import Microbatch
+from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
+from steadfast.config.target import load_target
+from steadfast.data.datasets import TextDataset, TokensDataset, build_dataset
+from steadfast.data.loader import Loader, num_loader_processes
+from steadfast.data.order import SampleOrder, build_order, samples_digest
+from steadfast.errors import ConfigError, DataError
+from steadfast.plan import Microbatch
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_data_lie_in_the_working_directory_or_where_runs_do(
     for folder in (shared, here):
         folder.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr("app.run.directory._SHARED", shared)
+    monkeypatch.setattr("steadfast.run.directory._SHARED", shared)
     with pytest.raises(DataError, match=f"matches no file in {here} or {shared}"):
         build_dataset(TextData(source=source, context_length=4))
     (shared / "corpus.txt").write_bytes(b"s" * 100)
@@ -139,7 +139,7 @@ def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
         ("json.deep:loads", "no module json.deep in "),
         ("json:load_", "json has no load_"),
         ("math:pi", "is a float, which cannot be called"),
-        ("<live model>:Net", "was an object of the program that called app.fit(); only such a program can go on"),
+        ("<live model>:Net", "was an object of the program that called steadfast.fit(); only such a program can go on"),
     ],
 )
 def test_target_says_what_failed(target: str, message: str) -> None:
@@ -174,7 +174,10 @@ BROKEN = {
     ),
     "no Python": ("x = = 1\n", r"mine\.py:1: SyntaxError: invalid syntax"),
     "a bug at its top": ("x = 1\nx.y\n", r"mine\.py:2: AttributeError: 'int' object has no attribute 'y'"),
-    "another app": ("\nimport app.utils\n", r"mine\.py:2: .*No module named .app\.utils.\. Steadfast's own package is"),
+    "another steadfast": (
+        "\nimport steadfast.utils\n",
+        r"mine\.py:2: .*No module named .steadfast\.utils.\. Steadfast's own package is",
+    ),
 }
 
 
@@ -182,8 +185,8 @@ BROKEN = {
 def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "utils.py").touch()
+    (tmp_path / "steadfast").mkdir()
+    (tmp_path / "steadfast" / "utils.py").touch()
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -193,7 +196,7 @@ def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
     assert "mine" not in sys.modules
 
 
-@pytest.mark.parametrize("target", ["app.net:build", "app.models:build"])
+@pytest.mark.parametrize("target", ["steadfast.net:build", "steadfast.models:build"])
 def test_a_users_package_of_the_name_of_ours_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
@@ -201,8 +204,10 @@ def test_a_users_package_of_the_name_of_ours_is_told_apart(
     with pytest.raises(ConfigError) as without:
         load_target(target)
     assert "hides" not in str(without.value)
-    (tmp_path / "app").mkdir()
-    with pytest.raises(ConfigError, match=f"{target}.*Steadfast's own package is called app too, and hides.*rename"):
+    (tmp_path / "steadfast").mkdir()
+    with pytest.raises(
+        ConfigError, match=f"{target}.*Steadfast's own package is called steadfast too, and hides.*rename"
+    ):
         load_target(target)
 
 
@@ -527,7 +532,7 @@ def test_a_stream_is_refused_by_its_name() -> None:
 def test_processes_read_ahead_for_a_gpu_as_its_cores_allow_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, num_cores: int, expected: int
 ) -> None:
-    monkeypatch.setattr("app.data.loader.cores_of_a_worker", lambda: num_cores)
+    monkeypatch.setattr("steadfast.data.loader.cores_of_a_worker", lambda: num_cores)
     assert num_loader_processes(LoaderConfig(), on_gpu=True) == expected
     assert num_loader_processes(LoaderConfig(), on_gpu=False) == 0
     assert num_loader_processes(LoaderConfig(num_workers=0), on_gpu=True) == 0

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.checkpoint.state import named_tensors
-from app.config import GptConfig
-from app.errors import NotDeferrable
-from app.models.gpt import Gpt
-from app.parallel.deferred import allocate, build_without_memory
+from steadfast.checkpoint.state import named_tensors
+from steadfast.config import GptConfig
+from steadfast.errors import NotDeferrable
+from steadfast.models.gpt import Gpt
+from steadfast.parallel.deferred import allocate, build_without_memory
 
 import torchvision  # isort: skip
 

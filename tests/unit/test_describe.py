@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli import main
-from app.config import parse_config
-from app.config.base import Section
-from app.config.describe import SECTIONS, describe
-from app.config.schema import Config
+from steadfast.cli import main
+from steadfast.config import parse_config
+from steadfast.config.base import Section
+from steadfast.config.describe import SECTIONS, describe
+from steadfast.config.schema import Config
 
 
 def test_what_is_printed_loads_as_the_defaults() -> None:

@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from app import worker
-from app.config import Config, diff, parse_config
-from app.config.schema import PrecisionConfig
-from app.errors import UsageError
-from app.launch.torchrun import run_under_torchrun
-from app.orchestration import worker_runtime
-from app.orchestration.worker_runtime import RayRuntime, WorkerSpec
-from app.parallel.precision import build_precision
-from app.run.directory import RunDirectory
-from app.telemetry.console import Console
-from app.world.device import (
+from steadfast import worker
+from steadfast.config import Config, diff, parse_config
+from steadfast.config.schema import PrecisionConfig
+from steadfast.errors import UsageError
+from steadfast.launch.torchrun import run_under_torchrun
+from steadfast.orchestration import worker_runtime
+from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
+from steadfast.parallel.precision import build_precision
+from steadfast.run.directory import RunDirectory
+from steadfast.telemetry.console import Console
+from steadfast.world.device import (
     DETERMINISTIC,
     Gpu,
     assigned_device,
@@ -32,7 +32,7 @@ from app.world.device import (
     torchrun_device,
     variables_kept,
 )
-from app.world.groups import interface_of
+from steadfast.world.groups import interface_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)

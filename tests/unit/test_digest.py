@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from app.faults.flips import flip_bit
-from app.parallel import digest as module
-from app.parallel.buckets import GradientBuckets
-from app.parallel.digest import digest
+from steadfast.faults.flips import flip_bit
+from steadfast.parallel import digest as module
+from steadfast.parallel.buckets import GradientBuckets
+from steadfast.parallel.digest import digest
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.run import events
-from app.run.directory import RunDirectory
-from app.run.events import Event, parse_event
-from app.storage import LocalStore
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event, parse_event
+from steadfast.storage import LocalStore
 from tests.events import changed, event_lines
 
 LOG = events.Log(

@@ -12,17 +12,17 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from app.checkpoint.catalog import Catalog, path_of
-from app.checkpoint.initial import Loaded, load_weights
-from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import StagingBuffer, shards_of
-from app.cli import main
-from app.components.worker_state import WorkerState
-from app.config import Config, parse_config
-from app.errors import UsageError
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog, path_of
+from steadfast.checkpoint.initial import Loaded, load_weights
+from steadfast.checkpoint.manifest import FileDigest, Manifest
+from steadfast.checkpoint.shards import StagingBuffer, shards_of
+from steadfast.cli import main
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, parse_config
+from steadfast.errors import UsageError
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.components.totals import Totals
-from app.parallel.fixed_point import FixedPoint
-from app.tasks import Mean, Sums
-from app.world.sums import OrderFree, Plain, Summation
+from steadfast.components.totals import Totals
+from steadfast.parallel.fixed_point import FixedPoint
+from steadfast.tasks import Mean, Sums
+from steadfast.world.sums import OrderFree, Plain, Summation
 
 CPU = torch.device("cpu")
 UNUSED = torch.zeros(())  # the gradient's norm, which tells a sum of integers nothing

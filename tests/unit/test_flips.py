@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.config.faults import FlipAt
-from app.faults.flips import Flips, flip_bit
+from steadfast.config.faults import FlipAt
+from steadfast.faults.flips import Flips, flip_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.util.metrics import Gauge
 
-from app.orchestration.gauges import Gauges
-from app.run.events import AttemptEnded, Event, Log
+from steadfast.orchestration.gauges import Gauges
+from steadfast.run.events import AttemptEnded, Event, Log
 from tests.events import changed
 
 LOG = Log(
@@ -34,7 +34,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         values[gauge.info["name"]] = value
 
     monkeypatch.setattr(Gauge, "set", keep)
-    monkeypatch.setattr("app.orchestration.gauges.time.time", lambda: 1000.0)
+    monkeypatch.setattr("steadfast.orchestration.gauges.time.time", lambda: 1000.0)
     return values
 
 

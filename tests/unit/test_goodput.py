@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, RunStarted, Waiting
-from app.storage import LocalStore
-from app.storage.jsonl import open_stream
-from app.telemetry.goodput import TimeLedger, goodput, read_totals
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptEnded, AttemptStarted, RunStarted, Waiting
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import open_stream
+from steadfast.telemetry.goodput import TimeLedger, goodput, read_totals
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from app.orchestration.worker_runtime import _kind
-from app.world import groups
-from app.world.communicator import NcclCommunicator
-from app.world.groups import Groups, PeerLost, is_peer_loss, serve_store
-from app.world.timeouts import Timeouts
+from steadfast.orchestration.worker_runtime import _kind
+from steadfast.world import groups
+from steadfast.world.communicator import NcclCommunicator
+from steadfast.world.groups import Groups, PeerLost, is_peer_loss, serve_store
+from steadfast.world.timeouts import Timeouts
 from tests.command import ROOT
 
 SOON_S = 10.0
@@ -135,8 +135,8 @@ TORCH = Path(torch.__file__).parent
         (TORCH / "utils/data/dataloader.py", SAID, False),
         (TORCH / "distributed/distributed_c10d.py", SAID, True),
         (TORCH / "autograd/graph.py", SAID, True),  # a collective of a backward
-        (ROOT / "app/world/communicator.py", SAID, True),
-        (ROOT / "app/world/communicator.py", "mat1 and mat2 shapes cannot be multiplied", False),
+        (ROOT / "app/steadfast/world/communicator.py", SAID, True),
+        (ROOT / "app/steadfast/world/communicator.py", "mat1 and mat2 shapes cannot be multiplied", False),
         (Path("/home/user/task.py"), GLOO, True),  # from a collective of the user's own
     ],
 )

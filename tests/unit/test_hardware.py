@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.world.hardware import Hardware, kind_of, read_hardware
+from steadfast.world.hardware import Hardware, kind_of, read_hardware
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from app.orchestration.heartbeat import Access, Commands, HeartbeatClient, HeartbeatServer, Silence, _proof
-from app.world.timeouts import Timeouts
+from steadfast.orchestration.heartbeat import Access, Commands, HeartbeatClient, HeartbeatServer, Silence, _proof
+from steadfast.world.timeouts import Timeouts
 
 TIMEOUTS = Timeouts(silence_s=0.25)
 SOON_S = 10.0
@@ -238,7 +238,7 @@ def test_strangers_are_no_workers_and_disturb_none(ends: Ends) -> None:
 
 
 def test_who_does_not_say_who_he_is_is_cut_off(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.orchestration.heartbeat._HELLO_S", 0.2)
+    monkeypatch.setattr("steadfast.orchestration.heartbeat._HELLO_S", 0.2)
     with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as stranger:
         stranger.recv(100)
         with contextlib.suppress(ConnectionResetError):

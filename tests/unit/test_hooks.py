@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.components.early_stopping import EarlyStopping
-from app.components.ema import Ema
-from app.components.hook import HookContext
-from app.components.hooks import Hooks
-from app.config import EarlyStoppingConfig, EmaConfig, parse_config
+from steadfast.components.early_stopping import EarlyStopping
+from steadfast.components.ema import Ema
+from steadfast.components.hook import HookContext
+from steadfast.components.hooks import Hooks
+from steadfast.config import EarlyStoppingConfig, EmaConfig, parse_config
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ import datasets
 import pytest
 import torch
 
-from app.config import HuggingFaceData, Target, ValidationHuggingFace
-from app.data.datasets import build_dataset
-from app.data.loader import Loader
-from app.data.order import SampleOrder
-from app.errors import ConfigError, DataError
+from steadfast.config import HuggingFaceData, Target, ValidationHuggingFace
+from steadfast.data.datasets import build_dataset
+from steadfast.data.loader import Loader
+from steadfast.data.order import SampleOrder
+from steadfast.errors import ConfigError, DataError
 from tests.unit.test_data import CPU, microbatches
 
 ROWS = {"tokens": [[index, index + 1] for index in range(10)], "label": list(range(10)), "text": ["word"] * 10}

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from app.config import ImageFolderData, ValidationImages
-from app.data.datasets import build_dataset, build_validation
-from app.data.loader import Loader
-from app.data.order import SampleOrder
-from app.data.randomness import own_randomness
-from app.errors import ConfigError, DataError
+from steadfast.config import ImageFolderData, ValidationImages
+from steadfast.data.datasets import build_dataset, build_validation
+from steadfast.data.loader import Loader
+from steadfast.data.order import SampleOrder
+from steadfast.data.randomness import own_randomness
+from steadfast.errors import ConfigError, DataError
 from tests.unit.test_data import CPU, microbatches
 
 from PIL import Image  # isort: skip

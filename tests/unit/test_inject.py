@@ -12,19 +12,19 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from app.balance.shares import Balance
-from app.components.probes import Probes
-from app.config import parse_config
-from app.data import Fetched
-from app.faults import inject
-from app.faults.inject import Faults, InjectedFault
-from app.plan import Microbatch
-from app.run.directory import RunDirectory
-from app.run.events import Event, FaultInjected
-from app.storage import LocalStore
-from app.tasks import Sums
-from app.world.progress import Progress
-from app.world.runtime import Signals, World
+from steadfast.balance.shares import Balance
+from steadfast.components.probes import Probes
+from steadfast.config import parse_config
+from steadfast.data import Fetched
+from steadfast.faults import inject
+from steadfast.faults.inject import Faults, InjectedFault
+from steadfast.plan import Microbatch
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event, FaultInjected
+from steadfast.storage import LocalStore
+from steadfast.tasks import Sums
+from steadfast.world.progress import Progress
+from steadfast.world.runtime import Signals, World
 
 MODEL = nn.Identity()
 NUM_MICROBATCHES = 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.run import events
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
-from app.telemetry.interruptions import Interruption, read_interruptions
-from app.telemetry.past import Past
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.telemetry.interruptions import Interruption, read_interruptions
+from steadfast.telemetry.past import Past
 
 
 def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> events.AttemptStarted:

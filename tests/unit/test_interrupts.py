@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from app.run.interrupts import Interrupts
+from steadfast.run.interrupts import Interrupts
 
 
 def test_the_second_signal_raises_where_the_process_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.run.interrupts._SAME_S", 0.0)
+    monkeypatch.setattr("steadfast.run.interrupts._SAME_S", 0.0)
     former = signal.getsignal(signal.SIGINT)
     stops: list[bool] = []
     with Interrupts(lambda: stops.append(True), of_process=False) as interrupts:
@@ -150,7 +150,7 @@ def test_command_ends_with_three_and_leaves_nothing_if_it_is_stopped_while_it_im
 
 WORKER = """
 import os, signal, subprocess, sys
-from app.run.interrupts import outlive_sigterm
+from steadfast.run.interrupts import outlive_sigterm
 outlive_sigterm()
 os.kill(os.getpid(), signal.SIGTERM)
 started = subprocess.Popen(["sleep", "60"])
@@ -186,7 +186,7 @@ def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_st
 
 COMMAND = """
 import pty, os, sys, time
-from app.run.interrupts import Interrupts
+from steadfast.run.interrupts import Interrupts
 with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
     with interrupts.spared():
         print("ready", flush=True)

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 from ray.job_submission import JobStatus
 
-from app.config import Config, RunConfig
-from app.errors import TrainingError, UsageError
-from app.launch import job as subject
-from app.run.directory import RunDirectory
+from steadfast.config import Config, RunConfig
+from steadfast.errors import TrainingError, UsageError
+from steadfast.launch import job as subject
+from steadfast.run.directory import RunDirectory
 
 
 def test_a_head_that_is_gone_is_told_in_one_message_with_what_to_do(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-APP = Path(__file__).parents[2] / "app"
+APP = Path(__file__).parents[2] / "app" / "steadfast"
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -19,14 +19,14 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_an_upward_import_breaks_the_contract(tmp_path: Path) -> None:
     for name in ("app", "pyproject.toml"):
-        subprocess.run(["cp", "-r", str(APP.parent / name), str(tmp_path)], check=True)
+        subprocess.run(["cp", "-r", str(APP.parents[1] / name), str(tmp_path)], check=True)
     check = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
-    with (tmp_path / "app" / "plan.py").open("a") as plan:
-        plan.write("\nfrom app.train import train\n")
+    with (tmp_path / "app/steadfast/plan.py").open("a") as plan:
+        plan.write("\nfrom steadfast.train import train\n")
     broken = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert broken.returncode == 1
-    assert "app.plan -> app.train" in broken.stdout
+    assert "steadfast.plan -> steadfast.train" in broken.stdout
 
 
 def test_ray_internals_are_in_one_module() -> None:
@@ -36,7 +36,7 @@ def test_ray_internals_are_in_one_module() -> None:
 
 def test_reading_a_config_imports_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, app.cli; from app import Config, load_config; "
+        "import sys, steadfast.cli; from steadfast import Config, load_config; "
         "print([name for name in ('torch', 'ray') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=APP.parent, capture_output=True, text=True, check=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from app.plan import End
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import Checkpoint, Rollback, RunStarted, ShortStep
-from app.run.ledger import History, PastLosses, Totals, last_end, past_losses
-from app.storage import LocalStore
-from app.storage.jsonl import last_lines, open_stream
-from app.telemetry.goodput import goodput, read_totals
+from steadfast.plan import End
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import Checkpoint, Rollback, RunStarted, ShortStep
+from steadfast.run.ledger import History, PastLosses, Totals, last_end, past_losses
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import last_lines, open_stream
+from steadfast.telemetry.goodput import goodput, read_totals
 
 
 def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_where_the_last_step_of_a_ledger_ends(tmp_path: Path, name: str) -> None
 
 def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was done again, by whom, and wherever a block ends; and what is no line of ours does no harm."""
-    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 3000)
-    monkeypatch.setattr("app.run.ledger._CHUNK", 16)
+    monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 3000)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 16)
     draw = random.Random(1)
     for number in range(20):
-        monkeypatch.setattr("app.run.ledger._WORTH_AN_IMPORT_BYTES", 0 if number % 2 else 10**9)
+        monkeypatch.setattr("steadfast.run.ledger._WORTH_AN_IMPORT_BYTES", 0 if number % 2 else 10**9)
         folder = tmp_path / str(number)
         folder.mkdir()
         lines, starts_s = a_course(draw)
@@ -126,8 +126,8 @@ def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: p
 
 def test_a_ledger_is_read_piece_by_piece_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a long run would not fit into memory, and whoever waits for it must see that it is being read."""
-    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 2**15)
-    monkeypatch.setattr("app.run.ledger._CHUNK", 2**15)
+    monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 2**15)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 2**15)
     num_steps = 30_000
     with closing(open_stream(LocalStore(tmp_path), STEPS)) as stream:
         stream.write(

@@ -8,8 +8,8 @@ import random
 import torch
 from torch import nn
 
-from app.config import parse_config
-from app.parallel.precision import build_precision
+from steadfast.config import parse_config
+from steadfast.parallel.precision import build_precision
 
 CPU = torch.device("cpu")
 

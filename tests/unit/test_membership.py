@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
+from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 
 
 def membership(smallest: int = 1, largest: int = 8, expected: int = 3) -> Membership:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.cli import main
-from app.commands.plan import plan
-from app.components.optimizer import build_optimizer
-from app.components.worker_state import WorkerState
-from app.config import Config, parse_config
-from app.models import build_model
-from app.parallel.buckets import GradientBuckets
-from app.tasks import build_task
+from steadfast.cli import main
+from steadfast.commands.plan import plan
+from steadfast.components.optimizer import build_optimizer
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, parse_config
+from steadfast.models import build_model
+from steadfast.parallel.buckets import GradientBuckets
+from steadfast.tasks import build_task
 from tests.allocator import peak_bytes
 
 RUN = """

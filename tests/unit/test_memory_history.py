@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import ProfileConfig
-from app.run.directory import RunDirectory
-from app.storage import LocalStore
-from app.storage.memory import MemoryStore
-from app.telemetry.memory_history import record_memory_history, write_memory_history
-from app.world.runtime import World
+from steadfast.config import ProfileConfig
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.storage.memory import MemoryStore
+from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
+from steadfast.world.runtime import World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REMEMBER = ProfileConfig(memory_history=1000)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.components import microbatch_size as subject
-from app.components.microbatch_size import Room
-from app.config import Config, parse_config
-from app.errors import StorageError, UsageError
-from app.launch.ray import _scaled
-from app.launch.resume import start_or_resume
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import RunStarted
-from app.storage import LocalStore
+from steadfast.components import microbatch_size as subject
+from steadfast.components.microbatch_size import Room
+from steadfast.config import Config, parse_config
+from steadfast.errors import StorageError, UsageError
+from steadfast.launch.ray import _scaled
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.storage import LocalStore
 
 AUTO = "batch: {global_size: 12, microbatch_size: auto}\nscaling: {num_workers: [1, 2]}"
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
@@ -137,7 +137,7 @@ def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
     assert directory.microbatch_size() is None, "it has no step that was cut in threes"
     start(directory, 3)
     if leaves == "a checkpoint":
-        monkeypatch.setattr("app.launch.resume.has_checkpoint", lambda directory: True)
+        monkeypatch.setattr("steadfast.launch.resume.has_checkpoint", lambda directory: True)
     else:
         directory.store.commit(STEPS, b'{"step": 1, "attempt": 1, "num_samples": 12, "time_s": 1.0}\n')
     start(directory, "auto")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from app.config import GptConfig, MlpConfig, Target, TargetTask, TaskConfig
-from app.errors import ConfigError, DataError
-from app.models import build_model
-from app.tasks import IGNORED, build_task
+from steadfast.config import GptConfig, MlpConfig, Target, TargetTask, TaskConfig
+from steadfast.errors import ConfigError, DataError
+from steadfast.models import build_model
+from steadfast.tasks import IGNORED, build_task
 
 SMALL = GptConfig(num_layers=2, num_heads=2, embed_dim=16, context_length=12)
 
@@ -89,7 +89,7 @@ def test_mlp_flattens_and_ends_linear() -> None:
 def test_users_model_and_task_come_by_name() -> None:
     linear = build_model(Target(target="torch.nn:Linear", args={"in_features": 2, "out_features": 1}))
     assert isinstance(linear, nn.Linear)
-    assert callable(build_task(TargetTask(target="app.tasks:LanguageModeling")).sample)  # type: ignore[attr-defined]
+    assert callable(build_task(TargetTask(target="steadfast.tasks:LanguageModeling")).sample)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"model\.target: .*returned a dict, not a torch"):
         build_model(Target(target="builtins:dict"))
     with pytest.raises(ConfigError, match=r"task\.target: .*returned a dict without loss"):

@@ -12,11 +12,11 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 
-from app.data.batches import Batch
-from app.errors import ConfigError, UsageError
-from app.tasks import Sums
-from app.tasks.own import GlobalTask, own_task
-from app.world.no_collectives import COLLECTIVES, RefusedCollective, no_collectives
+from steadfast.data.batches import Batch
+from steadfast.errors import ConfigError, UsageError
+from steadfast.tasks import Sums
+from steadfast.tasks.own import GlobalTask, own_task
+from steadfast.world.no_collectives import COLLECTIVES, RefusedCollective, no_collectives
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -126,7 +126,7 @@ def test_a_task_that_gathers_is_named() -> None:
 
 
 def test_a_task_that_returns_its_loss_is_told_of_sums() -> None:
-    with pytest.raises(UsageError, match=r"^Mean\.loss returned a Tensor, not Sums: return app\.tasks\.Sums\(loss_sum"):
+    with pytest.raises(UsageError, match=r"^Mean\.loss returned a Tensor, not Sums: return steadfast\.Sums\(loss_sum"):
         own_task(Mean(), "mine:Mean").loss(nn.Identity(), ones())
 
 

@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from app.cli import main
-from app.config import Config, parse_config
-from app.errors import TrainingError, UsageError
-from app.launch import ray as subject
-from app.launch.again import Comebacks
-from app.orchestration import cluster
-from app.run.interrupts import Interrupts
+from steadfast.cli import main
+from steadfast.config import Config, parse_config
+from steadfast.errors import TrainingError, UsageError
+from steadfast.launch import ray as subject
+from steadfast.launch.again import Comebacks
+from steadfast.orchestration import cluster
+from steadfast.run.interrupts import Interrupts
 
 TIMED_OUT = "The current node timed out during startup. This could happen because the GCS has become overloaded.\nmore"
 

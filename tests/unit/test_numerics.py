@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.config import RecoveryConfig
-from app.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop, is_spike, steps_to_skip
-from app.run.ledger import PastLosses, StepStats
+from steadfast.config import RecoveryConfig
+from steadfast.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop, is_spike, steps_to_skip
+from steadfast.run.ledger import PastLosses, StepStats
 
 Floats = NDArray[np.float64]
 STEPS = np.arange(10_000.0)

@@ -18,19 +18,19 @@ import pytest
 import torch
 from torch import nn
 
-from app.checkpoint.catalog import Catalog, Damaged, path_of
-from app.checkpoint.initial import load_weights
-from app.checkpoint.manifest import FileDigest, Manifest, _digest
-from app.checkpoint.shards import StagingBuffer, shards_of
-from app.checkpoint.weights import read_whole
-from app.cli import main
-from app.config import dump_config, load_config, parse_config
-from app.errors import ConfigError, SteadfastError, StorageError, UsageError
-from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.run.owner import Ownership
-from app.storage import LocalStore
+from steadfast.checkpoint.catalog import Catalog, Damaged, path_of
+from steadfast.checkpoint.initial import load_weights
+from steadfast.checkpoint.manifest import FileDigest, Manifest, _digest
+from steadfast.checkpoint.shards import StagingBuffer, shards_of
+from steadfast.checkpoint.weights import read_whole
+from steadfast.cli import main
+from steadfast.config import dump_config, load_config, parse_config
+from steadfast.errors import ConfigError, SteadfastError, StorageError, UsageError
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
 from tests.command import ROOT
 
 SECOND_S = 5.0  # no file here is worth more, on any machine
@@ -358,7 +358,7 @@ def test_what_such_a_file_holds_is_told(tmp_path: Path, case: str, said: str) ->
 
 
 def test_more_workers_than_there_is_work_for(tmp_path: Path) -> None:
-    from app.commands.scale import _check_useful
+    from steadfast.commands.scale import _check_useful
 
     directory = RunDirectory(LocalStore(tmp_path))
     directory.write_config(parse_config("batch: {global_size: 80, microbatch_size: 8}"))

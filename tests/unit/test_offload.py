@@ -22,19 +22,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import app.parallel.deferred
-import app.parallel.fsdp
-from app.checkpoint.restore import broadcast
-from app.checkpoint.state import NamedOptimizer, flatten
-from app.components.optimizer import rescale_gradients
-from app.components.worker_state import WorkerState
-from app.config import FsdpConfig
-from app.parallel import arrange, build_parallel
-from app.parallel.deferred import allocate
-from app.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded
-from app.parallel.precision import Precision
-from app.world.groups import Groups
-from app.world.runtime import World
+import steadfast.parallel.deferred
+import steadfast.parallel.fsdp
+from steadfast.checkpoint.restore import broadcast
+from steadfast.checkpoint.state import NamedOptimizer, flatten
+from steadfast.components.optimizer import rescale_gradients
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import FsdpConfig
+from steadfast.parallel import arrange, build_parallel
+from steadfast.parallel.deferred import allocate
+from steadfast.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded
+from steadfast.parallel.precision import Precision
+from steadfast.world.groups import Groups
+from steadfast.world.runtime import World
 from tests.dist.small import small
 
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
@@ -179,7 +179,7 @@ def test_fsdp_is_told_to_offload(
     def noted(module: nn.Module, *, offload_policy: OffloadPolicy, **named: object) -> None:
         policies.append(offload_policy)
 
-    monkeypatch.setattr(app.parallel.fsdp, "fully_shard", noted)
+    monkeypatch.setattr(steadfast.parallel.fsdp, "fully_shard", noted)
     for config in (FsdpConfig(cpu_offload=True), FsdpConfig()):
         world = arrange(World(0, 2, 0, groups_of(ranks, device)), config)
         build_parallel(config, world, Precision(device)).wrap(nn.Linear(2, 2))
@@ -196,7 +196,7 @@ def test_a_worker_gives_shards_memory_where_fsdp_looks_for_them(
         told.append(offloads)
         allocate(model, device, offloads=offloads)
 
-    monkeypatch.setattr(app.parallel.deferred, "allocate", noted)
+    monkeypatch.setattr(steadfast.parallel.deferred, "allocate", noted)
     config = small("nowhere", f"parallel={{kind: fsdp, cpu_offload: {wanted}}}")
     worker = WorkerState(config, HOST)
     world = arrange(World(0, 2, 0, groups_of(ranks, HOST)), config.parallel)

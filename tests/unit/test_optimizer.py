@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from app.components.optimizer import build_optimizer, set_learning_rates
-from app.components.schedule import build_schedule
-from app.config import ConstantConfig, SgdConfig, Target, parse_config
-from app.errors import ConfigError, RunConflict
-from app.launch.resume import start_or_resume
-from app.run.directory import RunDirectory
-from app.run.events import RunStarted
-from app.storage import LocalStore
+from steadfast.components.optimizer import build_optimizer, set_learning_rates
+from steadfast.components.schedule import build_schedule
+from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
+from steadfast.errors import ConfigError, RunConflict
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.storage import LocalStore
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
 OURS = "tests.unit.test_optimizer"

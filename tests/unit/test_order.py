@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from app.config import Target, TargetData
-from app.config.target import live_targets
-from app.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
-from app.errors import DataError
+from steadfast.config import Target, TargetData
+from steadfast.config.target import live_targets
+from steadfast.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
+from steadfast.errors import DataError
 
 SEEDS = st.integers(0, 2**63 - 1)
 FROZEN_TRAIN = [977, 243, 94, 529, 756, 902, 253, 324]

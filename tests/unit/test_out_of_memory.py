@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.data.loader import Fetched
-from app.data.parts import Part, split
-from app.errors import TrainingError
-from app.faults.out_of_memory import OutOfMemory, smaller
-from app.plan import Microbatch
+from steadfast.data.loader import Fetched
+from steadfast.data.parts import Part, split
+from steadfast.errors import TrainingError
+from steadfast.faults.out_of_memory import OutOfMemory, halve_microbatch
+from steadfast.plan import Microbatch
 
 
 def fetched(num_samples: int, weight: int = 1) -> Fetched:
@@ -58,17 +58,17 @@ def test_each_time_half_of_the_samples_are_tried() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.\nA long story")
     sizes = [5]
     while sizes[-1] > 1:
-        found = smaller(sizes[-1], error)
+        found = halve_microbatch(sizes[-1], error)
         assert isinstance(found, OutOfMemory)
         assert found.error == "CUDA out of memory."
         sizes.append(found.forward_size)
     assert sizes == [5, 3, 2, 1]
     with pytest.raises(TrainingError, match="a forward of one sample does not fit"):
-        smaller(1, error)
+        halve_microbatch(1, error)
 
 
 def test_coupled_samples_get_no_smaller_forward() -> None:
     error = torch.OutOfMemoryError("no room")
-    assert smaller(4, error).forward_size == 2
+    assert halve_microbatch(4, error).forward_size == 2
     with pytest.raises(TrainingError, match=r"a forward of 4 samples does not fit .* task\.coupled=true keeps samples"):
-        smaller(4, error, coupled=True)
+        halve_microbatch(4, error, coupled=True)

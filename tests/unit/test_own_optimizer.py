@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
-from app.components.optimizer import build_optimizer, refuse_sparse, set_learning_rates
-from app.components.optimizer_trial import try_optimizer
-from app.components.schedule import build_schedule
-from app.config import CosineConfig, TargetOptimizer
-from app.errors import ConfigError
+from steadfast.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
+from steadfast.components.optimizer import build_optimizer, refuse_sparse, set_learning_rates
+from steadfast.components.optimizer_trial import try_optimizer
+from steadfast.components.schedule import build_schedule
+from steadfast.config import CosineConfig, TargetOptimizer
+from steadfast.errors import ConfigError
 
 OURS = "tests.unit.test_own_optimizer"
 CPU = torch.device("cpu")

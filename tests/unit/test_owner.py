@@ -14,23 +14,23 @@ from typing import Any, cast
 import pytest
 import torch
 
-import app.run.owner
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.durable import Checkpoints
-from app.checkpoint.manifest import FileDigest
-from app.checkpoint.writer import Superseded, Writer
-from app.config import Config, DdpConfig
-from app.errors import RunConflict, StorageError
-from app.launch.resume import let_go
-from app.parallel.precision import Precision
-from app.parallel.replicated import ReplicatedParallelism
-from app.run.directory import RunDirectory
-from app.run.events import Failure
-from app.run.owner import Owner, Ownership, read_key, read_owner
-from app.storage import LocalStore
-from app.storage.documents import write_json
-from app.storage.memory import MemoryStore
-from app.world.runtime import World
+import steadfast.run.owner
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.manifest import FileDigest
+from steadfast.checkpoint.writer import Superseded, Writer
+from steadfast.config import Config, DdpConfig
+from steadfast.errors import RunConflict, StorageError
+from steadfast.launch.resume import release_run
+from steadfast.parallel.precision import Precision
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Failure
+from steadfast.run.owner import Owner, Ownership, read_key, read_owner
+from steadfast.storage import LocalStore
+from steadfast.storage.documents import write_json
+from steadfast.storage.memory import MemoryStore
+from steadfast.world.runtime import World
 from tests.stores import claim_in_pairs
 
 COUNT = 100
@@ -99,10 +99,10 @@ def test_attempts_only_ever_grow_whichever_process_of_a_command_ends_it(tmp_path
 
 
 def test_a_run_that_is_deleted_is_not_claimed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.run.owner._RENEW_INTERVAL_S", 0.001)
+    monkeypatch.setattr("steadfast.run.owner._RENEW_INTERVAL_S", 0.001)
     store = MemoryStore()
     Ownership.claim(store).renew_in_background()
-    with app.run.owner._write_lock:  # not in the midst of a renewal
+    with steadfast.run.owner._write_lock:  # not in the midst of a renewal
         store.delete("owner.json")
     num_before = len(store.operations)
     while len(store.operations) < num_before + 20:
@@ -123,9 +123,9 @@ def test_of_two_commands_that_start_together_one_gets_the_run(tmp_path: Path, ab
 
 @pytest.fixture
 def short_lease(monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr("app.run.owner._STALE_S", 0.4)
-    monkeypatch.setattr("app.run.owner._RENEW_INTERVAL_S", 0.05)
-    monkeypatch.setattr("app.run.owner._LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr("steadfast.run.owner._STALE_S", 0.4)
+    monkeypatch.setattr("steadfast.run.owner._RENEW_INTERVAL_S", 0.05)
+    monkeypatch.setattr("steadfast.run.owner._LONGEST_DELAY_S", 0.1)
     return 0.4
 
 
@@ -228,7 +228,7 @@ def test_a_command_deletes_a_folder_only_as_long_as_it_is_its_own(tmp_path: Path
     if taken:
         shutil.rmtree(tmp_path / "run")
         other = Ownership.claim(directory.store)
-    let_go(directory, mine, new=True)
+    release_run(directory, mine, new=True)
     assert (tmp_path / "run").exists() == taken
     if taken:
         assert other.holds()
@@ -254,7 +254,7 @@ def test_let_go_keeps_a_run_without_a_step_if_a_message_refers_to_its_files(
     directory.store.commit(file, b"something")
     for kind in failures:
         directory.record(Failure(kind=kind, error="..."))
-    let_go(directory, mine, new=True)
+    release_run(directory, mine, new=True)
     assert (tmp_path / "run").exists() == stays
 
 
@@ -295,7 +295,7 @@ def test_a_claim_that_is_announced_again_and_again_is_not_waited_for_for_ever(sh
 
 def test_who_was_too_slow_to_claim_claims_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others take an announcement that has expired for one of a command that was killed."""
-    monkeypatch.setattr("app.run.owner._STALE_S", 0.4)
+    monkeypatch.setattr("steadfast.run.owner._STALE_S", 0.4)
 
     class Slow(MemoryStore):
         def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError, UsageError
-from app.orchestration import packages
-from app.orchestration.packages import check_packages, install_packages
+from steadfast.errors import ConfigError, UsageError
+from steadfast.orchestration import packages
+from steadfast.orchestration.packages import check_packages, install_packages
 from tests.wheels import write_wheel
 
 

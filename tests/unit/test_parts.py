@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from app.errors import UsageError
-from app.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
-from app.parallel.precision import Precision
+from steadfast.errors import UsageError
+from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
+from steadfast.parallel.precision import Precision
 
 CPU = torch.device("cpu")
 

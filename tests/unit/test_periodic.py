@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.components.periodic import Periodic
-from app.components.trigger import Interval
-from app.config import Every
-from app.world.control import ControlChannel
-from app.world.runtime import FINISH, LEAVE, STOP, Signals
+from steadfast.components.periodic import Periodic
+from steadfast.components.trigger import Interval
+from steadfast.config import Every
+from steadfast.world.control import ControlChannel
+from steadfast.world.runtime import FINISH, LEAVE, STOP, Signals
 
 NUM_STEPS = 10
 

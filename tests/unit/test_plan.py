@@ -1,4 +1,4 @@
-"""The theorem of app.plan, without a process: every sample of a step is run once, whoever runs it."""
+"""The theorem of steadfast.plan, without a process: every sample of a step is run once, whoever runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.plan import End, Microbatch, Plan, even_shares, largest_microbatch, step_of
+from steadfast.plan import End, Microbatch, Plan, even_shares, largest_microbatch, step_of
 
 
 @st.composite
@@ -70,8 +70,8 @@ def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, ste
         run = plan.microbatches(step, rank)
         assert len(run) == plan.num_forwards(step, rank) >= 1
         assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
-    for first in range(0, len(plan.shares), plan.shard):
-        replica = range(first, first + plan.shard)
+    for first in range(0, len(plan.shares), plan.replica_size):
+        replica = range(first, first + plan.replica_size)
         most = max(plan.shares[rank] for rank in replica)
         assert {plan.num_forwards(step, rank) for rank in replica} == {max(1, most)}
 
@@ -273,7 +273,7 @@ def test_no_loader_has_read_a_step_that_is_called_unread(
     plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
 ) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
-    plan = replace(plan, shard=1, skip=skip - {step})
+    plan = replace(plan, replica_size=1, skip=skip - {step})
     read = []
     for rank in ranks(plan):
         stream = list(plan.stream(rank, 1, 200))

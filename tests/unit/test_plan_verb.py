@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from app.cli import main
-from app.commands.plan import plan, warnings
-from app.config import Config, parse_config
+from steadfast.cli import main
+from steadfast.commands.plan import plan, warnings
+from steadfast.config import Config, parse_config
 
 RUN = """
 run: {steps: 100}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.orchestration.policies import BrokenWorlds, Budgets, Quarantine
+from steadfast.orchestration.policies import BrokenWorlds, Budgets, Quarantine
 
 
 @pytest.mark.parametrize(

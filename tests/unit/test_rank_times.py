@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.faults.rank_times import RankTimes
-from app.run import events
-from app.world.progress import ProgressReport
+from steadfast.faults.rank_times import RankTimes
+from steadfast.run import events
+from steadfast.world.progress import ProgressReport
 
 
 def report(rank: int, step: int, spent_s: dict[str, float], attempt: int = 1, device_s: float = 0.0) -> ProgressReport:

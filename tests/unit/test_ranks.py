@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import TrainingError, UsageError
-from app.launch.ranks import end_rank, traceback_of
-from app.world.groups import PeerLost
+from steadfast.errors import TrainingError, UsageError
+from steadfast.launch.ranks import end_rank, traceback_of
+from steadfast.world.groups import PeerLost
 
 LOST = TrainingError("another rank is gone")
 LOST.__cause__ = PeerLost("gloo: connection closed by peer")
@@ -67,7 +67,7 @@ def test_a_rank_waits_for_one_that_may_know_better(
 
 
 def test_a_traceback_begins_where_the_users_code_does() -> None:
-    from app.config.target import build_target
+    from steadfast.config.target import build_target
 
     with pytest.raises(ValueError, match="bad") as caught:
         build_target("tests.unit.test_ranks:fails", {}, "task")

@@ -10,15 +10,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.config import Config
-from app.plan import Plan
-from app.run.directory import STEPS, RunDirectory
-from app.run.ledger import StepStats, StepTimes
-from app.storage import LocalStore
-from app.storage.jsonl import open_stream
-from app.telemetry import recorder
-from app.telemetry.meters import Meters
-from app.world.runtime import Outcome
+from steadfast.config import Config
+from steadfast.plan import Plan
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.ledger import StepStats, StepTimes
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import open_stream
+from steadfast.telemetry import recorder
+from steadfast.telemetry.meters import Meters
+from steadfast.world.runtime import Outcome
 
 _STEPS = 20_000
 _MOST_BYTES = 100_000  # one float a step would take over six times as much

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from ray.job_submission import JobDetails
 
-from app.cli import main
-from app.launch import remote
-from app.launch.job import exit_code
-from app.launch.remote import _BEGINS, _ENDS, _show
-from app.orchestration.cluster import startable
-from app.world.groups import interface_of
+from steadfast.cli import main
+from steadfast.launch import remote
+from steadfast.launch.job import exit_code
+from steadfast.launch.remote import _BEGINS, _ENDS, _show
+from steadfast.orchestration.cluster import startable
+from steadfast.world.groups import interface_of
 
 
 def test_addresses_lead_to_interfaces() -> None:
@@ -68,7 +68,7 @@ def test_what_a_cloud_needs_and_is_not_here_is_told_with_what_brings_it(
 
 def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    run_on_head = "app.launch.remote.run_on_head"
+    run_on_head = "steadfast.launch.remote.run_on_head"
     monkeypatch.setattr(run_on_head, lambda cluster, arguments, *_: given.append(arguments) or 0)
     for words in (["--cluster", "c.yaml"], ["--cluster=c.yaml"]):
         assert main(0.0, ["--config", "ddp.yaml", *words, "run.name=c.yaml"]) == 0

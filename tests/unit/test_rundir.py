@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from app.checkpoint import memory_server
-from app.checkpoint.catalog import Catalog
-from app.checkpoint.manifest import Manifest
-from app.config import parse_config
-from app.errors import RunConflict, StorageError
-from app.launch.resume import start_or_resume
-from app.plan import End
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import RunStarted
-from app.run.owner import read_key
-from app.storage import LocalStore
-from app.storage.jsonl import FileStream, open_stream
+from steadfast.checkpoint import memory_server
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.manifest import Manifest
+from steadfast.config import parse_config
+from steadfast.errors import RunConflict, StorageError
+from steadfast.launch.resume import start_or_resume
+from steadfast.plan import End
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.owner import read_key
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import FileStream, open_stream
 from tests.events import event_lines
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from app.components.schedule import learning_rate
-from app.config import (
+from steadfast.components.schedule import learning_rate
+from steadfast.config import (
     ConstantConfig,
     CosineConfig,
     LinearConfig,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
-from app.orchestration.seating import seat
+from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
+from steadfast.orchestration.seating import seat
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ from app.orchestration.seating import seat
         ("b1 b2 c1 c2", "a1 a2 b1 b2", 2, 2, "b1 b2 c1 c2"),
     ],
 )
-def test_who_sits_where(members: str, world: str, unit: int, num_replicas: int, expected: str) -> None:
+def test_who_sits_where(members: str, world: str, replica_size: int, num_replicas: int, expected: str) -> None:
     ranks = {member: rank for rank, member in enumerate(world.split()) if member in members.split()}
     nodes = {member: member[0] for member in members.split()}
-    assert " ".join(seat(members.split(), ranks, nodes, unit, num_replicas)) == expected
+    assert " ".join(seat(members.split(), ranks, nodes, replica_size, num_replicas)) == expected
 
 
 FOUND = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=12)
@@ -44,23 +44,25 @@ FOUND = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, m
 
 @given(FOUND, st.integers(1, 4), st.data())
 def test_every_seat_has_one_member_and_nobody_has_two(
-    found: list[tuple[str, bool]], unit: int, data: st.DataObject
+    found: list[tuple[str, bool]], replica_size: int, data: st.DataObject
 ) -> None:
     members = [f"{node}{number}" for number, (node, _) in enumerate(found)]
     world = data.draw(st.permutations([member for member, (_, was_in) in zip(members, found, strict=True) if was_in]))
     ranks = {member: rank for rank, member in enumerate(world)}
-    num_replicas = len(members) // unit
-    seated = seat(members, ranks, {member: member[0] for member in members}, unit, num_replicas)
-    assert len(set(seated)) == len(seated) == num_replicas * unit
+    num_replicas = len(members) // replica_size
+    seated = seat(members, ranks, {member: member[0] for member in members}, replica_size, num_replicas)
+    assert len(set(seated)) == len(seated) == num_replicas * replica_size
     assert set(seated) <= set(members)
-    whole = [tuple(world[first : first + unit]) for first in range(0, len(world) - unit + 1, unit)]
-    now = [tuple(seated[first : first + unit]) for first in range(0, len(seated), unit)]
+    whole = [
+        tuple(world[first : first + replica_size]) for first in range(0, len(world) - replica_size + 1, replica_size)
+    ]
+    now = [tuple(seated[first : first + replica_size]) for first in range(0, len(seated), replica_size)]
     assert set(whole) <= set(now)
 
 
 def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
     """Members on node a, who have formed a world of replicas of two."""
-    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, unit=2)
+    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, replica_size=2)
     for member in members:
         membership.join(member, 0.0, "a")
     assert membership.decide(0.0) == Form(members)
@@ -68,14 +70,14 @@ def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
 
 
 def test_bounds_are_drawn_in_to_whole_replicas() -> None:
-    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, unit=2)
+    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, replica_size=2)
     assert (membership.smallest, membership.largest, membership.expected) == (2, 6, 4)
     membership.rescale(3, 5)
     assert (membership.smallest, membership.largest) == (4, 4)
 
 
 def test_one_member_alone_is_short_of_a_replica() -> None:
-    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, unit=2)
+    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, replica_size=2)
     membership.join("x", 0.0, "a")
     assert membership.decide(0.0) == Short(1)
 

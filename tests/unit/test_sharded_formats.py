@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from app.config import FsdpConfig, PrecisionConfig
-from app.parallel import arrange, build_parallel
-from app.parallel.precision import build_precision
-from app.world.communicator import GlooCommunicator
-from app.world.groups import Groups
-from app.world.runtime import World
+from steadfast.config import FsdpConfig, PrecisionConfig
+from steadfast.parallel import arrange, build_parallel
+from steadfast.parallel.precision import build_precision
+from steadfast.world.communicator import GlooCommunicator
+from steadfast.world.groups import Groups
+from steadfast.world.runtime import World
 
 CPU = torch.device("cpu")
 

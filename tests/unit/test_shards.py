@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from app.checkpoint.shards import Shard, StagingBuffer, load_shards, shards_of, shards_to_write, whole_tensors
-from app.errors import StorageError
-from app.storage import Read
-from app.storage.memory import MemoryStore
+from steadfast.checkpoint.shards import Shard, StagingBuffer, load_shards, shards_of, shards_to_write, whole_tensors
+from steadfast.errors import StorageError
+from steadfast.storage import Read
+from steadfast.storage.memory import MemoryStore
 
 State = dict[str, Any]  # of tensors, and of more of the same
 

@@ -20,8 +20,8 @@ from ray.train.v2._internal.execution.context import StorageContext
 from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.controller.controller import TrainController
 
-from app.orchestration.internals import slots
-from app.orchestration.internals.slots import (
+from steadfast.orchestration.internals import slots
+from steadfast.orchestration.internals.slots import (
     _MOST_PENDING,
     LastCommit,
     SlotController,
@@ -29,8 +29,8 @@ from app.orchestration.internals.slots import (
     _Slot,
     report,
 )
-from app.orchestration.policies import Quarantine
-from app.orchestration.trainer import LeanTrainer, SlotTrainer
+from steadfast.orchestration.policies import Quarantine
+from steadfast.orchestration.trainer import LeanTrainer, SlotTrainer
 
 
 class Group(SlotWorkerGroup):

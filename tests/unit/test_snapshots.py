@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.checkpoint.snapshots import AtRisk, _Place, _refusal
-from app.components.trigger import Interval
-from app.config import Every
+from steadfast.checkpoint.snapshots import AtRisk, _Place, _refusal
+from steadfast.components.trigger import Interval
+from steadfast.config import Every
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from app.config import Every
 def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(
     shard: int, ranks_by_node: list[list[int]], expected: AtRisk
 ) -> None:
-    assert AtRisk.of(100, newest=97, committed=40, shard=shard, ranks_by_node=ranks_by_node) == expected
+    assert AtRisk.of(100, newest=97, committed=40, replica_size=shard, ranks_by_node=ranks_by_node) == expected
 
 
 @pytest.mark.parametrize("every", [Every(5, "minutes"), Every(1000, "steps")])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.storage import LocalStore
-from app.storage.memory import MemoryStore
-from app.telemetry.spool import Spool
+from steadfast.storage import LocalStore
+from steadfast.storage.memory import MemoryStore
+from steadfast.telemetry.spool import Spool
 
 
 def uploads(store: MemoryStore) -> Counter[str]:

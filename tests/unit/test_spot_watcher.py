@@ -362,6 +362,7 @@ def test_a_head_that_does_not_answer_holds_the_watcher_only_so_long(monkeypatch:
 
 
 def test_watching_needs_only_the_standard_library() -> None:
-    code = "import sys, cluster.spot_watcher; print([m for m in ('ray', 'torch', 'app', 'grpc') if m in sys.modules])"
+    names = ("ray", "torch", "steadfast", "grpc")
+    code = f"import sys, cluster.spot_watcher; print([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.cli import main
-from app.run import events
-from app.run.directory import EVENTS, METRICS, STEPS, RunDirectory
-from app.storage import LocalStore
-from app.storage.documents import write_json
-from app.storage.jsonl import open_stream
-from app.telemetry.status import state_of
+from steadfast.cli import main
+from steadfast.run import events
+from steadfast.run.directory import EVENTS, METRICS, STEPS, RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.storage.documents import write_json
+from steadfast.storage.jsonl import open_stream
+from steadfast.telemetry.status import state_of
 from tests.events import changed
 
 NOW_S = time.time()
@@ -177,7 +177,7 @@ def test_a_folder_without_runs_and_two_runs_are_one_message_each(
 def test_the_state_follows_from_events_and_claim(
     told: list[events.Event], alive: bool, age_s: float, state: str, tmp_path: Path
 ) -> None:
-    from app.run.owner import read_owner
+    from steadfast.run.owner import read_owner
 
     directory = run_at(tmp_path, os.getpid() if alive else 2**30, *told, renewed=time.time() - age_s)
     assert state_of(told, read_owner(directory.store), None) == state

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from app.storage import LocalStore, Store, open_store
-from app.storage.arrow import ArrowStore
-from app.storage.memory import MemoryStore
+from steadfast.storage import LocalStore, Store, open_store
+from steadfast.storage.arrow import ArrowStore
+from steadfast.storage.memory import MemoryStore
 from tests.stores import StoreContract
 
 
@@ -32,7 +32,9 @@ def test_the_location_says_which_store_it_is() -> None:
 
 
 def test_a_run_on_a_disk_does_not_wait_for_pyarrow() -> None:
-    program = "import sys; from app.storage import open_store; open_store('runs'); sys.exit('pyarrow' in sys.modules)"
+    program = (
+        "import sys; from steadfast.storage import open_store; open_store('runs'); sys.exit('pyarrow' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -70,7 +72,7 @@ def test_a_half_committed_file_of_a_file_system_leaves_the_old_one(tmp_path: Pat
 
 
 def test_google_storage_that_does_not_answer_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.arrow._RETRY_BUDGET_S", 0.2)
+    monkeypatch.setattr("steadfast.storage.arrow._RETRY_BUDGET_S", 0.2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         store = open_store(f"gs://anonymous@b/runs?scheme=http&endpoint_override=127.0.0.1:{nobody.getsockname()[1]}")

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.cli import main
-from app.config import Config
-from app.run import events
-from app.run.directory import EVENTS, STEPS
-from app.run.owner import Ownership
-from app.storage import LocalStore
-from app.storage.jsonl import read_lines
-from app.telemetry.console import Console
-from app.units import printable
+from steadfast.cli import main
+from steadfast.config import Config
+from steadfast.run import events
+from steadfast.run.directory import EVENTS, STEPS
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import read_lines
+from steadfast.telemetry.console import Console
+from steadfast.units import printable
 from tests.unit.test_status import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eabc\r\b[/bold] [red]"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.storage import LocalStore
-from app.storage.jsonl import FileStream, SegmentStream, last_lines, read_lines
-from app.storage.memory import MemoryStore
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import FileStream, SegmentStream, last_lines, read_lines
+from steadfast.storage.memory import MemoryStore
 
 
 class Disk:
@@ -55,8 +55,8 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path, left: bytes) 
 
 
 def test_segments_read_as_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.storage.jsonl._SEGMENT_BYTES", 20)
-    monkeypatch.setattr("app.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
+    monkeypatch.setattr("steadfast.storage.jsonl._SEGMENT_BYTES", 20)
+    monkeypatch.setattr("steadfast.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
     store = MemoryStore()
     for first in (0, 40):  # a second writer goes on where the first one ended
         stream = SegmentStream(store, "lines")
@@ -78,7 +78,7 @@ def test_a_segment_that_the_bucket_refuses_goes_with_the_next_lines(monkeypatch:
                 raise OSError("503")
             super().commit(name, data)
 
-    monkeypatch.setattr("app.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
+    monkeypatch.setattr("steadfast.storage.jsonl._UPLOAD_INTERVAL_S", 0.001)
     store = Refusing()
     stream = SegmentStream(store, "lines")
     stream.write([{"n": 1}])

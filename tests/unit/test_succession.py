@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from app.config import RecoveryConfig, ScalingConfig
-from app.orchestration.coordinator import Coordinator
-from app.orchestration.heartbeat import Commands
-from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from app.orchestration.restart import RestartCoordinator
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptEnded, AttemptStarted, Checkpoint, Event, Failure, Log, RunStarted, Scale
-from app.run.owner import Ownership
-from app.storage import LocalStore
+from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.orchestration.coordinator import Coordinator
+from steadfast.orchestration.heartbeat import Commands
+from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.restart import RestartCoordinator
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Event, Failure, Log, RunStarted, Scale
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
 from tests.events import event_lines
 
 SILENCE_S = 0.1
@@ -33,7 +33,7 @@ SECONDS = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "fir
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
-    monkeypatch.setattr("app.orchestration.supervisor.draining_nodes", dict)
+    monkeypatch.setattr("steadfast.orchestration.supervisor.draining_nodes", dict)
 
 
 @dataclass

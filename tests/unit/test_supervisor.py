@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import app.orchestration.supervisor
-from app.config import RecoveryConfig, ScalingConfig
-from app.orchestration.coordinator import Coordinator
-from app.orchestration.heartbeat import Silence
-from app.orchestration.messages import Member
-from app.run import events
-from app.run.directory import RunDirectory
-from app.run.owner import Ownership
-from app.storage import LocalStore
-from app.world.flight_recorder import pack
+import steadfast.orchestration.supervisor
+from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.orchestration.coordinator import Coordinator
+from steadfast.orchestration.heartbeat import Silence
+from steadfast.orchestration.messages import Member
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.world.flight_recorder import pack
 from tests.events import event_lines
 
 STALL_S = 60.0
@@ -103,7 +103,7 @@ class World:
 
 def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World], None], names: str = "ab") -> World:
     clock = Clock()
-    monkeypatch.setattr(app.orchestration.supervisor, "time", clock)
+    monkeypatch.setattr(steadfast.orchestration.supervisor, "time", clock)
     monkeypatch.setattr("ray.kill", lambda actor: None)
 
     async def tell() -> World:
@@ -296,8 +296,8 @@ def test_what_a_step_costs_each_rank_is_written_down(tmp_path: Path, monkeypatch
 
 def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Coordinator], object]) -> RunDirectory:
     """Have a coordinator watch until its run is over, after `begin`."""
-    monkeypatch.setattr(app.orchestration.supervisor, "draining_nodes", dict)
-    monkeypatch.setattr(app.orchestration.supervisor, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(steadfast.orchestration.supervisor, "draining_nodes", dict)
+    monkeypatch.setattr(steadfast.orchestration.supervisor, "_INTERVAL_S", 0.01)
     directory = RunDirectory(LocalStore(folder))
     directory.check_writable()
 

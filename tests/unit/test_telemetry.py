@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from app.config import parse_config
-from app.run.directory import RunDirectory
-from app.run.events import (
+from steadfast.config import parse_config
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import (
     AttemptEnded,
     AttemptStarted,
     Checkpoint,
@@ -52,17 +52,17 @@ from app.run.events import (
     WarmupShortened,
     WeightsLeftOut,
 )
-from app.storage import LocalStore
-from app.telemetry.console import Console
-from app.telemetry.environment import environment
-from app.telemetry.meters import Meters
-from app.telemetry.outcome import result
-from app.telemetry.past import Past
-from app.telemetry.tensorboard import TensorBoardTracker
-from app.telemetry.throughput import peak_flops, total_peak_flops
-from app.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
-from app.units import compact, duration, node_name, size
-from app.world.device import Gpu
+from steadfast.storage import LocalStore
+from steadfast.telemetry.console import Console
+from steadfast.telemetry.environment import environment
+from steadfast.telemetry.meters import Meters
+from steadfast.telemetry.outcome import result
+from steadfast.telemetry.past import Past
+from steadfast.telemetry.tensorboard import TensorBoardTracker
+from steadfast.telemetry.throughput import peak_flops, total_peak_flops
+from steadfast.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
+from steadfast.units import compact, duration, node_name, size
+from steadfast.world.device import Gpu
 from tests.events import changed
 
 LOG = Log(
@@ -305,7 +305,7 @@ def test_in_a_pipe_every_event_is_a_whole_plain_line() -> None:
 
 def test_console_goes_on_when_the_reader_of_its_pipe_is_gone() -> None:
     script = (
-        "import sys\nfrom app.telemetry.console import Console\n"
+        "import sys\nfrom steadfast.telemetry.console import Console\n"
         "console = Console()\n"
         "for number in range(3): console.line(f'step {number}')\n"
         "print('printed by a library')\n"
@@ -322,7 +322,8 @@ def test_console_goes_on_when_the_reader_of_its_pipe_is_gone() -> None:
 def on_a_terminal(verbose: bool) -> str:
     """What 80 columns of a pseudo-terminal receive: the bar needs a process whose stdout is one."""
     script = (
-        "import json, sys\nfrom app.run.events import parse_event\nfrom app.telemetry.console import Console\n"
+        "import json, sys\nfrom steadfast.run.events import parse_event\n"
+        "from steadfast.telemetry.console import Console\n"
         "console = Console(verbose=sys.argv[1] == 'True')\n"
         "*events, summary = json.loads(sys.argv[2])\n"
         "for event in events: console.show(parse_event(event))\n"
@@ -582,7 +583,7 @@ def test_a_tracker_that_raises_is_turned_off_with_one_warning(
 def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
-    monkeypatch.setattr("app.telemetry.background._LIMIT_S", 0.2)
+    monkeypatch.setattr("steadfast.telemetry.background._LIMIT_S", 0.2)
     release = Flag()
     trackers = own_tracker(tmp_path, monkeypatch, when, lambda: release.wait(60))
     try:
@@ -623,7 +624,7 @@ def test_environment_is_known_where_ray_is_not_installed(tmp_path: Path, monkeyp
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr("app.telemetry.environment.version", version)
+    monkeypatch.setattr("steadfast.telemetry.environment.version", version)
     seen = environment(tmp_path)
     assert (seen["torch"], seen["ray"]) == ("1.0", None)
 
@@ -651,7 +652,7 @@ def test_details_are_shown_to_those_alone_who_ask_for_them(verbose: bool) -> Non
 
 
 def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.telemetry.console._QUIET_S", 0.1)
+    monkeypatch.setattr("steadfast.telemetry.console._QUIET_S", 0.1)
     file = io.StringIO()
     with closing(Console(file=file)) as console:
         console.stage("starting")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.world.timeouts import Timeouts
+from steadfast.world.timeouts import Timeouts
 
 
 @pytest.mark.parametrize("silence_s", [0.5, 5.0, 60.0, 600.0])

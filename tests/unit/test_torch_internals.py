@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _utils
 
-from app.parallel.deferred import build_without_memory
-from app.world.allocations import Allocations
-from app.world.groups import is_peer_loss
+from steadfast.parallel.deferred import build_without_memory
+from steadfast.world.allocations import Allocations
+from steadfast.world.groups import is_peer_loss
 
-APP = Path(__file__).parents[2] / "app"
+APP = Path(__file__).parents[2] / "app" / "steadfast"
 # A private name, looked up or imported: `torch._foreach_norm`, `from torch.distributed.tensor._utils import ...`.
 PRIVATE = re.compile(r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]|^ *from torch[\w.]* import .*\b_\w+", re.MULTILINE)
 

@@ -9,16 +9,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app.config import parse_config
-from app.errors import RunConflict, UsageError
-from app.launch.detect import under_torchrun
-from app.launch.torchrun import Place, TorchrunRuntime, _begun, unused_keys
-from app.plan import Amendments
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import RunStarted
-from app.run.owner import Ownership
-from app.storage import LocalStore
-from app.storage.jsonl import open_stream
+from steadfast.config import parse_config
+from steadfast.errors import RunConflict, UsageError
+from steadfast.launch.detect import under_torchrun
+from steadfast.launch.torchrun import Place, TorchrunRuntime, _begun, unused_keys
+from steadfast.plan import Amendments
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import open_stream
 
 
 @pytest.mark.parametrize(

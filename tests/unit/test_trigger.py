@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.components.trigger import Interval
-from app.config import Every
+from steadfast.components.trigger import Interval
+from steadfast.config import Every
 
 
 class Clock:

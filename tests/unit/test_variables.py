@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 
-from app.config import ClusterConfig
-from app.config.variables import given_variables, taken_variables
-from app.errors import ConfigError
-from app.launch.handover import taking, write_variables
-from app.orchestration.runtime_env import runtime_env
+from steadfast.config import ClusterConfig
+from steadfast.config.variables import given_variables, taken_variables
+from steadfast.errors import ConfigError
+from steadfast.launch.handover import source_and_delete, write_variables
+from steadfast.orchestration.runtime_env import runtime_env
 
 HERE = {"TOKEN": "secret", "AWS_REGION": "here", "NCCL_DEBUG": "INFO", "HOME": "/root", "MY_NCCL_DEBUG": "1"}
 
@@ -41,7 +41,7 @@ def test_a_shell_takes_variables_from_a_file_that_is_gone_then(tmp_path: Path) -
     file = write_variables({"A": value, "B": ""})
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     shown = subprocess.run(
-        ["sh", "-c", f"{taking(str(file))}exec printenv A B"], capture_output=True, text=True, check=True
+        ["sh", "-c", f"{source_and_delete(str(file))}exec printenv A B"], capture_output=True, text=True, check=True
     )
     assert shown.stdout == f"{value}\n\n"
     assert not file.exists()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.faults.verdicts import Costs, Guess, Price, patience_s
-from app.run import events
-from app.world.lateness import Lateness
+from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
+from steadfast.run import events
+from steadfast.world.lateness import Lateness
 from tests.unit.test_events import LOG
 
 STALL_S = 60.0

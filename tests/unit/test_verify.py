@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from app.cli import main
-from app.config import parse_config
-from app.errors import ConfigError, UsageError
-from app.run.directory import STEPS, RunDirectory
-from app.run.events import AttemptStarted
-from app.run.owner import Ownership
-from app.storage import LocalStore
-from app.storage.jsonl import Line, open_stream
-from app.telemetry.verify import Comparison, HeldLines, relative_difference, verify
+from steadfast.cli import main
+from steadfast.config import parse_config
+from steadfast.errors import ConfigError, UsageError
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptStarted
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import Line, open_stream
+from steadfast.telemetry.verify import Comparison, HeldLines, relative_difference, verify
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
@@ -260,8 +260,8 @@ def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPa
     pair.lines[1][2000]["weights"] = "0"
     expected = pair.verify()
     assert expected.weights_differ == 2001
-    monkeypatch.setattr("app.telemetry.verify._CHUNK", 7)
-    monkeypatch.setattr("app.storage.jsonl._BLOCK_BYTES", 5000)
+    monkeypatch.setattr("steadfast.telemetry.verify._CHUNK", 7)
+    monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 5000)
     assert pair.verify() == expected
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.config import WandbConfig, parse_config
-from app.storage import LocalStore
-from app.telemetry.trackers import Trackers
-from app.telemetry.wandb import WandbTracker
+from steadfast.config import WandbConfig, parse_config
+from steadfast.storage import LocalStore
+from steadfast.telemetry.trackers import Trackers
+from steadfast.telemetry.wandb import WandbTracker
 
 
 class Library:
@@ -48,7 +48,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setattr("app.telemetry.wandb.require_extra", lambda *_: None)
+    monkeypatch.setattr("steadfast.telemetry.wandb.require_extra", lambda *_: None)
     return library
 
 

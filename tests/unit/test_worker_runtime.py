@@ -11,13 +11,13 @@ from unittest.mock import Mock
 import pytest
 import ray.train
 
-from app import worker
-from app.config import Config
-from app.errors import UsageError, UserExit
-from app.faults.corruption import Corrupted
-from app.orchestration import trainer, worker_runtime
-from app.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from app.plan import Amendments
+from steadfast import worker
+from steadfast.config import Config
+from steadfast.errors import UsageError, UserExit
+from steadfast.faults.corruption import Corrupted
+from steadfast.orchestration import trainer, worker_runtime
+from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.plan import Amendments
 
 
 class Runtime:
@@ -43,7 +43,7 @@ class Runtime:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     trained: list[str] = []
-    monkeypatch.setattr("app.worker.work", lambda *_: trained.append(os.getcwd()))
+    monkeypatch.setattr("steadfast.worker.work", lambda *_: trained.append(os.getcwd()))
     return trained
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import Shard
-from app.checkpoint.writer import PendingWrite, Writer
-from app.run.events import Checkpoint, CheckpointFailed, Event
+from steadfast.checkpoint.manifest import FileDigest, Manifest
+from steadfast.checkpoint.shards import Shard
+from steadfast.checkpoint.writer import PendingWrite, Writer
+from steadfast.run.events import Checkpoint, CheckpointFailed, Event
 
 LONG_S = 10.0
 
@@ -103,7 +103,7 @@ def test_what_is_under_way_is_not_overwritten() -> None:
 
 
 def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.checkpoint.writer._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("steadfast.checkpoint.writer._FIRST_DELAY_S", 0.01)
     writer, storage = Writer(), Storage(refuses=3)
     storage.go.release(4)
     put(writer, storage, 1)

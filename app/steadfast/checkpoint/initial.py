@@ -1,0 +1,157 @@
+"""Build the initial model, and load any weights from a file.
+
+Such a file is written by `export` or by Hugging Face's `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from steadfast.config import Config, RunConfig
+from steadfast.data.randomness import seed_host
+from steadfast.errors import UsageError
+from steadfast.models import build_model
+from steadfast.parallel.dtensor import sharded_like
+from steadfast.run.directory import runs_root
+
+if TYPE_CHECKING:
+    from steadfast.parallel.deferred import InitialValues
+
+# Files in a folder of Hugging Face, in order of preference; an index lists the files of a large model.
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+# The user's file may hold anything. A reader, or the model, refuses the file with one of these errors.
+_REFUSALS = (
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    ValueError,
+    LookupError,
+    UnpicklingError,
+    EOFError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class Loaded(NamedTuple):
+    """Names that did not fit; a strict load has none."""
+
+    missing: tuple[str, ...] = ()  # in the model but not in the file; these keep their initial values
+    unexpected: tuple[str, ...] = ()  # in the file but not in the model
+
+
+def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
+    """Build the initial model of a run, the same on every rank.
+
+    Weights from a file are read here only if checkpoints leave them out; `load_initial` reads them otherwise.
+    """
+    _seed(config.run.seed)
+    model = build_model(config.model)
+    return model, load_initial(model, config.run) if config.checkpoint.trainable_only else Loaded()
+
+
+def build_initial_sharded(config: Config) -> tuple[nn.Module, InitialValues]:
+    """Build the initial model without memory for its parameters.
+
+    `InitialValues.fill` computes the values of this rank's shards.
+
+    Raises:
+        NotDeferrable: the model cannot be built without memory.
+    """
+    from steadfast.parallel.deferred import build_without_memory  # the import takes a second, only for sharded models
+
+    _seed(config.run.seed)
+    return build_without_memory(partial(build_model, config.model))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)  # seeds the generators of accelerators too
+    seed_host(seed)
+
+
+def load_initial(model: nn.Module, run: RunConfig) -> Loaded:
+    """Load the configured starting weights. Raises UsageError as `load_weights` does."""
+    if run.init_from is None:
+        return Loaded()
+    return load_weights(model, runs_root() / run.init_from, run.init_strict)
+
+
+def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
+    """Load the weights at `path`, a file or a folder, into `model`.
+
+    If the model is sharded, this rank loads its own shards.
+
+    Raises:
+        UsageError: the weights cannot be read or belong to another model; or, if not strict, no name fits.
+    """
+    try:
+        weights: dict[str, Tensor] = {}
+        for file in _files_of(path):
+            weights |= _read(file)
+        _tie(model, weights)
+        for name, held in model.state_dict().items():
+            if name in weights:
+                weights[name] = sharded_like(held, weights[name])
+        missing, unexpected = model.load_state_dict(weights, strict=strict)
+        if len(unexpected) == len(weights):
+            raise ValueError(f"none of its names is the model's; it has {', '.join(unexpected[:3])} ...")
+    except _REFUSALS as error:
+        remedy = "" if not strict else ". With run.init_strict=false what fits is loaded, and the rest is named"
+        raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}{remedy}") from error
+    return Loaded(tuple(missing), tuple(unexpected))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files to read at a path.
+
+    A folder may have an index that lists several files.
+    """
+    if not path.is_dir():
+        return [path]
+    for name in _FILES:
+        if (path / name).is_file():
+            return [path / name]
+        index = path / (name + _INDEX)
+        if index.is_file():
+            return [path / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    raise ValueError(f"the folder holds neither {' nor '.join(_FILES)}, nor an index of one")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return safetensors.torch.load_file(file)
+    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(weights, dict):
+        raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")
+    for name, tensor in weights.items():
+        is_tensor = isinstance(tensor, Tensor) or str(name).endswith("_extra_state")  # a module's own data
+        if not (isinstance(name, str) and is_tensor):
+            raise ValueError(f"it is no state_dict: {name!r} names a {type(tensor).__name__}, not a tensor")
+    return weights
+
+
+def _tie(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Add the missing names of shared parameters.
+
+    Hugging Face writes each parameter under one name only.
+    """
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(param, []).append(name)
+    for names in names_of.values():
+        found = [name for name in names if name in weights]
+        if found:
+            weights |= dict.fromkeys(set(names) - weights.keys(), weights[found[0]])

@@ -1,0 +1,540 @@
+"""Copies of the newest state in each node's memory, outside of workers.
+
+A copy is cheap, so one is made every few seconds: the loss of all workers of a node costs the steps since the last copy
+instead of those since the last checkpoint. Each node has a copy of replicated state. Of sharded state each rank copies
+its own shards and sends the copy to another node too, which replaces a lost node's copy. If several replicas hold the
+same parts of a model, the first replica makes the copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steadfast.checkpoint.catalog import skipped_up_to
+from steadfast.checkpoint.memory_server import free_bytes
+from steadfast.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
+from steadfast.checkpoint.shards import (
+    OPTIONAL,
+    Layout,
+    Request,
+    Shard,
+    header_of,
+    load_shards,
+    reader_of,
+    requests_for,
+    shards_of,
+    shards_to_write,
+)
+from steadfast.checkpoint.state import State
+from steadfast.parallel import Parallel
+from steadfast.run import events
+from steadfast.storage import Read
+from steadfast.units import size
+from steadfast.world.control import any_rank, gather_numbers
+from steadfast.world.runtime import Outcome, World
+
+_TIME_SHARE = 0.01  # of training time, for copies
+_GENERATIONS = 2  # copies kept: the newest complete one, and the one in progress
+_MEMORY_SHARE = 0.5  # of the free memory, for the copies of all workers of a machine
+
+_Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
+
+
+class AtRisk(NamedTuple):
+    """Finished steps that would be repeated after each kind of loss."""
+
+    worker: int
+    workers_of_node: int  # all workers of a node, whose machine survives
+    workers: int  # all workers, whose machines survive
+    node: int
+    everything: int  # except storage
+
+    @classmethod
+    def of(
+        cls, step: int, newest: int, committed: int, replica_size: int, ranks_by_node: Collection[Sequence[int]]
+    ) -> Self:
+        """Return the steps at risk after `step`.
+
+        Args:
+            newest: step of the newest state in node memory.
+            committed: step of the newest checkpoint.
+            replica_size: number of neighbouring ranks that hold different parts of the state.
+            ranks_by_node: the ranks on each node.
+        """
+        in_memory = step - newest
+        risk = cls(in_memory, in_memory, in_memory, step - committed, step - committed)
+        num_nodes, num_ranks = len(ranks_by_node), sum(map(len, ranks_by_node))
+        if num_nodes > 1:
+            risk = risk._replace(node=in_memory)
+        # Another replica holds each part that one replica loses.
+        if num_ranks > replica_size:
+            risk = risk._replace(worker=0)
+        if all(_parts_left(lost, num_ranks, replica_size) == replica_size for lost in ranks_by_node):
+            risk = risk._replace(workers_of_node=0, node=0)
+        return risk
+
+
+def _parts_left(lost: Sequence[int], num_ranks: int, replica_size: int) -> int:
+    """Return how many parts of the state survive a loss."""
+    return len({rank % replica_size for rank in range(num_ranks) if rank not in lost})
+
+
+class _Place(NamedTuple):
+    """A rank's node and memory, as sent to all ranks."""
+
+    node: str
+    lasting: bool  # the copies outlive the process
+    file_bytes: int
+    free_bytes: int
+    held_bytes: int  # used by former copies on the node
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete snapshot, and the rank that provides each of its files."""
+
+    id: SnapshotId
+    sources: dict[int, tuple[int, int]]  # rank of the former world -> (rank that has the file now, length)
+    everywhere: bool  # every rank can read all files itself
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+
+@dataclass
+class _Copy:
+    """One rank's part of a snapshot in progress."""
+
+    snapshot: SnapshotId
+    own: Buffer | None = None  # None if another rank makes the same copy
+    own_files: Files = ()
+    received: Buffer | None = None
+    received_files: Files = ()
+    work: dist.Work | None = None  # the transfer to another node, until it is complete
+
+
+class Snapshots:
+    """Takes and restores snapshots in one attempt, and is their trigger.
+
+    The constructor is a collective.
+
+    Args:
+        data: fingerprint of the dataset and of frozen parameters. Copies of another model or other data are ignored,
+            because code may have changed since a command was killed.
+    """
+
+    def __init__(
+        self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
+    ) -> None:
+        self.refused: events.NoSnapshots | None = None  # why no copies are made, if memory is insufficient
+        self.damaged: dict[int, str] = {}  # step -> why `find` has rejected its snapshot
+        self._world = world
+        self._memory = memory  # belongs to the process; None if copies are not wanted
+        self._replicated = parallel.survivors_hold_all
+        self._origin = ""
+        self._on = False
+        self._writes = False
+        self._takes_part = False  # in the collectives of a copy
+        self._group: dist.ProcessGroup | None = None  # None if nothing is sent to other nodes
+        self._copy: _Copy | None = None  # in progress
+        self._made: SnapshotId | None = None  # of which this rank's part is complete
+        self._lost = False  # this rank's part of the current copy cannot be kept
+        self._whole: SnapshotId | None = None  # the newest that is complete on all ranks
+        self._next_s = -1.0
+        self._requested = False
+        self.num_nodes = 1
+        self.nodes: dict[str, tuple[int, ...]] = {}  # node -> its ranks; empty if copies are not wanted
+        if memory is not None:
+            self._origin = origin_of(data, state)
+            self._begin(memory, state)
+
+    def _begin(self, memory: NodeMemory, state: State) -> None:
+        memory.give_back()  # buffers of a copy that the end of the last attempt has interrupted
+        world = self._world
+        num_bytes = self._layout(state).num_bytes
+        mine = _Place(world.node, memory.lasting, num_bytes, free_bytes(), memory.held_bytes())
+        places = [mine] * world.size
+        dist.all_gather_object(places, mine, group=world.groups.control)
+        nodes = [place.node for place in places]
+        for rank, node in enumerate(nodes):
+            self.nodes[node] = (*self.nodes.get(node, ()), rank)
+        self.num_nodes = len(self.nodes)
+        lasting = all(place.lasting for place in places)
+        # A copy in a process's own memory is lost with the process, so another process must get it, even on this node.
+        sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
+        if not sends and not lasting:
+            return
+        if self._replicated:
+            writers = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
+        else:
+            writers = list(range(world.replica_size))
+        backups = [backup_rank(rank, nodes) for rank in range(world.size)] if sends else []
+        self.refused = _refusal(places, writers, backups)
+        self._on = self.refused is None
+        self._writes = self._on and world.rank in writers
+        self._takes_part = self._writes or (self._on and not self._replicated)
+        if self._on and sends:
+            self._backups = torch.tensor(backups)
+            self._group = world.groups.side_group()
+        if self._writes:
+            memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
+
+    def due(self, step: int) -> bool:
+        # Never due by step: the interval depends on measured time, so only the leader requests a copy.
+        return False
+
+    def wanted(self) -> bool:
+        self._receive()
+        if self._requested or self._copy is not None or not self._on or time.monotonic() < self._next_s:
+            return False
+        self._requested = True
+        return True
+
+    def done(self) -> None:
+        self._requested = False
+
+    def take(self, step: int, state: State) -> events.Snapshot | events.NoSnapshots | None:
+        """Copy this rank's part of the state, to another node if needed.
+
+        Nothing happens while the last copy is in progress. A collective if the state is sharded.
+        """
+        if self._memory is None or not self._takes_part:
+            return None
+        self._world.progress.enter("snapshot")
+        began_s = time.monotonic()
+        self._receive()
+        if not self._may_begin():
+            return None
+        snapshot = SnapshotId(step, self._world.attempt, self._world.replica_size)
+        self._lost = False
+        told: events.Snapshot | events.NoSnapshots | None = None
+        try:
+            self._memory.keep([snapshot] if self._whole is None else [self._whole, snapshot])
+        except OSError as error:
+            self._lost = True
+            told = events.NoSnapshots(error=str(error))
+        self._copy = copy = _Copy(snapshot)
+        num_bytes = 0
+        if self._writes:
+            layout = self._layout(state)
+            num_bytes = layout.num_bytes
+            try:
+                copy.own = self._memory.take(num_bytes)
+            except OSError as error:
+                copy.own = self._unkept(num_bytes)
+                told = events.NoSnapshots(error=str(error))
+            layout.fill(copy.own.bytes)
+            copy.own_files = ((self._world.part, 0, num_bytes),)
+        if self._group is not None:
+            self._send(copy, num_bytes, self._group)
+        self._receive()
+        stall_s = time.monotonic() - began_s
+        self._next_s = time.monotonic() + stall_s / _TIME_SHARE
+        return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
+
+    def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
+        """Copy a sharded state for a following world, and wait.
+
+        The next world then need not read storage. A collective.
+        """
+        if self._replicated or outcome.kind != "resized":
+            return None
+        self._finish()
+        told = self.take(outcome.step, state)
+        self._finish()
+        return told
+
+    def _finish(self) -> None:
+        """Wait for the copy in progress."""
+        if self._copy is not None and self._copy.work is not None:
+            self._world.groups.wait([self._copy.work])
+        self._receive()
+
+    def _layout(self, state: State) -> Layout:
+        return Layout.of(shards_to_write(state, replicas=self._replicated or self._world.leader))
+
+    def _may_begin(self) -> bool:
+        """Return whether no copy is in progress, after recording completed ones."""
+        if self._replicated:
+            if self._whole is None:
+                self._whole = max((label.snapshot for label in self._stored().values()), default=None)
+            return True
+        control = self._world.groups.control
+        if any_rank(self._copy is not None, control):
+            return False
+        if not any_rank(self._made is None, control):
+            self._whole = self._made
+        self._made = None
+        return True
+
+    def _unkept(self, num_bytes: int) -> Buffer:
+        """Return temporary memory, for this rank to join the transfer."""
+        self._lost = True
+        return Buffer(None, torch.empty(num_bytes, dtype=torch.uint8))
+
+    def _send(self, copy: _Copy, num_bytes: int, group: dist.ProcessGroup) -> None:
+        world = self._world
+        assert self._memory is not None
+        lengths = gather_numbers(num_bytes, world.groups.control)
+        incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
+        outgoing = [0] * world.size
+        outgoing[self._backups[world.rank]] = num_bytes
+        # The files of all ranks that have this one as their backup, one after the other.
+        start = 0
+        for rank, length in enumerate(incoming):
+            if length:
+                copy.received_files += ((rank, start, length),)
+            start += length
+        sent = received = torch.empty(0, dtype=torch.uint8)
+        if start:
+            try:
+                copy.received = self._memory.take(start)
+            except OSError:
+                copy.received = self._unkept(start)
+            received = copy.received.bytes[:start]
+        if copy.own is not None:
+            sent = copy.own.bytes[:num_bytes]
+        copy.work = dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
+        world.groups.under_way.append(copy.work)
+
+    def _receive(self) -> None:
+        """Record a completed copy, if any."""
+        copy = self._copy
+        if copy is None or self._memory is None or (copy.work is not None and not copy.work.is_completed()):
+            return
+        self._copy = None
+        if copy.work is not None:
+            # Raises if the transfer has failed: then the copy is never taken for complete.
+            copy.work.wait()
+            self._world.groups.under_way.remove(copy.work)
+        try:
+            if copy.own is not None:
+                self._memory.commit(copy.own, self._label(copy.snapshot, copy.own_files))
+            if copy.received is not None:
+                self._memory.commit(copy.received, self._label(copy.snapshot, copy.received_files))
+        except OSError:
+            self._lost = True
+        if not self._lost:
+            self._made = copy.snapshot
+            if self._replicated:
+                self._whole = copy.snapshot
+
+    def at_risk(self, step: int, committed: int) -> AtRisk:
+        """Return the steps at risk, with a checkpoint of step `committed`."""
+        made = self._made or self._whole
+        newest = max(committed, made.step if made else 0)
+        ranks = list(self.nodes.values()) or [tuple(range(self._world.size))]
+        return AtRisk.of(step, newest, committed, self._world.replica_size, ranks)
+
+    def _label(self, snapshot: SnapshotId, files: Files) -> Label:
+        return _label(snapshot, files, self._origin, self._world.amendments.skip)
+
+    def _stored(self) -> dict[int, Label]:
+        return stored_copies(self._memory, self._origin, self._world.amendments.skip) if self._memory else {}
+
+    def find(self) -> Found | None:
+        """Return the newest snapshot that the living ranks hold completely. A collective."""
+        if self._memory is None:
+            return None
+        mine: dict[_Key, int] = {}
+        for label in self._stored().values():
+            for rank, _, num_bytes in label.files:
+                mine[label.snapshot, rank] = num_bytes
+        answers = [mine] * self._world.size
+        dist.all_gather_object(answers, mine, group=self._world.groups.control)
+
+        while (newest := self._newest(answers)) is not None:
+            if not self._drop_damaged(newest, answers):
+                return self._found(newest, answers)
+        return None
+
+    def _newest(self, answers: Sequence[dict[_Key, int]]) -> SnapshotId | None:
+        """Return the newest snapshot of which the ranks together hold all files."""
+        held: dict[SnapshotId, set[int]] = {}
+        for snapshot, rank in itertools.chain(*answers):
+            held.setdefault(snapshot, set()).add(rank)
+        return max((each for each, ranks in held.items() if len(ranks) == each.num_ranks), default=None)
+
+    def _drop_damaged(self, snapshot: SnapshotId, answers: Sequence[dict[_Key, int]]) -> bool:
+        """Remove damaged files from the answers; return whether there were any.
+
+        A collective.
+        """
+        world = self._world
+        assert self._memory is not None
+        # The ranks of a node have the same files in its memory, and share the reading.
+        peers = self.nodes[world.node] if self._memory.lasting else (world.rank,)
+        keys = sorted({key for rank in peers for key in answers[rank] if key[0] == snapshot})
+        damaged: dict[_Key, str] = {}
+        for key in keys[peers.index(world.rank) :: len(peers)]:
+            try:
+                self._verify(*key)
+            except OSError as error:
+                damaged[key] = str(error)
+        found = [damaged] * world.size
+        dist.all_gather_object(found, damaged, group=world.groups.control)
+        for node, ranks in self.nodes.items():
+            for key, why in itertools.chain.from_iterable(found[rank].items() for rank in ranks):
+                self.damaged[snapshot.step] = f"on {node}: {why}"
+                for rank in ranks:
+                    answers[rank].pop(key, None)
+        return any(found)
+
+    def _found(self, newest: SnapshotId, answers: Sequence[dict[_Key, int]]) -> Found:
+        sources: dict[int, tuple[int, int]] = {}  # by rank of the lost world
+        for holder, answer in enumerate(answers):
+            for (snapshot, rank), num_bytes in answer.items():
+                if snapshot == newest:
+                    sources.setdefault(rank, (holder, num_bytes))
+        self._whole = newest
+        needed = {(newest, rank) for rank in sources}
+        everywhere = all(needed <= answer.keys() for answer in answers)
+        return Found(newest, sources, everywhere)
+
+    def load(self, found: Found, state: State) -> None:
+        """Fill every rank's shards from a snapshot. A collective."""
+        shards = shards_of(state)
+        load_shards(self._files(found, shards), shards, optional=OPTIONAL)
+
+    def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
+        # One file after another, so that a process needs memory for the parts of only one.
+        for rank, (holder, num_bytes) in sorted(found.sources.items()):
+            mine = found.everywhere or holder == self._world.rank
+            file = self._open(found.id, rank) if mine else None
+            if file is not None and found.everywhere:
+                yield reader_of(file)
+            elif self._replicated:
+                yield self._whole_from(file, holder, num_bytes)
+            else:
+                yield self._parts_from(file, holder, shards)
+
+    def _whole_from(self, file: Tensor | None, holder: int, num_bytes: int) -> Read:
+        """Broadcast a whole file from rank `holder` to all ranks. A collective."""
+        if file is None:
+            file = torch.empty(num_bytes, dtype=torch.uint8)
+        self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
+        return reader_of(file)
+
+    def _parts_from(self, file: Tensor | None, holder: int, shards: list[Shard]) -> Read:
+        """Return this rank's parts of a file on rank `holder`. A collective."""
+        world, groups = self._world, self._world.groups
+        headers = [header_of(file) if file is not None else b""]
+        dist.broadcast_object_list(headers, holder, group=groups.control)
+        header = headers[0]
+        mine = requests_for(shards, header)
+        requests = [mine] * world.size
+        dist.all_gather_object(requests, mine, group=groups.control)
+        lengths = [sum(request.num_bytes for request in each) for each in requests]
+        incoming, outgoing = [0] * world.size, [0] * world.size
+        incoming[holder] = lengths[world.rank]
+        sent = torch.empty(0, dtype=torch.uint8)
+        if file is not None:
+            outgoing = lengths
+            parts = [file[start : start + num_bytes] for each in requests for start, num_bytes in each]
+            sent = torch.cat(parts) if parts else sent
+        received = torch.empty(lengths[world.rank], dtype=torch.uint8)
+        groups.wait([dist.all_to_all_single(received, sent, incoming, outgoing, async_op=True)])
+        found = dict(zip(mine, received.split([request.num_bytes for request in mine]), strict=True))
+
+        def read(start: int, num_bytes: int) -> bytes:
+            if start == 0:  # only the header begins there, no data
+                return header[:num_bytes]
+            return bytes(found[Request(start, num_bytes)].numpy().data)
+
+        return read
+
+    def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
+        assert self._memory is not None
+        number, start, num_bytes = self._place_of(snapshot, of_rank)
+        return self._memory.open(number)[start : start + num_bytes]
+
+    def _verify(self, snapshot: SnapshotId, of_rank: int) -> None:
+        assert self._memory is not None
+        number, _, _ = self._place_of(snapshot, of_rank)
+        self._memory.verify(number)
+
+    def _place_of(self, snapshot: SnapshotId, of_rank: int) -> tuple[int, int, int]:
+        """Return buffer, first byte and length of a file, or raise OSError."""
+        for number, label in self._stored().items():
+            for rank, start, num_bytes in label.files:
+                if (label.snapshot, rank) == (snapshot, of_rank):
+                    return number, start, num_bytes
+        raise OSError(f"the snapshot of step {snapshot.step} is gone")
+
+
+def origin_of(data: str, state: State) -> str:
+    """Return an identifier of this model and data, for their copies.
+
+    Args:
+        data: fingerprint of the dataset, and of parameters that the state leaves out.
+    """
+    shapes = [(shard.name, shard.shape) for shard in shards_of({"model": state["model"]})]
+    return str((data, sorted(shapes)))
+
+
+def _label(snapshot: SnapshotId, files: Files, origin: str, skip: frozenset[int]) -> Label:
+    skipped = skipped_up_to(snapshot.step, skip)
+    return Label(snapshot, hashlib.sha256(f"{origin} {skipped}".encode()).hexdigest()[:16], files)
+
+
+def stored_copies(memory: NodeMemory, origin: str, skip: frozenset[int]) -> dict[int, Label]:
+    """Return the copies of a run with these skipped steps, by number.
+
+    See `origin_of`.
+    """
+    # A step may prove to be not finite after it was copied, and is then skipped. A state that was made with other
+    # skipped steps is useless for a world.
+    found = {}
+    for number, label in memory.stored().items():
+        if label == _label(label.snapshot, label.files, origin, skip):
+            found[number] = label
+    return found
+
+
+def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> events.NoSnapshots | None:
+    """Return which node lacks memory for its copies, None if none.
+
+    Copies from other nodes count too.
+
+    Args:
+        places: of all ranks.
+        writers: the ranks that make files.
+        backups: rank to which each rank sends its file; [] if none is sent.
+    """
+    needed: dict[str, int] = {}
+    for rank in writers:
+        for holder in [rank, *backups[rank : rank + 1]]:
+            node = places[holder].node
+            needed[node] = needed.get(node, 0) + _GENERATIONS * places[rank].file_bytes
+    for node, needed_bytes in needed.items():
+        here = [place for place in places if place.node == node]
+        there_bytes = min(place.free_bytes for place in here) + max(place.held_bytes for place in here)
+        if needed_bytes > _MEMORY_SHARE * there_bytes:
+            error = f"copies of the state need {size(needed_bytes)} of a node's memory"
+            return events.NoSnapshots(error=f"{error}, of which {size(there_bytes)} are free")
+    return None
+
+
+def backup_rank(rank: int, nodes: Sequence[str]) -> int:
+    """Return the rank that holds the copy of `rank`.
+
+    The holder is on the next other node, or else the next rank.
+    """
+    for ahead in range(1, len(nodes)):
+        other = nodes[(rank + ahead) % len(nodes)]
+        if other != nodes[rank]:
+            # Ranks of a node are neighbours, so their copies are spread over all ranks of the next node.
+            place = nodes[:rank].count(nodes[rank])
+            holders = [each for each, node in enumerate(nodes) if node == other]
+            return holders[place % len(holders)]
+    return (rank + 1) % len(nodes)

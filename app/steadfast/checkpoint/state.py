@@ -1,0 +1,237 @@
+"""State of a training run as named tensors, for any parallel strategy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from steadfast.errors import UsageError
+from steadfast.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
+
+# Tensors by name; a value may itself be such a dictionary.
+Tensors = dict[str, Any]
+# The parts of a run by name.
+State = dict[str, Tensors]
+_DIGEST_LENGTH = 32  # of 64 hexadecimal digits, enough to exclude accidental matches within a ledger
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint must hold."""
+
+    def state_dict(self) -> Tensors:
+        """Return live references, which loading overwrites in place; {} if none."""
+        ...
+
+
+class ModelState:
+    """State of a model, with or without its frozen parameters."""
+
+    def __init__(self, model: nn.Module, trainable_only: bool) -> None:
+        self._model = model
+        self._left_out = frozen_parameters(model) if trainable_only else {}
+
+    def state_dict(self) -> Tensors:
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._left_out}
+
+
+class NamedOptimizer:
+    """State of an optimizer by parameter name, for any parallel strategy."""
+
+    # Hyperparameters are not part of the state: they come from the configuration, which may change on resume. Neither
+    # are the order of the data, dropout and the learning rate, which are functions of the step.
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def state_dict(self) -> Tensors:
+        _materialize(self._optimizer)
+        names: dict[Tensor, str] = {}
+        for name, parameter in self._model.named_parameters():
+            names[parameter] = name
+        return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
+
+    def adopt(self, state: Tensors) -> None:
+        """Take over the shards of another optimizer of the same model."""
+        for name, parameter in self._model.named_parameters():
+            if name in state:
+                values = state[name].items()
+                self._optimizer.state[parameter] = {
+                    key: on_mesh_of(value, parameter) if is_sharded(value) else value for key, value in values
+                }
+
+
+class HeldShards:
+    """A rank's part of the state between two attempts.
+
+    The next attempt can use it if the model has as many parts there.
+    """
+
+    def __init__(self, part: tuple[int, int], state: State) -> None:
+        self.part = part
+        self.state = state  # live references
+
+    def take(self) -> State:
+        """Return the shards without copying, and copies of whole tensors."""
+        # Tensors that are not sharded belong to objects that are used again.
+        return _without_owners(self.state)
+
+
+def newest_whole(steps: Sequence[int], replica_size: int) -> int:
+    """Return the newest step whose `replica_size` parts all exist, 0 if none.
+
+    Args:
+        steps: the step that each rank holds, by rank.
+    """
+    for step in sorted(set(steps), reverse=True):
+        if all(step in steps[part::replica_size] for part in range(replica_size)):
+            return max(step, 0)
+    return 0
+
+
+def _without_owners(state: Tensors) -> Tensors:
+    kept: Tensors = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            kept[name] = _without_owners(value)
+        elif isinstance(value, Tensor):
+            kept[name] = value if is_sharded(value) else value.clone()
+    return kept
+
+
+def copy_state(source: State, target: State) -> None:
+    """Overwrite a state with another one that has the same parts."""
+    # Tensors that share their memory are skipped.
+    others = flatten(source)
+    for name, tensor in flatten(target).items():
+        if name in others and local(tensor).data_ptr() != local(others[name]).data_ptr():
+            local(tensor).copy_(local(others[name]))
+
+
+class HeldState:
+    """Step whose state this process's model and optimizer hold.
+
+    Only the methods change the step.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = 0  # 0 for the initial state, None while the state is incomplete
+        self.untouched = True  # nothing was written since the model was built
+
+    def begin_anew(self, lacks_weights: bool) -> None:
+        """Record a new model, which is complete unless weights are still missing."""
+        self.step = None if lacks_weights else 0
+        self.untouched = True
+
+    def complete(self, step: int) -> None:
+        """Record that the state is complete and belongs to `step`."""
+        self.step = step
+        self.untouched = False
+
+    def begin_overwriting(self) -> None:
+        """Record that the state is about to be overwritten."""
+        # A process that is interrupted meanwhile holds parts of two states, of which none is usable.
+        self.step = None
+        self.untouched = False
+
+
+def app_state(parts: Mapping[str, Stateful]) -> State:
+    """Return the state of all parts that have any, by name."""
+    state = {}
+    for name, part in parts.items():
+        if tensors := part.state_dict():
+            state[name] = tensors
+    return state
+
+
+def _materialize(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state ahead of its first step."""
+    if optimizer.state:
+        return
+    # torch creates the state in a step. Rate and gradients are zero, so the step changes no weight; what it has written
+    # into the state is zeroed afterwards.
+    rates = []
+    lent: list[Tensor] = []
+    for group in optimizer.param_groups:
+        rates.append(group["lr"])
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            if parameter.grad is None:  # an existing gradient is zero, because no step has begun
+                parameter.grad = torch.zeros_like(parameter)
+                lent.append(parameter)
+    try:
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = "the model's parameters"
+        if any(map(is_sharded, lent)):
+            what = "parameters that fsdp has sharded (take parallel.kind=ddp)"
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"optimizer {type(optimizer).__name__} cannot update {what}: {raised}") from error
+    for parameter in lent:
+        parameter.grad = None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
+    """Return `{"a": {"b": t}}` as `{"a.b": t}`, in name order."""
+    flat: dict[str, Tensor] = {}
+    for name in sorted(state):
+        value = state[name]
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen parameters under all of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if not param.requires_grad}
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def buffers_outside_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that no checkpoint holds."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in state}
+
+
+def base_sha256(model: nn.Module) -> str:
+    """Return a digest of a model's frozen parameters, "" if none."""
+    frozen = frozen_parameters(model)
+    layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
+    return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest() if frozen else ""
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of a model's trained parameters, equal in every world."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return sha256(trained)[:_DIGEST_LENGTH]
+
+
+def sha256(state: Tensors) -> str:
+    """Return the digest of all unsharded tensors in name order.
+
+    A collective if tensors are sharded.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in flatten(state).items():
+        digest.update(name.encode())
+        digest.update(unsharded(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

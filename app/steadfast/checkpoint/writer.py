@@ -1,0 +1,199 @@
+"""Background thread that writes checkpoints across attempts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from steadfast.checkpoint.manifest import FileDigest, Manifest
+from steadfast.checkpoint.shards import Shard, StagingBuffer
+from steadfast.run.events import CheckpointFailed, Event
+from steadfast.storage import Bytes
+
+_TELL_EVERY_S = 60.0
+_FIRST_DELAY_S = 1.0  # between two tries
+_LONGEST_DELAY_S = 30.0
+
+
+class Dropped(Exception):
+    """A pending write is no longer wanted."""
+
+
+# An OSError, so that the write is retried: this process may belong to the newer attempt, and only join it late.
+class Superseded(OSError):
+    """Another attempt has begun, so this one may not commit."""
+
+
+@dataclass(eq=False)
+class PendingWrite:
+    """A checkpoint that this rank has copied and not committed yet."""
+
+    step: int
+    metrics: dict[str, float]
+    buffer: StagingBuffer
+    target: Target
+    began_s: float  # when the copy began
+    blocked_s: float  # how long training waited for the copy
+    file: tuple[str, FileDigest] | None = None  # of this rank, once it is on storage
+    dropped: bool = False
+
+    def check(self) -> None:
+        """Raise Dropped if this write is no longer wanted."""
+        if self.dropped:
+            raise Dropped
+
+    def chunks(self) -> Iterator[Bytes]:
+        """Yield the contents of the file. Raises as `check` does."""
+        for chunk in self.buffer.chunks():
+            self.check()
+            yield chunk
+
+
+class Target(Protocol):
+    """Carries out the steps of a checkpoint, again after an OSError."""
+
+    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]: ...
+    def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None: ...
+    def finish(self, pending: PendingWrite, manifest: Manifest) -> Event: ...
+
+
+class Writer:
+    """Writes one checkpoint at a time, and keeps only the newest waiting."""
+
+    def __init__(self) -> None:
+        self.committed = 0  # the newest step that this process knows to be committed
+        self.refused = ""  # why storage refuses, if it does
+        self._attempt = 0
+        self._skip: frozenset[int] = frozenset()
+        self._num_files = 0
+        self._buffers = (StagingBuffer(), StagingBuffer())
+        self._changed = threading.Condition()
+        self._waiting: PendingWrite | None = None
+        self._under_way: PendingWrite | None = None
+        self._news: deque[Event] = deque()
+        self._error: BaseException | None = None
+        self._told_s = -_TELL_EVERY_S
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting is not None or self._under_way is not None
+
+    def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
+        """Continue in another attempt, which leaves out the steps in `skip`."""
+        # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update
+        # of a step left out since then is useless.
+        if not commits_alone or skip != self._skip:
+            self.drop()
+        if skip != self._skip:
+            self.committed = 0
+        self._attempt = attempt
+        self._skip = skip
+
+    def reserve(self, shards: Sequence[Shard]) -> None:
+        """Allocate memory for the first `put` of such shards, on another thread."""
+        threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
+
+    def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
+        """Copy the shards, for which training waits, for a later write."""
+        began_s = time.monotonic()
+        with self._changed:
+            self._waiting = None
+            buffer = self._buffers[0]
+            if self._under_way is not None and self._under_way.buffer is buffer:
+                buffer = self._buffers[1]
+        buffer.fill(shards)
+        with self._changed:
+            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoints")
+            self._thread.start()
+
+    def drop(self) -> None:
+        """Give up all uncommitted writes."""
+        with self._changed:
+            if self._under_way is not None:
+                self._under_way.dropped = True
+            self._waiting = None
+            self._under_way = None
+            self._changed.notify_all()
+
+    def news(self) -> list[Event]:
+        """Return new commits and failures. Raises errors that are not storage's."""
+        self._raise()
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
+        """Wait for all writes; return False after `limit_s`. Raises as `news` does."""
+        deadline_s = time.monotonic() + limit_s
+        while self.busy and self._error is None and time.monotonic() < deadline_s:
+            alive()  # keeps the watchdog from taking the wait for a hang
+            with self._changed:
+                self._changed.wait(0.02)
+        self._raise()
+        return not self.busy
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error = self._error
+            self._error = None
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None)
+                pending = self._waiting
+                self._waiting = None
+                self._under_way = pending
+            assert pending is not None
+            self._write_until_done(pending)
+            with self._changed:
+                self._under_way = None
+                self._changed.notify_all()
+
+    def _write_until_done(self, pending: PendingWrite) -> None:
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                self._write(pending)
+                self.refused = ""
+                return
+            except Dropped:
+                return
+            except OSError as error:
+                self.refused = str(error)
+                # Reported at once, and then once a minute. A superseded write was not refused by storage.
+                if not isinstance(error, Superseded) and time.monotonic() - self._told_s >= _TELL_EVERY_S:
+                    self._told_s = time.monotonic()
+                    needed = pending.buffer.num_bytes
+                    self._news.append(CheckpointFailed(step=pending.step, error=self.refused, needed_bytes=needed))
+            except BaseException as error:
+                self._error = error
+                return
+            with self._changed:
+                # A newer state or a drop ends the retries. Without this check, a dropped write that storage refuses
+                # before reading a chunk would be retried without a pause.
+                if self._changed.wait_for(lambda: self._waiting is not None or pending.dropped, delay_s):
+                    return
+            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+    def _write(self, pending: PendingWrite) -> None:
+        # If only the commit was refused, the file of the last try is still valid.
+        if pending.file is None:
+            self._num_files += 1
+            pending.file = pending.target.write_file(pending, self._num_files)
+        manifest = pending.target.commit(pending, self._attempt)
+        self.committed = pending.step
+        if manifest is not None:
+            try:
+                self._news.append(pending.target.finish(pending, manifest))
+            except OSError:
+                # The checkpoint was read back and is damaged, so its file must be written again.
+                pending.file = None
+                raise

@@ -1,0 +1,95 @@
+"""`audit RUN`: prove from its ledger that a run used every sample as planned."""
+
+from argparse import ArgumentParser, Namespace
+
+from steadfast.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
+from steadfast.config import Config, Target
+from steadfast.errors import DataError, UsageError
+from steadfast.run.directory import RunDirectory, find_run, reading
+from steadfast.run.events import AttemptStarted
+from steadfast.storage.documents import json_line
+from steadfast.units import plural, printable
+
+_MOST_SAMPLES = 2**48  # with this limit all positions of a run fit into 64 bits
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_argument(parser)
+    length = "length of the dataset, held-out samples included, if the run did not record it"
+    parser.add_argument("--samples", type=int, metavar="N", help=length)
+    parser.add_argument("--json", action="store_true", help="print the numbers as one line of JSON")
+    add_trust_argument(parser)
+
+
+def run(options: Namespace) -> int:
+    """Print the numbers of the proof, or the first counter-example.
+
+    Return the exit code: 0 if the proof holds, else 1.
+    """
+    take_storage(options)
+    if len(options.runs) != 1:
+        raise UsageError("audit takes one run, for example: audit ddp")
+    if options.cluster:
+        return run_on_cluster(options)
+    from steadfast.telemetry.audit import CounterExample, audit
+
+    directory = find_run(options.runs[0], options.storage)
+    config = directory.stored_config()
+    if config is None:
+        raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
+    with reading(directory):
+        num_samples = _num_samples(directory, config, options)
+    # The audit calls an order function of the user, which is code that the run directory names.
+    check_trusted(options, config, ["data.order.target"])
+    try:
+        with reading(directory):
+            found = audit(directory, config, num_samples).to_line()
+    except CounterExample as error:
+        if not options.json:
+            raise
+        print(json_line({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
+        return error.exit_code
+    if options.json:
+        print(json_line({"run": directory.uri, "proved": True, **found}))
+    else:
+        print(printable(_table(directory, config, found)))
+    return 0
+
+
+def _num_samples(directory: RunDirectory, config: Config, options: Namespace) -> int:
+    """Return the length of the dataset.
+
+    It is taken from --samples, else from the events of the run, else from the dataset itself.
+    """
+    given: int | None = options.samples
+    if given is not None:
+        if not 1 <= given <= _MOST_SAMPLES:
+            raise UsageError(f"--samples {given}: must be from 1 to {_MOST_SAMPLES}")
+        return given
+    for event in directory.events(AttemptStarted):
+        if event.num_samples is not None and 1 <= event.num_samples <= _MOST_SAMPLES:
+            return event.num_samples
+    # A run of an earlier release, or a run before its first step, has no event with the length.
+    check_trusted(options, config, ["data.target"], ". Or give the length of the dataset: --samples N")
+    from steadfast.data import build_dataset
+
+    try:
+        return len(build_dataset(config.data))
+    except DataError as error:
+        raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
+
+
+def _table(directory: RunDirectory, config: Config, found: dict[str, int]) -> str:
+    left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
+    once = "each with every training sample once"
+    if isinstance(config.data.order, Target):
+        once = f"read in the order of {config.data.order.target}"
+    rows = {
+        "steps": f"1 to {found['steps']}, each once; {plural(found['redone'], 'line')} redone by a later attempt",
+        "samples": f"{found['samples']} used, {found['epoch_samples']} in an epoch",
+        "epochs": f"{found['epochs']} finished, {once}",
+        "digests": f"{found['digests']} compared, all as planned; {plural(found['unconfirmed'], 'step')} unconfirmed",
+        "left out": left_out if found["left_out"] else "nothing",
+    }
+    lines = [f"{name:<9} {row}" for name, row in rows.items()]
+    return "\n".join([f"proved: {directory.uri}", *lines])

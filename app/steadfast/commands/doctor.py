@@ -1,0 +1,134 @@
+"""`doctor [RUN]`: check machines before a run, or a run's checkpoints.
+
+Each finding is printed as a line, with the remedy below it.
+"""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from steadfast.checkpoint.catalog import Catalog, Damaged
+from steadfast.checkpoint.manifest import Manifest
+from steadfast.commands.options import add_run_argument, is_of_config, run_on_cluster, take_storage
+from steadfast.config import Config, load_config, parse_config
+from steadfast.errors import StorageError, UsageError
+from steadfast.run.directory import find_run, reading
+from steadfast.units import number, plural, printable, size
+
+if TYPE_CHECKING:
+    from steadfast.checkup.findings import Finding
+
+_STARTING = "checking the machines; this takes about half a minute"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [RUN | [--config FILE] [key=value ...]] [options]"
+    add_run_argument(parser)
+    parser.add_argument("-c", "--config", metavar="FILE", help="check cluster and storage of this configuration")
+    as_json = "print findings about machines as one JSON document, and progress on stderr"
+    parser.add_argument("--json", action="store_true", help=as_json)
+
+
+def run(options: Namespace) -> int:
+    """Print a line for each finding, or for each checkpoint of a run.
+
+    Return the exit code: 1 if a finding is an error or a checkpoint is damaged.
+    """
+    # A word that is no override is the name of a run, whose checkpoints are to be verified.
+    if options.config is None and not all(is_of_config(word) for word in options.runs):
+        return _check_run(options)
+    overrides = [*options.runs, f"run.storage={options.storage}"] if options.storage else options.runs
+    config = load_config(options.config, overrides) if options.config else parse_config("", overrides=overrides)
+    return run_on_cluster(options) if options.cluster else _check_machines(config, options)
+
+
+def _check_machines(config: Config, options: Namespace) -> int:
+    tell = _teller(options.json)
+    tell(_STARTING)
+    # This imports torch and Ray, which takes seconds, so the line above is printed first.
+    from steadfast.launch.checkup import check_machines
+
+    findings = []
+    for finding in check_machines(config, options.verbose):
+        findings.append(finding)
+        tell(_told(finding))
+    tell(_counted(findings))
+    if options.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _teller(as_json: bool) -> Callable[[str], None]:
+    """Return a function that prints a line of progress.
+
+    With --json the lines go to stderr, because stdout is for the document.
+    """
+    if as_json and sys.stdout.isatty():
+        # On a terminal both streams arrive as one, so progress would be mixed into the document. The head of
+        # `--cluster` prints to a terminal too.
+        return lambda line: None
+    stream = sys.stderr if as_json else sys.stdout
+    return lambda line: print(line, file=stream, flush=True)
+
+
+def _told(finding: "Finding") -> str:
+    line = f"{finding.level:<8} {finding.check}: {finding.what}"
+    return f"{line}\n{'':<8} -> {finding.remedy}" if finding.remedy else line
+
+
+def _counted(findings: "Iterable[Finding]") -> str:
+    levels = [finding.level for finding in findings]
+    return f"{plural(levels.count('error'), 'error')}, {plural(levels.count('warning'), 'warning')}"
+
+
+def _check_run(options: Namespace) -> int:
+    take_storage(options)
+    if len(options.runs) > 1:
+        raise UsageError("doctor takes one run, for example: doctor ddp")
+    if options.cluster:
+        return run_on_cluster(options)
+    exit_code = 0
+    directory = find_run(options.runs[0], options.storage)
+    with reading(directory):
+        for line, good in examine(Catalog(directory.store)):
+            # Reading a checkpoint takes a while, and without a flush a pipe would hold the line back.
+            print(printable(line), flush=True)
+            if not good:
+                exit_code = 1
+    return exit_code
+
+
+def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
+    """Verify each checkpoint, newest first.
+
+    Yield a line for each checkpoint, and whether the checkpoint is good. An unfinished checkpoint is no fault.
+    """
+    for step in catalog.steps():
+        try:
+            manifest = catalog.manifest(step)
+            if manifest is None:
+                # This is no fault: a run is writing the checkpoint, or ended while writing. No run resumes from it.
+                yield f"step {step}: unfinished, never committed", True
+                continue
+            began = time.monotonic()
+            catalog.verify(manifest)
+            yield f"step {step}: good | {_describe(manifest)} | read in {time.monotonic() - began:.1f} s", True
+        except Damaged as error:
+            # If the run is in progress, it may have deleted this checkpoint meanwhile, which looks like damage.
+            if step in catalog.steps():
+                yield f"step {step}: damaged: {error}", False
+        except (StorageError, OSError) as error:
+            yield f"step {step}: {error}", False
+    for step, why in sorted(catalog.quarantined().items(), reverse=True):
+        yield f"step {step}: quarantined: {why}", False
+
+
+def _describe(manifest: Manifest) -> str:
+    committed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_s))
+    files = f"{size(manifest.num_bytes)} in {plural(len(manifest.files), 'file')} of {manifest.world_size} workers"
+    metrics = [f"{name} {number(value)}" for name, value in manifest.metrics.items()]
+    return " | ".join([f"{files}, {committed}, attempt {manifest.attempt}", *metrics])

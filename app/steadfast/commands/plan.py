@@ -1,0 +1,173 @@
+"""`plan --config FILE`: show shares and memory for each number of workers."""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
+from steadfast.config import Config, FsdpConfig
+from steadfast.errors import UsageError
+from steadfast.plan import even_shares, largest_microbatch
+from steadfast.units import compact, duration, number, plural, size
+
+if TYPE_CHECKING:
+    from steadfast.telemetry.memory import Memory
+
+_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config_arguments(parser)
+    mtbf = 'mean time between failures of the whole run, for example "2 hours"'
+    parser.add_argument("--mtbf", metavar="TIME", help=mtbf)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(options: Namespace) -> int:
+    """Print the plan and its warnings."""
+    config = read_config(options)
+    mtbf_s = None if options.mtbf is None else _parse_time(options.mtbf)
+    if options.cluster:
+        return run_on_cluster(options)
+    found = plan(config, mtbf_s)
+    print(json.dumps(found) if options.json else _table(found))
+    return 0
+
+
+def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
+    """Return steps, shares, memory and warnings of a configuration.
+
+    Args:
+        config: the configuration of the run.
+        mtbf_s: mean time between failures in seconds, if known.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: the model cannot be built on this machine.
+    """
+    import torch
+
+    from steadfast.data import Loader, build_dataset, build_order
+    from steadfast.telemetry.memory import bytes_of_worlds, memory_of_whole
+
+    dataset = build_dataset(config.data)
+    order = build_order(config.data, len(dataset), config.run.seed)
+    loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
+    measured = config.batch.microbatch_size == "auto"
+    if measured:
+        config = _with_largest_microbatch(config)
+    # One real microbatch gives the shapes of the inputs, on which the memory for activations depends.
+    example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
+    whole = memory_of_whole(config, example)
+    worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
+    max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
+    totals = bytes_of_worlds(config, example, whole, max_shares)
+    for world in worlds:
+        world["memory_bytes"] = totals[world["workers"]].device
+        world["host_memory_bytes"] = totals[world["workers"]].host
+    num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
+    return {
+        "steps": num_steps,
+        "train_samples": order.num_train,
+        "epochs": num_steps * config.batch.global_size / order.num_train,
+        "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
+        "worlds": worlds,
+        "worker_bytes": asdict(whole),
+        **_copies(config, whole),
+        "microbatch_size": config.batch.microbatch_size,
+        "microbatch_is_measured": measured,
+        "warnings": list(warnings(config, order.num_train, mtbf_s)),
+    }
+
+
+def _with_largest_microbatch(config: Config) -> Config:
+    """Return the configuration with the largest size that `auto` may choose."""
+    batch = config.batch
+    num_workers = min(config.scaling.num_workers[1], batch.global_size)
+    largest = largest_microbatch(batch.global_size, num_workers, batch.global_size)
+    return config.model_copy(update={"batch": batch.with_microbatches_of(largest)})
+
+
+def _world(config: Config, world_size: int) -> dict[str, Any]:
+    from steadfast.parallel import size_of_replica
+
+    num_microbatches = config.batch.num_microbatches
+    shares = even_shares(num_microbatches, world_size)
+    # All ranks of a replica run as many forward passes as the rank with the largest share among them.
+    replica_size = size_of_replica(config.parallel, world_size)
+    pads = (
+        sum(max(shares[first : first + replica_size]) * replica_size for first in range(0, world_size, replica_size))
+        - num_microbatches
+    )
+    idle = 1 - num_microbatches / (max(shares) * world_size)
+    return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
+
+
+def _copies(config: Config, whole: "Memory") -> dict[str, int]:
+    """Return the bytes of a checkpoint and of all copies in memory.
+
+    The copies take at least that much.
+    """
+    checkpoint = whole.parameters + whole.optimizer
+    # There are two generations of copies. Under sharding each generation is on two nodes.
+    num_copies = 4 if isinstance(config.parallel, FsdpConfig) else 2
+    return {
+        "checkpoint_bytes": checkpoint,
+        "node_memory_bytes": num_copies * checkpoint if config.checkpoint.node_memory else 0,
+    }
+
+
+def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[str]:
+    """Yield a warning for each questionable value, with the keys to change."""
+    num_steps = config.run.num_steps(num_train, config.batch.global_size)
+    num_samples = num_steps * config.batch.global_size
+    if num_samples < num_train:
+        yield f"the run uses only a part of the dataset: {num_samples} of {num_train} samples; raise run.steps"
+    warmup_steps = getattr(config.schedule, "warmup_steps", 0)
+    if 2 * warmup_steps > num_steps:
+        yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
+    smallest, largest = config.scaling.num_workers
+    if largest > config.batch.num_microbatches:
+        useful = config.batch.num_microbatches
+        yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
+    every = config.checkpoint.every
+    # An interval in steps or epochs counts as 0 seconds, because the time of a step is unknown before a run.
+    interval_s = every.count * _SECONDS.get(every.unit.removesuffix("s"), 0.0)
+    if mtbf_s is not None and interval_s > mtbf_s:
+        yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures; lower it"
+    if not config.checkpoint.node_memory and (smallest == 1 or isinstance(config.parallel, FsdpConfig)):
+        yield f"with checkpoint.node_memory=false the only copy of the state is a checkpoint, as old as {every}"
+
+
+def _parse_time(text: str) -> float:
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?) *(second|minute|hour|day)s?", text)
+    if matched is None or not float(matched[1]):
+        raise UsageError(f'--mtbf {text}: must be a count and a unit, such as "30 minutes" or "2 hours"')
+    return float(matched[1]) * _SECONDS[matched[2]]
+
+
+def _table(found: dict[str, Any]) -> str:
+    epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
+    lines = [f"{plural(found['steps'], 'step')}, {epochs}; {compact(found['step_units'])} units of loss a step", ""]
+    lines.append("workers  microbatches of each       pads  idle  memory of a worker")
+    for world in found["worlds"]:
+        shares = world["shares"]
+        spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
+        memory = size(world["memory_bytes"])
+        if world["host_memory_bytes"]:
+            memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
+        figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
+        lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
+    if found["microbatch_is_measured"]:
+        lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
+        lines.append("the run measures at its start which size fits, and keeps that size")
+    parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
+    lines += ["", f"a whole model needs {', '.join(parts)}"]
+    lines.append(
+        f"a checkpoint takes {size(found['checkpoint_bytes'])}; copies in the memory of all nodes take "
+        f"{size(found['node_memory_bytes'])}"
+    )
+    return "\n".join(lines + [f"warning: {each}" for each in found["warnings"]])

@@ -1,0 +1,185 @@
+"""Choice of the microbatch size by measurement, for `batch.microbatch_size: auto`.
+
+Results depend on the size. So the size is written to storage before the first step, and later attempts, in other worlds
+or on other GPUs, read it from there. Microbatches that do not fit then run in parts (app/steadfast/data/parts.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from steadfast.checkpoint.memory_server import free_bytes
+from steadfast.components.buffers import Buffers
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.data.randomness import own_randomness
+from steadfast.faults.out_of_memory import halve_microbatch
+from steadfast.parallel import Parallel
+from steadfast.plan import largest_microbatch
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.world.allocations import Allocations
+from steadfast.world.control import gather_numbers
+from steadfast.world.runtime import Runtime, World, publish_once
+
+# Share of the free memory to use. The rest is for samples longer than the first two, and for fragmentation of the
+# allocator. Running out of memory costs an attempt, and from then on two forwards in place of one.
+_USED_SHARE = 0.8
+_NOT_CHOSEN = 0  # sent in place of a size
+
+
+class Room(NamedTuple):
+    """Measured memory of a rank, in bytes beyond the state between steps."""
+
+    one: int  # peak of a forward and backward of one sample
+    two: int  # of two samples
+    free: int
+
+    @property
+    def sample(self) -> int:
+        """Return the bytes of one more sample."""
+        return self.two - self.one
+
+    @property
+    def num_fitting(self) -> float:
+        """Return how many samples fit, at least the one tried."""
+        if self.sample <= 0:
+            return math.inf
+        fixed = max(0, self.one - self.sample)
+        return max(1, (_USED_SHARE * self.free - fixed) // self.sample)
+
+
+def fix_microbatch_size(
+    config: Config,
+    runtime: Runtime,
+    world: World,
+    worker: WorkerState,
+    directory: RunDirectory,
+    parallel: Parallel,
+    model: nn.Module,
+) -> None:
+    """Agree on the size of a microbatch: configured, recorded, or chosen now.
+
+    A collective if the size is auto. The state has been restored already, and does not change.
+
+    Raises:
+        OutOfMemory: two samples do not fit; the next attempt runs one sample per forward.
+        TrainingError: one sample does not fit.
+        StorageError: the chosen size cannot be read or written.
+    """
+    if config.batch.microbatch_size != "auto":
+        return
+    known = worker.batch.microbatch_size
+    size = _largest(_NOT_CHOSEN if known == "auto" else known, world)
+    if size == _NOT_CHOSEN:  # no worker of this world knows a size
+        size = _largest((directory.microbatch_size() or _NOT_CHOSEN) if world.leader else _NOT_CHOSEN, world)
+    if size == _NOT_CHOSEN:
+        chosen = _choose(config, world, worker, parallel, model)
+        if world.leader:
+            directory.write_microbatch_size(chosen.microbatch_size)
+        publish_once(chosen, runtime, world)
+        size = _largest(chosen.microbatch_size, world)  # no rank continues before the size is on storage
+    worker.fix_microbatch_size(size)
+
+
+def _largest(number: int, world: World) -> int:
+    return int(gather_numbers(number, world.groups.control).max())
+
+
+def _choose(
+    config: Config, world: World, worker: WorkerState, parallel: Parallel, model: nn.Module
+) -> events.MicrobatchChosen:
+    """Return the size that fits on every rank and occupies all workers."""
+    global_size = config.batch.global_size
+    num_workers = min(max(config.scaling.num_workers[1], world.size), global_size)
+    # If a forward has run out of memory before, no more samples than these fit.
+    most = world.amendments.forward_size or global_size
+    if largest_microbatch(global_size, num_workers, most) == 1:
+        return events.MicrobatchChosen(microbatch_size=1)
+    rooms: list[Any] = [None] * world.size
+    dist.all_gather_object(rooms, _measure(world, worker, parallel, model), group=world.groups.control)
+    num_fitting, rank = min((room.num_fitting, rank) for rank, room in enumerate(rooms))
+    return events.MicrobatchChosen(
+        microbatch_size=largest_microbatch(global_size, num_workers, int(min(num_fitting, most))),
+        rank=rank,
+        sample_bytes=rooms[rank].sample,
+        free_bytes=rooms[rank].free,
+    )
+
+
+def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Module) -> Room:
+    """Measure forwards and backwards of one and two samples, without side effects.
+
+    A collective.
+    """
+
+    def run(num_samples: int) -> None:
+        batch = worker.loader.example(num_samples)
+        try:
+            # Under sharding, several microbatches accumulate unsharded gradients, which the sum of a step frees.
+            # Gradients with memory of their own show no such difference, so one pass is enough.
+            for last in (False, True) if world.replica_size > 1 else (False,):
+                with parallel.synchronize(model, last):
+                    with worker.precision.autocast():
+                        loss_sum = worker.task.loss(model, batch).loss_sum
+                    worker.precision.backward(loss_sum)
+                    del loss_sum
+            world.groups.gate()
+        except torch.OutOfMemoryError as error:
+            raise halve_microbatch(num_samples, error) from error
+        finally:
+            parallel.clear_gradients(worker.optimizer)
+
+    device = worker.precision.device
+    buffers = Buffers(model)
+    with ExitStack() as unchanged:
+        unchanged.enter_context(buffers.undone_on_failure())
+        unchanged.enter_context(buffers.undone())
+        # Dropout and user code draw from the generators.
+        unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
+        unchanged.enter_context(own_randomness(0))
+        peaks = _peaks_on_gpu(run, device) if device.type == "cuda" else _peaks_on_cpu(run)
+    return Room(*peaks, _free_bytes(world, device))
+
+
+def _peaks_on_gpu(run: Callable[[int], None], device: torch.device) -> tuple[int, int]:
+    """Return the peak bytes of `run` for one and for two samples."""
+    run(1)  # memory that libraries reserve in their first call stays allocated
+    peaks = []
+    for num_samples in (1, 2):
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run(num_samples)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    torch.cuda.empty_cache()  # frees the cached blocks of one and two samples
+    return peaks[0], peaks[1]
+
+
+def _peaks_on_cpu(run: Callable[[int], None]) -> tuple[int, int]:
+    """Return the peak bytes of tensors; operators' temporary memory is unknown."""
+    peaks = []
+    with Allocations() as allocations:
+        run(1)  # registers the tensors that exist already
+        for num_samples in (1, 2):
+            before = allocations.peak_bytes = allocations.bytes
+            run(num_samples)
+            peaks.append(allocations.peak_bytes - before)
+    return peaks[0], peaks[1]
+
+
+def _free_bytes(world: World, device: torch.device) -> int:
+    """Return the bytes free for this rank; a collective on CPUs."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Unused memory that the allocator has reserved is free too.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    nodes: list[Any] = [None] * world.size
+    dist.all_gather_object(nodes, world.node, group=world.groups.control)
+    return free_bytes() // nodes.count(world.node)

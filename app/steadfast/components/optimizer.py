@@ -1,0 +1,171 @@
+"""Optimizers, and the rescaling and clipping of gradients before an update."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadfast.components.own_optimizer import build_own
+from steadfast.components.schedule import Schedule
+from steadfast.config import (
+    AdamConfig,
+    AdamWConfig,
+    GroupedConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SgdConfig,
+    TargetOptimizer,
+)
+from steadfast.errors import ConfigError, Problem
+from steadfast.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
+from steadfast.parallel.precision import Precision
+
+PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a schedule scales it
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the configured optimizer over the parameters that require a gradient."""
+    optimizer = _build(config, model)
+    # The schedule overwrites `lr`. Each group keeps its own peak, because a user's optimizer may have several.
+    for group in optimizer.param_groups:
+        group.setdefault(PEAK, float(group["lr"]))
+    return optimizer
+
+
+def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    match config:
+        case AdamWConfig() | AdamConfig():
+            groups = _groups(config, config.weight_decay, model)
+            # One kernel in place of hundreds: on CUDA, launches are most of a small model's update.
+            fused = any(param.is_cuda for group in groups for param in group["params"])
+            kind = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
+            return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        case MuonConfig():
+            return _muon(config, model)
+        case SgdConfig():
+            groups = _groups(config, config.weight_decay, model)
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+        case TargetOptimizer():
+            return build_own(config, [param for param in model.parameters() if param.requires_grad])
+    raise TypeError(type(config))
+
+
+class _CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, each with its own parameters."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        groups: list[dict[str, Any]] = []
+        for member in members:
+            groups += member.param_groups
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups  # the members' own, so that rates reach them
+        self._members = members
+        for member in members:
+            member.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self._members:
+            member.step()
+
+
+def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            if param.dim() == 2 and param not in embeddings and not re.search(config.adamw, name):
+                matrices.append(param)
+            else:
+                others.append(param)
+    if not matrices:
+        what = "finds no matrix that optimizer.adamw leaves to it; take adamw"
+        raise ConfigError([Problem("", "optimizer.kind", what)])
+    # With updates as large as AdamW's, one rate suits both (arXiv:2502.16982).
+    muon = torch.optim.Muon(matrices, config.lr, config.weight_decay, config.momentum, adjust_lr_fn="match_rms_adamw")
+    decayed = _decay_matrices_only(others, config.weight_decay)
+    adamw = torch.optim.AdamW(decayed, config.lr, config.betas, config.eps, fused=matrices[0].is_cuda)
+    return _CombinedOptimizer(muon, adamw)
+
+
+def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups, first the parameters without a configured group."""
+    members: list[list[nn.Parameter]] = [[] for _ in (None, *config.groups)]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            matching = [index for index, group in enumerate(config.groups, 1) if re.search(group.match, name)]
+            members[matching[0] if matching else 0].append(param)
+    groups = _decay_matrices_only(members[0], weight_decay)
+    for index, group in enumerate(config.groups, 1):
+        if not members[index]:
+            what = f'"{group.match}" is in the name of no parameter that trains and that no group before it matches'
+            raise ConfigError([Problem("", f"optimizer.groups.{index - 1}.match", what)])
+        if group.weight_decay is None:
+            parts = _decay_matrices_only(members[index], weight_decay)
+        else:
+            parts = [{"params": members[index], "weight_decay": group.weight_decay}]
+        groups += [{**part, "lr": config.lr * group.lr_scale} for part in parts if part["params"]]
+    return groups
+
+
+def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two parameter groups, the second without weight decay."""
+    # Decay harms biases, gains and other one-dimensional parameters: pulled to zero, a norm would disable its layer.
+    matrices = [param for param in params if param.dim() >= 2]
+    vectors = [param for param in params if param.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raise ConfigError for a layer with sparse gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            what = (
+                f"its layer {name} has sparse=True, but gradients here are dense, as are all updates. "
+                f"Build the {type(module).__name__} with sparse=False"
+            )
+            raise ConfigError([Problem("", "model", what)])
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+    """Set all parameter groups' rates for `step`; return the first."""
+    for group in optimizer.param_groups:
+        group["lr"] = schedule(step, group[PEAK])
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+@torch.no_grad()
+def rescale_gradients(
+    model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """Multiply all gradients by `correction`, then clip their norm.
+
+    `correction` is the same on every rank. `Precision.loss_scale` is divided out first. Clipping limits the global norm
+    to `max_norm`.
+
+    Returns:
+        The norm of the whole gradient after the correction and before clipping, () and whole even if gradients are
+        sharded; and the norms of each parameter's gradient before the correction, (parameters,), sharded as they are.
+    """
+    # Correction and clipping share one pass over the gradients, which moves as many bytes as the model has.
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    if not gradients:  # the step has used no parameter
+        nothing = torch.zeros(1, device=precision.device)
+        return nothing[0], nothing
+    norms = _norms(gradients)
+    correction = correction / precision.loss_scale
+    norm = unsharded(torch.linalg.vector_norm(norms)) * correction
+    if max_norm is not None:
+        # The factor is computed on the device: an `if` on the norm would make the host wait for it.
+        correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
+    precision.rescale([local(gradient) for gradient in gradients], correction)
+    return norm, norms
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of each gradient, (parameters,), as torch's get_total_norm does."""
+    # Computed on local parts, because the foreach kernels do not support sharded tensors.
+    norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
+    return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms

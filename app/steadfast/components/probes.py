@@ -1,0 +1,84 @@
+"""Injected faults and timing, wrapped around the inputs of a step."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from steadfast.balance.shares import Balance
+from steadfast.data import Fetched
+from steadfast.data.batches import Batch
+from steadfast.faults.inject import Faults
+from steadfast.tasks import Sums, Task
+from steadfast.world.control import Rider
+from steadfast.world.progress import Progress
+from steadfast.world.runtime import Signals
+
+
+class Probes(Rider):
+    """Wraps a step's batches, task, signals and control channel in one place."""
+
+    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
+        self._faults = faults
+        self._balance = balance
+        self._progress = progress
+
+    def task(self, task: Task) -> Task:
+        # Without faults or timing the task is returned unwrapped: no overhead, and a clean traceback.
+        if not (self._faults.active or self._balance.timed):
+            return task
+        return _ProbedTask(task, self._faults, self._balance)
+
+    def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Return batches whose loading is timed and that trigger faults.
+
+        The wait for each batch counts as the loader phase, and the first batch of a step arms the faults of that step.
+        """
+        if self._faults.active:
+            batches = self._faults.entering(batches)
+        # Timing wraps the faults too, because the time of the loader is a part of the time of a microbatch.
+        return self._balance.batches(self._progress.fetching(batches))
+
+    def recomputing(self, step: int) -> AbstractContextManager[object]:
+        """Return the context for recomputing a microbatch of `step`, without timing."""
+        return self._faults.recomputing(step)
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that all ranks enter."""
+        self._progress.enter(phase)
+        self._faults.reach(phase)
+
+    def signals(self, signals: Signals) -> Signals:
+        return self._faults.signals(signals)
+
+    def payload(self) -> list[float]:
+        self._faults.reach("collective")  # the message is posted right after this call
+        return self._balance.payload()
+
+    def on_result(self, step: int, payload: list[float]) -> None:
+        self._balance.on_result(step, payload)
+
+
+class _ProbedTask:
+    def __init__(self, task: Any, faults: Faults, balance: Balance) -> None:
+        self._task = task
+        self._faults = faults
+        self._balance = balance
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        if self._faults.recomputed_step is not None:
+            self._faults.before_recomputing(model)
+            sums: Sums = self._task.loss(model, batch)
+            return sums
+        self._faults.before_forward(model)
+        sums = self._faults.corrupt(self._task.loss(model, batch))
+        self._balance.forwarded()
+        return sums
+
+    def embed(self, model: nn.Module, batch: Batch) -> Any:
+        self._faults.before_forward(model)
+        return self._task.embed(model, batch)
+
+    def loss_of_embeddings(self, embeddings: Any) -> Sums:
+        return self._faults.corrupt(self._task.loss_of_embeddings(embeddings))

@@ -1,0 +1,207 @@
+"""Check that a user's task trains here as in a plain loop."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from steadfast.components.buffers import Buffers
+from steadfast.components.metrics import SummedMetrics
+from steadfast.components.modes import evaluating
+from steadfast.components.seed import seed_generators
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, Target, TaskConfig
+from steadfast.data.batches import Batch, tensors_of
+from steadfast.data.parts import rows_of, uncuttable
+from steadfast.data.randomness import own_randomness
+from steadfast.errors import ConfigError, Problem, UsageError
+from steadfast.parallel import Parallel
+from steadfast.parallel.dtensor import reshard
+from steadfast.plan import Microbatch
+from steadfast.tasks import Sums
+from steadfast.tasks.own import GlobalTask, OwnTask
+from steadfast.world.control import gather_numbers
+from steadfast.world.runtime import World
+
+_NUM_ROWS = 4  # samples in a forward
+_NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exchanges no rows between the halves
+# Difference that rounding can explain, as a share of the compared losses.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_TF32_TOLERANCE = 2e-3
+
+
+def check_task(config: Config, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
+    """Refuse a user's task that would train differently here. A collective.
+
+    The task is tried on a few samples.
+
+    The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in separate
+    forwards; the rows of an embedding must not depend on each other. The trial runs in evaluation mode, which excludes
+    dropout, and BatchNorm, whose statistics are those of a microbatch by design. With `task.coupled` the task is called
+    but its losses are not compared.
+
+    Raises:
+        UsageError: the task returns no `Sums`, calls a collective, or its loss couples samples.
+        ConfigError: a key needs the loss of each microbatch, and the task has a loss over the global batch.
+    """
+    if isinstance(config.task, TaskConfig) and not isinstance(config.model, Target):
+        return
+    if isinstance(worker.task, GlobalTask):
+        _refuse_what_needs_each_loss(config)
+    # Checked once per command: workers that join a world find members that have checked the same code.
+    is_checked = bool(gather_numbers(int(worker.task_checked), world.groups.control).max())
+    worker.task_checked = True
+    if is_checked:
+        return
+    world.progress.enter("validation")
+    with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
+        _Trial(config, worker, unwrapped).run()
+
+
+class _Trial:
+    """Evaluates a task on rows of one batch of real samples."""
+
+    def __init__(self, config: Config, worker: WorkerState, model: nn.Module) -> None:
+        self._task = worker.task.copied() if isinstance(worker.task, OwnTask) else worker.task
+        self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
+        self._model = model
+        self._precision = worker.precision
+        self._coupled = config.task.coupled
+        self._loader = worker.loader
+        self._num_train = worker.order.num_train
+        size = worker.batch.samples_per_microbatch
+        # A coupled loss may need a whole microbatch, for example if the model keeps a state per sample.
+        self._num_rows = min(size if self._coupled else min(_NUM_ROWS, size), self._num_train)
+        is_tf32 = config.precision.tf32 and worker.precision.device.type == "cuda"
+        self._tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCES[worker.precision.compute_dtype]
+
+    def run(self) -> None:
+        """Compare the loss of a batch with the losses of its parts."""
+        num_rows, half = self._num_rows, self._num_rows // 2
+        whole = self._loader.example(num_rows)
+        loss = self._loss(whole, seed=0)
+        # A batch that has no row for each sample never runs in parts.
+        if self._coupled or not half or uncuttable(whole, num_rows) is not None:
+            return
+        halves = [rows_of(whole, rows, num_rows) for rows in (range(half), range(half, num_rows))]
+        if isinstance(self._task, GlobalTask):
+            self._compare_rows(self._task, whole, *halves)
+            return
+        parts = self._losses_of(halves)
+        self._compare_counts(loss, parts)
+        if not self._is_equal([loss], [self._loss(whole, seed=0)]):
+            return  # a loss that changes from call to call cannot be compared
+        if not self._is_equal([loss], [self._loss(whole, seed=1)]):
+            self._exchange_halves()
+        elif not self._is_equal([loss], parts):
+            found, expected = float(loss.loss_sum), sum(float(part.loss_sum) for part in parts)
+            self._refuse(f"the loss of {num_rows} samples is {found:.6g}, and {expected:.6g} as the sum of its halves")
+
+    def _losses_of(self, parts: Sequence[Batch]) -> list[Sums]:
+        try:
+            return [self._loss(part, seed=0) for part in parts]
+        except UsageError:
+            raise
+        except Exception as error:  # for example from a model that keeps a state for each sample of a microbatch
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
+
+    def _exchange_halves(self) -> None:
+        """Compare losses of batches whose second halves are exchanged.
+
+        Equal seeds and shapes give equal random draws.
+        """
+        half = self._num_rows // 2
+        size = 4 * half
+        if size > self._num_train:
+            return
+        batch = self._loader.example(size)
+        a, b, c, d = (range(start, start + half) for start in range(0, size, half))
+        for seed in range(_NUM_SEEDS):
+            ab, cd, ad, cb = (
+                self._loss(rows_of(batch, [*left, *right], size), seed)
+                for left, right in ((a, b), (c, d), (a, d), (c, b))
+            )
+            if not self._is_equal([ab, cd], [ad, cb]):
+                self._refuse("the loss of one half of a batch follows from the samples of the other half")
+
+    def _loss(self, batch: Batch, seed: int) -> Sums:
+        seed_generators(seed, Microbatch(0, 0, 0, 0), self._precision.device)
+        with self._precision.autocast():
+            sums = self._task.loss(self._model, batch)
+        reshard(self._model)
+        return replace(sums, loss_sum=sums.loss_sum.detach())
+
+    def _compare_rows(self, task: GlobalTask, *batches: Batch) -> None:
+        found: list[list[Tensor]] = []
+        for batch in (*batches, batches[0]):
+            seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._precision.device)
+            with torch.no_grad(), self._precision.autocast():
+                found.append([tensor.double() for tensor in tensors_of(task.embed(self._model, batch))])
+            reshard(self._model)
+        whole, first, second, again = found
+        for of_whole, of_first, of_second, redrawn in zip(whole, first, second, again, strict=True):
+            limit = self._tolerance * float(of_whole.abs().max())
+            halves = torch.cat([of_first, of_second])
+            if _differ(of_whole, redrawn, limit):
+                continue  # embeddings that contain random draws cannot be compared
+            if halves.shape != of_whole.shape or _differ(of_whole, halves, limit):
+                self._refuse("the embedding of a sample follows from the other samples of its batch")
+
+    def _compare_counts(self, whole: Sums, parts: Sequence[Sums]) -> None:
+        count, expected = float(whole.count), sum(float(part.count) for part in parts)
+        if abs(count - expected) > 1e-6 * abs(expected):
+            raise UsageError(
+                f"{self._name}.loss counts {count:g} in {self._num_rows} samples, and {expected:g} in their halves "
+                "together. The count of Sums is how many losses are in loss_sum: for a mean loss over a batch return "
+                "Sums(loss * len(batch), len(batch))"
+            )
+
+    def _is_equal(self, found: Sequence[Sums], expected: Sequence[Sums]) -> bool:
+        losses = [float(sums.loss_sum) for sums in (*found, *expected)]
+        difference = sum(losses[: len(found)]) - sum(losses[len(found) :])
+        # `not ... >` accepts losses that are not finite, because nothing can be concluded from them.
+        return not abs(difference) > self._tolerance * sum(map(abs, losses))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{self._name}: {what}. So the loss follows from batch.microbatch_size, and changes where memory runs out "
+            "and a microbatch runs in smaller forwards. Negatives of the batch, mixup and means over the batch are "
+            "such losses. For a loss over the whole global batch give the task embed(model, batch) and "
+            "loss(embeddings). For one over each microbatch as it is, set task.coupled=true"
+        )
+
+
+def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
+    return bool((one - other).abs().max() > limit)
+
+
+@contextmanager
+def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model in evaluation mode, and undo all side effects.
+
+    Buffers, random generators and metrics are restored afterwards.
+    """
+    device = worker.precision.device
+    with ExitStack() as unchanged:
+        unchanged.enter_context(Buffers(model).undone())
+        unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
+        unchanged.enter_context(own_randomness(0))
+        unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
+        unchanged.enter_context(evaluating(model))
+        # Gradients stay enabled, because a loss may compute gradients itself.
+        yield model
+
+
+def _refuse_what_needs_each_loss(config: Config) -> None:
+    problems: list[Problem] = []
+    why = "with a task that has embed and loss(embeddings): no microbatch has a loss of its own"
+    if config.audit.recompute is not None:
+        problems.append(Problem("", "audit.recompute", f"must be null {why}"))
+    if config.batch.balance == "speed":
+        problems.append(Problem("", "batch.balance", f"must be even or weights by label {why}"))
+    if problems:
+        raise ConfigError(problems)

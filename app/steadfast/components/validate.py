@@ -1,0 +1,132 @@
+"""Validation on every held-out sample exactly once, in any world."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from steadfast.components.embeddings import Embeddings
+from steadfast.components.metrics import SummedMetrics
+from steadfast.components.modes import evaluating
+from steadfast.components.seed import seed_validation
+from steadfast.components.totals import Totals
+from steadfast.components.trigger import Trigger
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.data import Fetched
+from steadfast.parallel import Parallel
+from steadfast.tasks.own import GlobalTask
+from steadfast.world.control import agree_on_names, means
+from steadfast.world.runtime import Outcome, World
+from steadfast.world.sums import summation
+
+
+class Validator:
+    """Measures a model on the held-out samples."""
+
+    def __init__(self, config: Config, worker: WorkerState, parallel: Parallel, world: World) -> None:
+        self._worker = worker
+        self._parallel = parallel
+        self._world = world
+        self._plan = worker.validation_plan(world)
+        self._seed = config.run.seed
+        self._config = config.checkpoint
+        self._summation = summation(config.run.exact)
+        self._step = -1  # of the last validation
+        self._metrics: dict[str, float] = {}
+        self.trigger = worker.trigger("validation", config.validation.every)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Return the results of the validation after `step`, if any."""
+        return self._metrics if step == self._step else {}
+
+    def checkpoint_trigger(self, age_s: float, is_left_on_one_node: bool) -> Trigger:
+        """Return the trigger of checkpoints; the last one is `age_s` old.
+
+        With `keep_best` a checkpoint also follows each validation. A run that had several nodes and has one left writes
+        a checkpoint at once, because the loss of that node would lose the whole state.
+        """
+        clock = self._worker.trigger("checkpoint", self._config.every, age_s)
+        if is_left_on_one_node:
+            clock.hurry()
+        return _AfterValidation(clock, self) if self._config.keep_best else clock
+
+    def run(self, step: int, model: nn.Module) -> dict[str, float]:
+        """Return the mean loss and metrics of all held-out samples. A collective.
+
+        Returns {} if no samples are held out, or if the model was already measured after `step`.
+        """
+        if step == self._step:
+            return {}
+        self._step = step
+        self._metrics = self._measure(model)
+        if self._metrics:
+            self._worker.hooks.on_validation(self._metrics)
+        return self._metrics
+
+    def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
+        """Return the same if the run is over, else {}. A collective."""
+        return self.run(outcome.step, model) if outcome.kind == "finished" else {}
+
+    def _measure(self, model: nn.Module) -> dict[str, float]:
+        if self._plan is None:
+            return {}
+        # A validation may take as long as many steps, so it is a phase with time-outs of its own.
+        self._world.progress.enter("validation")
+        model = self._parallel.unwrap(model)
+        precision = self._worker.precision
+        totals = Totals(precision.device, self._summation)
+        metrics = SummedMetrics(self._worker.task, precision.device)
+        with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
+            # A loss over the global batch depends on its size, so one loss is computed per global batch. Any other loss
+            # is computed in a single step whose global batch is the whole validation set.
+            for step in range(1, self._plan.last_step + 1):
+                fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.rank)))
+                self._measure_step(step, fetched, model, metrics, totals)
+        names = agree_on_names(totals.metric_names, self._world.groups.control)
+        count = self._summation.split(totals.count)
+        numbers = torch.cat([totals.loss_sum, count, *totals.metrics(names)])
+        self._world.groups.communicator.sum(numbers)
+        self._world.groups.gate()
+        return means(("loss", *names), numbers.tolist(), self._summation) | metrics.results(self._world.groups)
+
+    def _measure_step(
+        self, step: int, batches: Iterator[Fetched], model: nn.Module, metrics: SummedMetrics, totals: Totals
+    ) -> None:
+        assert self._plan is not None
+        task, precision = self._worker.task, self._worker.precision
+        begin, end = self._plan.positions(step)
+        embeddings = Embeddings(end - begin)
+        for fetched in batches:
+            microbatch, num_samples = fetched.microbatch, fetched.microbatch.stop - fetched.microbatch.start
+            seed_validation(self._seed, microbatch, precision.device)
+            # A pad has weight 0, so every sample counts once in any world.
+            with precision.autocast(), metrics.counting(microbatch.weight):
+                if isinstance(task, GlobalTask):
+                    found = task.embed(model, fetched.batch)
+                    embeddings.put(found, microbatch.start - begin, num_samples, microbatch.weight)
+                else:
+                    totals.add(task.loss(model, fetched.batch), microbatch.weight)
+        if isinstance(task, GlobalTask):
+            # Every rank computes the same loss, and only the leader's loss is added up.
+            counts = int(self._world.leader)
+            with metrics.counting(counts):
+                totals.add(task.loss_of_embeddings(embeddings.gather(self._world.groups)), counts)
+
+
+class _AfterValidation:
+    """Trigger of checkpoints that also follow each validation."""
+
+    def __init__(self, trigger: Trigger, validator: Validator) -> None:
+        self._trigger = trigger
+        self._validator = validator
+
+    def due(self, step: int) -> bool:
+        # The validation act precedes the checkpoint act, so a validation after this step has already run.
+        return self._trigger.due(step) or bool(self._validator.metrics_of(step))
+
+    def wanted(self) -> bool:
+        return self._trigger.wanted()
+
+    def done(self) -> None:
+        self._trigger.done()

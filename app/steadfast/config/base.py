@@ -1,0 +1,159 @@
+"""Base classes and scalar types of the configuration schema."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.types import PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """Frozen part of the configuration that refuses unknown keys.
+
+    Default values are checked like values that the user gives.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        # A misspelt key that is silently ignored would waste a whole run.
+        extra="forbid",
+        allow_inf_nan=False,
+        # A default can break a rule as well, once the user sets another field of the section.
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        # The arguments of a target may be infinite. This format loads back as an equal value.
+        ser_json_inf_nan="constants",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def true_is_no_number(cls, values: Any) -> Any:
+        # Python treats True as 1, so `steps: true` would be a run of one step. Pydantic refuses the text "true".
+        if not isinstance(values, dict):
+            return values
+        found = dict(values)
+        for name, field in cls.model_fields.items():
+            if name in found and _takes(field.annotation, int, float) and not _takes(field.annotation, bool, Any):
+                found[name] = _without_bools(found[name])
+        return found
+
+
+def _takes(annotation: Any, *kinds: Any) -> bool:
+    return annotation in kinds or any(_takes(part, *kinds) for part in get_args(annotation))
+
+
+def _without_bools(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_bools(part) for part in value]
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+class Target(Section):
+    """Section that names the user's code in place of a built-in kind."""
+
+    kind: Literal["target"] = "target"
+    # A name in angle brackets stands for an object that a program passed to `steadfast.fit`.
+    target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
+    """what to call, as "package.module:callable"; the working directory is on the import path"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """keyword arguments of the call"""
+
+
+def _as_range(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    # A bool is refused: YAML reads `yes` as True, and the user may have meant "yes", "true" or "1".
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _as_writable(value: str) -> str:
+    if "\0" in value:  # YAML can write NUL, but no path can contain it
+        raise ValueError("must not have NUL in it")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Pattern = Annotated[str, AfterValidator(_as_pattern)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_as_writable)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+Value = Annotated[str, BeforeValidator(_as_text)]
+_Ends = tuple[PositiveInt, PositiveInt]
+Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=PositiveInt | _Ends)]
+
+# The value's type selects the member of the union. Without the tags pydantic would report the errors of both members.
+BALANCES = ("a known balance", "weights")
+Balance = Annotated[
+    Annotated[Literal["even", "speed"], Tag(BALANCES[0])]
+    | Annotated[dict[Text, PositiveFloat], Field(min_length=1), Tag(BALANCES[1])],
+    Discriminator(lambda value: BALANCES[isinstance(value, dict)]),
+]
+
+ORDERS = ("a known order", "an order by target")
+Order = Annotated[
+    Annotated[Literal["shuffled", "sequential"], Tag(ORDERS[0])] | Annotated[Target, Tag(ORDERS[1])],
+    Discriminator(lambda value: ORDERS[isinstance(value, dict | Target)]),
+]
+
+Unit = Literal["steps", "epochs", "minutes", "seconds"]
+
+
+@dataclass(frozen=True)
+class Every:
+    """Period as a count of steps, epochs, minutes or seconds."""
+
+    count: int | float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, value: Any) -> "Every":
+        """Parse a period such as "200 steps", "1 epoch" or "2.5 minutes"."""
+        if isinstance(value, Every):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
+        if match:
+            count = float(match[1])
+            whole = count.is_integer()
+            # A step cannot be divided. Half an epoch or half a minute is valid.
+            if count > 0 and (whole or match[2] != "step"):
+                return cls(int(count) if whole else count, cast(Unit, f"{match[2]}s"))
+        raise ValueError('must be a count and a unit, such as "200 steps", "3 epochs" or "5 minutes"')
+
+    def __str__(self) -> str:
+        text = f"{self.count} {self.unit}"
+        return text.removesuffix("s") if self.count == 1 else text
+
+
+Interval = Annotated[
+    Every, PlainValidator(Every.parse), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "period"})
+]

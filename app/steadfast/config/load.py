@@ -1,0 +1,178 @@
+"""Load a configuration file and overrides into a Config.
+
+All problems are reported together, each with its line, the value found and the nearest valid name.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from steadfast.config.base import BALANCES, ORDERS, Section
+from steadfast.config.document import Document, Dumper, Keys, read_text
+from steadfast.config.schema import Config
+from steadfast.errors import ConfigError, Problem
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+QUOTED = re.compile(r"'(.*?)'")  # a name in pydantic's list of expected values
+# Pydantic adds the member of a union to the keys of an error, although the configuration has no such key.
+UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES, *ORDERS)
+# Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
+# equivalent instead.
+_OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
+_INSTEAD = {
+    "data.shuffle": _OWN_ORDER,
+    "data.sampler": _OWN_ORDER,
+    "data.batch_sampler": _OWN_ORDER,
+    "parallel.find_unused_parameters": (
+        "parameters that a step does not use are fine without it, with reducer=steadfast, the default"
+    ),
+    "parallel.sync_batchnorm": (
+        "BatchNorm has the statistics of a microbatch, and the same running ones at any number of workers; for larger "
+        "groups raise batch.microbatch_size"
+    ),
+}
+
+
+def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
+    """Read FILE and apply the overrides.
+
+    FILE is searched in the working directory, then in configs/. Raises ConfigError.
+    """
+    for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
+        try:
+            if path.is_file():
+                return parse_config(read_text(path, name), name, overrides)
+        except OSError as error:
+            raise ConfigError([Problem(name[:200], "", f"cannot be read: {error.strerror}")]) from error
+    known = [path.name for path in CONFIGS.glob("*.yaml")]
+    what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
+    raise ConfigError([Problem(file, "", what)])
+
+
+def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that `text` holds.
+
+    `file` names the text in errors, and its stem is the default name of the run. Raises ConfigError.
+    """
+    document = Document(text, file)
+    document.override(overrides)
+    # YAML reads a section without keys as None. Such a section gets its defaults.
+    tree = {key: value for key, value in document.tree.items() if value is not None}
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", Path(file).stem)
+
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as invalid:
+        _report(invalid.errors(include_url=False), document)
+    # Only the document detects keys that are given twice, so a valid tree may still have problems.
+    problems = document.problems()
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """Return the configuration as YAML that loads back equal."""
+    tree = config.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _report(errors: list[ErrorDetails], document: Document) -> None:
+    """Record pydantic's errors as problems of the document."""
+    # Pydantic reports a value that fits no member of a union once per member. The errors are merged into one problem.
+    unmet: dict[Keys, list[ErrorDetails]] = {}
+    for error in errors:
+        path, section = _locate(error["loc"])
+        match error["type"]:
+            case "extra_forbidden" | "invalid_key":
+                document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
+            case "missing":
+                document.problem(path, "missing")
+            case "rule":
+                # The rule belongs to a whole section, so the rule itself names the key.
+                document.problem(tuple(error["ctx"]["key"].split(".")), error["msg"])
+            case "union_tag_invalid":
+                kind = error["input"]["kind"]
+                known = QUOTED.findall(error["ctx"]["expected_tags"])
+                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{_suggestion(kind, known)}")
+            case "union_tag_not_found":
+                document.problem((*path, "kind"), "missing")
+            case _:
+                unmet.setdefault(path, []).append(error)
+    for path, alternatives in unmet.items():
+        document.problem(path, _unmet(alternatives))
+
+
+def _unmet(alternatives: list[ErrorDetails]) -> str:
+    """Return one sentence for a value that fits no alternative."""
+    wanted: list[str] = []
+    names: list[str] = []
+    for error in alternatives:
+        wanted.append(error["msg"].removeprefix("Value error, ").replace("Input should", "must"))
+        names += QUOTED.findall(error.get("ctx", {}).get("expected", ""))
+    seen = alternatives[0]["input"]
+    return f"{' or '.join(wanted)}, found {_shortened(seen)}{_nearest(seen, names)}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
+    """Return an error's keys and the section of the last key."""
+    keys: list[str] = []
+    section: type[Section] = Config
+    members: list[type[Section]] = [Config]  # the sections that the next key may lie in; several for a union
+    for part in loc:
+        key = str(part)
+        if key in UNION_MEMBERS:
+            continue
+        of_this_kind = [member for member in members if key in get_args(_annotation(member, "kind"))]
+        if of_this_kind and len(members) > 1:
+            members = of_this_kind
+            continue
+        keys.append(key)
+        section = members[0]
+        members = _sections(_annotation(section, key)) or members
+    return tuple(keys), section
+
+
+def _annotation(section: type[Section], key: str) -> Any:
+    field = section.model_fields.get(key)
+    return field and field.annotation
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """Return the sections at any depth of an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    sections: list[type[Section]] = []
+    for part in get_args(annotation):
+        sections += _sections(part)
+    return sections
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _instead(path: Keys) -> str:
+    """Return the equivalent of another trainer's key, "" if unknown."""
+    known = _INSTEAD.get(".".join(path))
+    return f"; {known}" if known else ""
+
+
+def _suggestion(name: Any, valid: Iterable[str]) -> str:
+    names = sorted(valid)
+    return _nearest(name, names) or f"; valid: {', '.join(names)}"
+
+
+def _nearest(name: Any, names: list[str]) -> str:
+    close = difflib.get_close_matches(str(name), names, 1)
+    return f"; nearest is {close[0]}" if close else ""

@@ -1,0 +1,1043 @@
+"""Schema of the configuration: sections, keys and defaults.
+
+A configuration is parsed once, frozen, and handed out in slices. A section that offers a choice is a union, in which
+`kind` selects the type; `target` names the user's own code instead. A rule across several fields is a method with the
+rule's name. An error is reported at the field of its method, so a rule belongs to the field that is read later.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from steadfast.config.base import (
+    Balance,
+    Every,
+    Fraction,
+    Interval,
+    Order,
+    Pattern,
+    Range,
+    Section,
+    Target,
+    Text,
+    Texts,
+    Value,
+    Variable,
+)
+from steadfast.config.faults import FaultsConfig
+from steadfast.plan import End, step_of
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "run"
+    """name of the run's directory; the default is the name of the configuration's file without its suffix"""
+    storage: Text = "runs"
+    """where run directories are stored: a path, which is below /mnt/shared if that exists, or a URI (s3://...,
+    gs://...)"""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto resumes a run of this name if there is one; must requires an earlier run, and never forbids one"""
+    epochs: PositiveInt | None = None
+    """length of the run in passes over the training samples, instead of run.steps; the last step may have fewer
+    samples, and a run that is extended later continues after that step"""
+    # No default here: a file that gives epochs need not set it to null.
+    steps: PositiveInt | None = None
+    """length of the run in optimizer steps; 2000 unless run.epochs is given"""
+    init_from: Text | None = None
+    """file of initial weights, instead of random weights: a file written by `export`, a state_dict of the model, or a
+    folder written by Hugging Face's save_pretrained"""
+    init_strict: bool = True
+    """require that run.init_from has exactly the model's parameters; with false, matching parameters are loaded, and
+    the run reports the rest"""
+    # torch.manual_seed takes a signed 64-bit integer.
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
+    """number from which data order, initial weights and dropout follow"""
+    deterministic: bool = False
+    """compute the same bits each time on the same GPUs, which is slower; an operation without a deterministic form
+    raises an error"""
+    exact: bool = False
+    """compute the same bits for any number of workers, any shares and after any failure: gradients are added as
+    integers, so that their order has no effect. Needs 8 bytes more per parameter, parallel.kind=ddp, one model of
+    processor and the same scaling.cpus_per_worker; implies run.deterministic"""
+    report: bool = True
+    """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
+
+    @property
+    def reproducible(self) -> bool:
+        """Return whether ranks with equal hardware compute bit-equal gradients."""
+        return self.deterministic or self.exact
+
+    @field_validator("steps")
+    @classmethod
+    def one_length_of_run(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if steps and epochs:
+            raise ValueError(f"must be null where run.epochs is given ({epochs})")
+        if epochs:
+            return None
+        return steps or 2000
+
+    def num_steps(self, num_train: int, global_size: int, ends: Sequence[End] = ()) -> int:
+        """Return the length of the run in steps.
+
+        Args:
+            num_train: number of training samples.
+            ends: ends of the run before it was extended, oldest first.
+        """
+        return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
+
+    def num_samples(self, num_train: int) -> int | None:
+        """Return the number of samples in the run's stream.
+
+        Returns None for a run counted in steps.
+        """
+        # A run counted in epochs ends with the last sample of the last epoch, so its last step may be short.
+        return None if self.steps else (self.epochs or 0) * num_train
+
+
+class ClusterConfig(Section):
+    address: Text = "auto"
+    """HOST:PORT of a Ray cluster, or local for a Ray that this command starts and that listens on the loopback only;
+    auto takes RAY_ADDRESS, else the cluster that this machine has joined by ray start, else local"""
+    env: dict[Variable, Value | None] = Field(default_factory=dict)
+    """environment variables of the workers; null copies the value from the command's environment without storing it in
+    a file"""
+    env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_")
+    """also pass on the variables of the command's environment that start with one of these prefixes; [] for none"""
+    pip: Texts = ()
+    """packages that pip installs for the workers of a cluster: names, a requirements.txt, a wheel, or the folder of a
+    project (with a slash) in the working directory; a Ray of this command and torchrun ignore this key"""
+
+
+_SMALLER = "ask for fewer workers, or lower batch.microbatch_size"
+
+
+class ScalingConfig(Section):
+    num_workers: Range = (1, 8)
+    """number of workers, or [min, max] to let the run grow and shrink between the two; workers without a microbatch in
+    the global batch are not started"""
+    spares: NonNegativeInt = 0
+    """extra workers that are started beside the largest number and have built the model, so that one of them replaces a
+    dead worker in under a second. Each reserves cores and GPUs like a worker; not with recovery.mode=restart"""
+    gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
+    """GPUs of a worker: 1, or 0 to train on CPUs; auto is 1 if the cluster has a GPU or can start a node with one; more
+    than 1 for data_parallel only"""
+    cpus_per_worker: PositiveInt = 1
+    """CPU cores that Ray reserves for each worker. Raise it if workers have loader processes or train on CPUs"""
+    start_timeout_s: PositiveFloat = 60.0
+    """seconds to wait until the cluster has room for the smallest number of workers, if no autoscaler can add nodes.
+    Raise it if nodes join late"""
+    placement: Literal["pack", "spread"] = "pack"
+    """pack puts workers on few nodes; spread puts workers on many nodes, so that losing one node costs few workers"""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Ray's labels of the nodes that may have workers, such as {ray.io/accelerator-type: H100}"""
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers[0]
+
+    @field_validator("num_workers")
+    @classmethod
+    def min_not_above_max(cls, ends: tuple[int, int]) -> tuple[int, int]:
+        if ends[0] > ends[1]:
+            raise ValueError("must be [min, max] with min at most max")
+        return ends
+
+
+class BatchConfig(Section):
+    # A step of 48 samples in microbatches of 8 has six microbatches: equal shares for 1, 2, 3 or 6 workers. Any other
+    # number of workers gives the same result.
+    global_size: PositiveInt = 48
+    """samples in one optimizer step, for any number of workers. It is a hyperparameter, and need not follow the number
+    of workers"""
+    microbatch_size: Literal["auto"] | PositiveInt = 8
+    """samples in one forward and backward pass; the last microbatch of a step may have fewer. Raise it for speed, and
+    lower it for memory; auto measures at the run's start how many samples fit on the rank with the least free memory,
+    leaves a microbatch for each of scaling.num_workers, and keeps the number for the whole run"""
+    balance: Balance = "even"
+    """how a step's microbatches are distributed: even; speed, by measured speed; or weights of machines by label,
+    {label: weight}"""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the largest number of microbatches in a step.
+
+        Further workers would have no microbatch.
+        """
+        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
+        return -(-self.global_size // size)
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Return `microbatch_size` as a number, given or chosen."""
+        assert self.microbatch_size != "auto", "the size that the run has chosen was not looked up"
+        return self.microbatch_size
+
+    def with_microbatches_of(self, size: int) -> Self:
+        """Return this section with a number as `microbatch_size`."""
+        return self.model_copy(update={"microbatch_size": size})
+
+    @field_validator("microbatch_size")
+    @classmethod
+    def microbatch_fits_global_batch(cls, size: Literal["auto"] | int, info: ValidationInfo) -> Literal["auto"] | int:
+        global_size = info.data.get("global_size", size)  # missing if invalid itself
+        if size != "auto" and size > global_size:
+            raise ValueError(f"must be at most batch.global_size ({global_size})")
+        return size
+
+
+class GptConfig(Section):
+    kind: Literal["gpt"] = "gpt"
+    num_layers: PositiveInt = 4
+    """number of transformer blocks"""
+    embed_dim: PositiveInt = 128
+    """width of the residual stream"""
+    num_heads: PositiveInt = 4
+    """number of attention heads in a block; must divide model.embed_dim"""
+    context_length: PositiveInt = 128
+    """largest number of tokens in one input"""
+    vocab_size: PositiveInt = 256
+    """number of different tokens; 256 for bytes"""
+    dropout: Fraction = 0.0
+    """share of activations that dropout sets to zero in training, 0 to 1"""
+    bias: bool = True
+    """use biases in linear layers and norms"""
+
+    @field_validator("num_heads")
+    @classmethod
+    def heads_divide_embed_dim(cls, num_heads: int, info: ValidationInfo) -> int:
+        embed_dim = info.data.get("embed_dim", 0)
+        if embed_dim % num_heads:
+            raise ValueError(f"must divide model.embed_dim ({embed_dim})")
+        return num_heads
+
+
+class MlpConfig(Section):
+    kind: Literal["mlp"] = "mlp"
+    in_features: PositiveInt
+    """number of values in one input"""
+    hidden: tuple[PositiveInt, ...] = (64,)
+    """width of each hidden layer"""
+    out_features: PositiveInt
+    """number of values in one output: classes, or regression targets"""
+    dropout: Fraction = 0.0
+    """share of activations that dropout sets to zero in training, 0 to 1"""
+
+
+class CoupledConfig(Section):
+    """Key of every task."""
+
+    coupled: bool = False
+    """set true if the loss of a microbatch is not the sum of its samples' losses, as with in-batch negatives or mixup:
+    the samples of a microbatch then always share one forward, even if memory runs out, and batch.microbatch_size must
+    be a number"""
+
+
+class TaskConfig(CoupledConfig):
+    kind: Literal["language_modeling", "classification", "regression"] = "language_modeling"
+    chunk_tokens: PositiveInt | None = None
+    """largest number of tokens whose logits are held in memory at a time, for language_modeling; the logits are
+    computed again in the backward. The model's method get_output_embeddings() must return its last layer, an nn.Linear.
+    null holds all logits"""
+
+    @field_validator("chunk_tokens")
+    @classmethod
+    def only_tokens_come_in_chunks(cls, chunk_tokens: int | None, info: ValidationInfo) -> int | None:
+        if chunk_tokens is not None and info.data.get("kind") != "language_modeling":
+            raise ValueError(f"must be null with task.kind={info.data.get('kind')}: only language_modeling has tokens")
+        return chunk_tokens
+
+
+class TargetTask(CoupledConfig, Target):
+    """Task of the user's own."""
+
+
+class LoaderConfig(Section):
+    """How samples are fetched.
+
+    No key changes the samples themselves, so a resume may change any of the keys.
+    """
+
+    num_workers: Literal["auto"] | NonNegativeInt = "auto"
+    """loader processes of each worker; 0 loads samples in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1 if
+    the machine has fewer than three cores per GPU. Raise it if `data wait` is high"""
+    prefetch_factor: PositiveInt = 2
+    """number of microbatches that each loader process prepares ahead. Raise it if the time to read a sample varies
+    much"""
+
+
+class TextSource(Section):
+    kind: Literal["text"] = "text"
+    source: Text = "python-docs"
+    """text to read as bytes: python-docs, which comes with Python, or a glob of text files"""
+    context_length: PositiveInt = 128
+    """number of tokens in one sample; at most model.context_length"""
+
+
+class TokensSource(Section):
+    kind: Literal["tokens"] = "tokens"
+    path: Text
+    """a flat binary file of tokens"""
+    dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """integer type in which the file stores a token"""
+    context_length: PositiveInt = 128
+    """number of tokens in one sample; at most model.context_length"""
+
+
+class ImageFolderSource(Section):
+    kind: Literal["image_folder"] = "image_folder"
+    path: Text
+    """a folder with one folder of images for each class, as torchvision's ImageFolder reads it"""
+    image_size: PositiveInt = 224
+    """height and width of the model's input in pixels"""
+    augment: bool = True
+    """crop and flip training images at random; validation always uses the middle of an image"""
+
+
+class HuggingFaceSource(Section):
+    kind: Literal["huggingface"] = "huggingface"
+    path: Text
+    """a folder written by a dataset's save_to_disk, or a folder or name for datasets.load_dataset"""
+    name: Text | None = None
+    """configuration of a dataset that has several"""
+    split: Text | None = None
+    """split of the dataset, such as train, validation or train[:80%]; null is train if the dataset has splits"""
+    columns: tuple[Text, ...] = ()
+    """columns of a sample; all columns if the list is empty"""
+
+
+Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target
+
+
+class CollateConfig(Section):
+    collate: Target | None = None
+    """a function that makes a batch of a list of samples; with args, or as a class, it is called first and returns that
+    function; null stacks the samples"""
+
+
+class HeldOut(CollateConfig):
+    """Samples held out by data.validation_fraction."""
+
+    kind: Literal["held_out"] = "held_out"
+
+
+class ValidationImages(CollateConfig, ImageFolderSource):
+    pass
+
+
+class ValidationHuggingFace(CollateConfig, HuggingFaceSource):
+    pass
+
+
+class ValidationTarget(CollateConfig, Target):
+    pass
+
+
+AnyValidation = Annotated[
+    HeldOut | TextSource | TokensSource | ValidationImages | ValidationHuggingFace | ValidationTarget,
+    Field(discriminator="kind"),
+]
+
+
+class DataConfig(LoaderConfig):
+    order: Order = "shuffled"
+    """order of the samples in an epoch: shuffled, differently in each epoch; sequential, as in the dataset; or a
+    function of the user's own, `steadfast.data.order.Order` (a class, or a function with args, is called first and
+    returns that function). Unless shuffled, the last samples of the dataset are held out"""
+    validation_fraction: Fraction = 0.1
+    """share of the samples held out of training for validation, 0 to 1; if the order is shuffled, run.seed selects the
+    samples"""
+    validation: AnyValidation | None = None
+    """data for validation, instead of the held-out share of the training data; data of the same kind keeps the size of
+    its samples. data.collate applies to training only; {collate: ...} without a kind applies to the held-out share"""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Return the share of the training data that is held out."""
+        return 0.0 if self.has_own_validation else self.validation_fraction
+
+    @property
+    def has_own_validation(self) -> bool:
+        """Return whether validation reads data of its own."""
+        return self.validation is not None and not isinstance(self.validation, HeldOut)
+
+    @field_validator("validation")
+    @classmethod
+    def something_is_held_out(cls, validation: Section | None, info: ValidationInfo) -> Section | None:
+        if isinstance(validation, HeldOut) and info.data.get("validation_fraction") == 0:
+            context = {"key": "data.validation.collate"}
+            message = "has no samples: data.validation_fraction is 0, and data.validation names no data"
+            raise PydanticCustomError("rule", message, context)
+        return validation
+
+
+class TextData(DataConfig, TextSource):
+    pass
+
+
+class TokensData(DataConfig, TokensSource):
+    pass
+
+
+class SamplesConfig(DataConfig, CollateConfig):
+    """Data whose samples are read one by one and then collated."""
+
+
+class ImageFolderData(SamplesConfig, ImageFolderSource):
+    pass
+
+
+class HuggingFaceData(SamplesConfig, HuggingFaceSource):
+    pass
+
+
+class TargetData(SamplesConfig, Target):
+    """Map-style dataset of the user's own."""
+
+
+class OptimizerConfig(Section):
+    """Keys that the program itself needs of every optimizer."""
+
+    lr: PositiveFloat = 1e-3
+    """peak learning rate"""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """largest norm of the gradient of a step; a larger gradient is scaled down to it; null for no limit. Lower it if
+    the loss spikes"""
+
+
+class GroupConfig(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    match: Pattern
+    """regular expression that is searched in the parameters' names; the first group that matches a parameter applies"""
+    lr_scale: PositiveFloat = 1.0
+    """learning rate of the group, as a multiple of optimizer.lr"""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """weight decay of every parameter in the group, matrix or not; null treats them like other parameters"""
+
+
+class GroupedConfig(OptimizerConfig):
+    groups: tuple[GroupConfig, ...] = ()
+    """groups of parameters with a learning rate or weight decay of their own"""
+
+
+class AdamWConfig(GroupedConfig):
+    kind: Literal["adamw"] = "adamw"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """decoupled weight decay, applied to matrices only"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """decay rates of the running mean and of the running square"""
+    eps: PositiveFloat = 1e-8
+    """small number in the denominator, which keeps the division finite"""
+
+
+class AdamConfig(GroupedConfig):
+    kind: Literal["adam"] = "adam"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """factor of the weight that is added to the gradient, for matrices only"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """decay rates of the running mean and of the running square"""
+    eps: PositiveFloat = 1e-8
+    """small number in the denominator, which keeps the division finite"""
+
+
+class SgdConfig(GroupedConfig):
+    kind: Literal["sgd"] = "sgd"
+    momentum: Fraction = 0.9
+    """share of the last update that is kept in the next update, 0 to 1"""
+    nesterov: bool = False
+    """use Nesterov's momentum; needs optimizer.momentum above 0"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """factor of the weight that is added to the gradient, for matrices only"""
+
+    @field_validator("nesterov")
+    @classmethod
+    def nesterov_needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        if nesterov and not info.data.get("momentum"):
+            raise ValueError("needs optimizer.momentum above 0")
+        return nesterov
+
+
+class MuonConfig(OptimizerConfig):
+    """torch's Muon for matrices and AdamW for all other parameters, with one learning rate."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Fraction = 0.95
+    """share of the last update that is kept in the next update, 0 to 1"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """decoupled weight decay, applied to matrices only"""
+    adamw: Pattern = "head"
+    """regular expression that is searched in the names of matrices; AdamW updates the matrices that match, and all
+    embeddings"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the running mean and of the running square"""
+    eps: PositiveFloat = 1e-8
+    """small number in AdamW's denominator, which keeps the division finite"""
+
+
+class TargetOptimizer(OptimizerConfig, Target):
+    """Optimizer of the user's own, called with `params`, `lr` and `args`."""
+
+
+class CosineConfig(Section):
+    kind: Literal["cosine"] = "cosine"
+    warmup_steps: NonNegativeInt = 50
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    min_lr_fraction: Fraction = 0.1
+    """learning rate at the end of the run, as a share of optimizer.lr"""
+
+
+class ConstantConfig(Section):
+    kind: Literal["constant"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
+
+
+class LinearConfig(Section):
+    kind: Literal["linear"] = "linear"
+    warmup_steps: NonNegativeInt = 50
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    min_lr_fraction: Fraction = 0.0
+    """learning rate at the end of the run, as a share of optimizer.lr"""
+
+
+class WsdConfig(Section):
+    """Warm-up, stable part, decay: a run may be extended from any step of its stable part."""
+
+    kind: Literal["wsd"] = "wsd"
+    warmup_steps: NonNegativeInt = 50
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    decay_fraction: Fraction = 0.1
+    """share of the run's steps, at its end, in which the learning rate falls"""
+    min_lr_fraction: Fraction = 0.0
+    """learning rate at the end of the run, as a share of optimizer.lr"""
+
+
+class StepConfig(Section):
+    kind: Literal["step"] = "step"
+    warmup_steps: NonNegativeInt = 0
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    every_steps: PositiveInt
+    """number of steps after which the learning rate falls each time"""
+    gamma: Fraction = 0.1
+    """factor of the learning rate at each fall"""
+
+
+class OneCycleConfig(Section):
+    """torch's OneCycleLR, without its changes of momentum."""
+
+    kind: Literal["one_cycle"] = "one_cycle"
+    rising_fraction: Fraction = 0.3
+    """share of the run's steps in which the learning rate rises to optimizer.lr"""
+    start_divisor: PositiveFloat = 25.0
+    """divisor of optimizer.lr that gives the learning rate of the first step"""
+    end_divisor: PositiveFloat = 1e4
+    """divisor of the first step's learning rate that gives that of the last step"""
+
+
+class DdpConfig(Section):
+    kind: Literal["ddp"] = "ddp"
+    reducer: Literal["steadfast", "torch"] = "steadfast"
+    """code that sums gradients over workers: steadfast, or torch for its DistributedDataParallel, which runs
+    communication hooks of the user's own"""
+    bucket_cap_mb: PositiveInt | None = None
+    """size of a gradient bucket in MB; null is 25, with a smaller first bucket. Larger buckets need fewer collectives,
+    and smaller ones overlap more of the backward"""
+
+
+FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
+ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+class FsdpConfig(Section):
+    kind: Literal["fsdp"] = "fsdp"
+    shard_size: Annotated[int, Field(ge=2)] | None = None
+    """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
+    same model, and are added or removed whole: workers that do not fill a replica wait"""
+    wrap: FsdpUnits = "blocks"
+    """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
+    number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
+    whole step"""
+    reshard_after_forward: bool = True
+    """free gathered parameters after the forward, and gather them again in the backward; set false for speed if memory
+    allows"""
+    reduce_every_microbatch: bool = False
+    """sum gradients over workers after each microbatch, which saves memory, instead of once per step, which is
+    faster"""
+    param_dtype: ParamFormat = "auto"
+    """format of gathered parameters and of the computation; auto is the format of precision.kind"""
+    reduce_dtype: ParamFormat = "auto"
+    """format in which gradients are summed; auto is fp32 if precision.kind computes in 16 bits"""
+    prefetch: NonNegativeInt = 0
+    """number of modules that are gathered ahead of time; 0 leaves the choice to torch, which gathers one ahead. Raise
+    it if the GPU waits for gathers and memory allows"""
+    cpu_offload: bool = False
+    """keep parameters, gradients and optimizer state in the machine's memory, and update parameters there, so that a
+    GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
+
+
+class DataParallelConfig(Section):
+    """torch's nn.DataParallel: one worker for all GPUs of its machine.
+
+    For existing scripts only, because ddp is faster.
+    """
+
+    kind: Literal["data_parallel"] = "data_parallel"
+
+
+class LossScaleConfig(Section):
+    initial: PositiveFloat = 65536.0
+    """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
+    factor. Lower it if the first steps overflow"""
+    factor: Annotated[float, Field(gt=1)] = 2.0
+    """divisor of the loss scale after an overflow, and its factor after `window` updates without an overflow"""
+    window: PositiveInt = 2000
+    """number of updates without an overflow after which the loss scale rises. Raise it if overflows are frequent"""
+
+
+class PrecisionConfig(Section):
+    kind: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """number format of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16
+    is for GPUs without bf16"""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """loss scale of fp16: a step with overflowing gradients changes no weights on any rank, and lowers the scale"""
+    tf32: bool = False
+    """compute fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23; faster and less
+    precise"""
+
+
+ActivationCheckpointing = Literal["none", "full", "selective"] | PositiveInt
+
+
+class MemoryConfig(Section):
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """which activations of the repeated layers (the layers that fsdp gathers one at a time) are computed again in the
+    backward instead of kept, to save memory: full keeps only the layers' inputs; selective also keeps products of
+    matrices and attention; 2 is full for every second layer"""
+
+
+Compile = Literal["none", "blocks"]
+
+
+class ValidationConfig(Section):
+    every: Interval | None = Every(200, "steps")
+    """how often to measure the loss on held-out samples; null measures it at the end of the run only. Validate less
+    often if validation takes much of the time"""
+
+
+class KeepBestConfig(Section):
+    metric: Text = "loss"
+    """name of a metric of validation"""
+    mode: Literal["min", "max"] = "min"
+    """whether the least or the greatest value is the best"""
+
+
+class CheckpointConfig(Section):
+    # The interval is a time, so that the cost of a failure does not depend on the duration of a step.
+    every: Interval = Every(5, "minutes")
+    """how often to write a checkpoint; the last step of the run always writes one. A shorter interval loses fewer steps
+    with a machine"""
+    node_memory: bool = True
+    """also keep the newest state in each node's memory, outside of the workers, so that the death of all workers costs
+    seconds. Copies take about one per cent of the time, and twice the state's size"""
+    trainable_only: bool = False
+    """leave out frozen parameters; a resume must get the same ones from the model's target or from run.init_from"""
+    keep_last: PositiveInt = 3
+    """number of newest checkpoints that are kept. Raise it to keep older states, at the price of storage"""
+    keep_every: PositiveInt | None = None
+    """also keep one checkpoint for every N steps, which is never deleted"""
+    keep_best: KeepBestConfig | None = None
+    """also keep the checkpoint with the best validation; a checkpoint then follows each validation"""
+
+
+class LoggingConfig(Section):
+    # Reading the loss makes the host wait for the device, so only log steps read it.
+    every_steps: PositiveInt = 10
+    """steps between two log lines; the host waits for the device in these steps only. Raise it if steps are short"""
+    gradient_norms_every: Interval | None = None
+    """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
+    weights_digest_every: Interval | None = None
+    """how often the ledger gets a digest of the trained weights, in steps or epochs, for `verify`; null for never, or
+    for every 100 steps with run.exact. The digest takes the leader a second or two per GB; not with fsdp, because no
+    worker has all weights"""
+
+    @field_validator("weights_digest_every")
+    @classmethod
+    def digests_are_of_the_same_steps(cls, every: Every | None) -> Every | None:
+        if every is not None and every.unit not in ("steps", "epochs"):
+            raise ValueError("must be in steps or epochs: by the clock two runs would have digests of different steps")
+        return every
+
+
+class AuditConfig(Section):
+    """Checks of a run's own computation during training."""
+
+    recompute: Interval | None = None
+    """how often, as in "100 steps", a second worker computes one microbatch again, to compare the gradients bit by bit:
+    a worker that computes wrongly is named and replaced, and its node gets no worker for a while; null for never. Needs
+    run.deterministic or run.exact, ddp with its own reducer, and workers with the same model of GPU or processor"""
+
+    @field_validator("recompute")
+    @classmethod
+    def counted_in_steps(cls, recompute: Every | None) -> Every | None:
+        if recompute is not None and recompute.unit != "steps":
+            raise ValueError('must be in steps, such as "100 steps", because all workers must check the same steps')
+        return recompute
+
+
+class ProfileConfig(Section):
+    """torch's records of time, memory and collectives, in `profile/` and `stacks/` of the run directory."""
+
+    # The keys up to `flops` are those of torch.profiler.
+    wait: NonNegativeInt = 10
+    """steps before each recording, from the first step of an attempt on"""
+    warmup: NonNegativeInt = 1
+    """steps that are recorded and discarded after these, because the profiler is slow in its first steps"""
+    active: NonNegativeInt = 0
+    """steps of a recording; 0 for no profile"""
+    repeat: PositiveInt = 1
+    """number of recordings in an attempt"""
+    ranks: tuple[NonNegativeInt, ...] = (0,)
+    """ranks that record"""
+    shapes: bool = False
+    """record the shapes of the operators' inputs"""
+    stack: bool = False
+    """record the lines of code that call the operators"""
+    memory: bool = False
+    """record the memory that operators allocate and free"""
+    flops: bool = False
+    """record the floating-point operations of matrix products and convolutions"""
+    memory_history: NonNegativeInt = 0
+    """number of a GPU's last allocations and frees that are kept with their lines of code, and written for
+    https://pytorch.org/memory_viz if the GPU runs out of memory; each takes some KB of host memory and a little time; 0
+    for none. Not tried on a GPU yet"""
+    # The default is torch's own.
+    flight_recorder: NonNegativeInt = 2000
+    """number of its last collectives that each worker keeps; if a world hangs under Ray, the collectives are written to
+    `stacks/` for `torchfrtrace`; 0 for none. TORCH_FR_BUFFER_SIZE in cluster.env overrides this key. Not tried with
+    NCCL yet"""
+
+
+class RecoveryConfig(Section):
+    mode: Literal["auto", "slots", "restart"] = "auto"
+    """slots keeps surviving workers running after a failure; restart starts all workers anew; auto is slots if Ray's
+    version supports it"""
+    max_failures: NonNegativeInt = 10
+    """number of failures of one kind in a row, without a new step between them, that the run survives; all workers lost
+    in one attempt count as one failure. Raise it for unreliable nodes"""
+    # Heartbeats come at least five times in this time. A shorter limit would declare a busy machine dead.
+    silence_s: PositiveFloat = 5.0
+    """seconds without a heartbeat after which a worker counts as dead if its machine does not answer either; if the
+    machine answers, a warning is reported. The limit is eight times as long before a worker's first world; a closed
+    connection is noticed at once. Raise it for an unreliable network"""
+    stall_s: PositiveFloat = 60.0
+    """seconds that a rank may block the others before it is ended, with a warning after 3 s. The real limit is longer
+    if a phase usually takes longer or if a wrong verdict would cost more: five times this if steps would be lost, and
+    ten times if no rank waits for another. Raise it if ranks pause regularly, for a slow file system for example"""
+    wait_s: PositiveFloat = 600.0
+    """seconds that a run waits for missing workers, including the start of their nodes; also how long copies in node
+    memory outlive their last worker and a command that was killed. Raise it if nodes are replaced slowly"""
+    max_skipped_steps: NonNegativeInt = 5
+    """largest number of steps in any 1000 that the run skips because loss or gradient is not finite or spikes; after
+    that, a value that is not finite ends the run, and a spike is ignored. Set 0 to stop at the first value that is not
+    finite"""
+    # Deviations are measured robustly, because the spikes themselves would raise an ordinary deviation.
+    spike: PositiveFloat | None = 10.0
+    """height of a spike, in robust deviations of the last losses above their median; null to ignore spikes. Raise it if
+    normal losses count as spikes"""
+
+
+class TensorBoardConfig(Section):
+    kind: Literal["tensorboard"] = "tensorboard"
+
+
+class WandbConfig(Section):
+    """Weights & Biases.
+
+    All attempts and resumes of a run are one run there; its id is in `wandb/run.json`.
+    """
+
+    kind: Literal["wandb"] = "wandb"
+    project: Text = "steadfast"
+    """W&B project of the run"""
+    entity: Text | None = None
+    """W&B user or team of the run; null for the default of the API key"""
+    tags: Texts = ()
+    """tags of the run, for searching"""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """online or offline; offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else is
+    online if there is an API key, in WANDB_API_KEY or from `wandb login`"""
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the weights, for validation and export."""
+
+    kind: Literal["ema"] = "ema"
+    decay: Fraction = 0.999
+    """share of the average that is kept in each step, 0 to 1. A larger share averages over more steps"""
+
+
+class EarlyStoppingConfig(Section):
+    kind: Literal["early_stopping"] = "early_stopping"
+    metric: Text = "loss"
+    """name of a metric of validation"""
+    mode: Literal["min", "max"] = "min"
+    """whether the least or the greatest value is the best"""
+    patience: PositiveInt = 3
+    """number of validations without improvement after which the run finishes. Raise it if the metric is noisy"""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """smallest change of the metric that counts as an improvement"""
+
+
+ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
+OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
+# A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
+TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
+AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
+# `steadfast.components.hook.Hook` lists the methods that a hook of the user's own may have.
+HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
+
+_LISTS = ("trackers", "hooks")  # sections that are lists of sections
+
+
+def _kind_of_validation(section: dict[str, Any]) -> str:
+    """Return the default kind of a section `data.validation`."""
+    if "target" in section:
+        return "target"
+    return "held_out" if set(section) == {"collate"} else "text"
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    batch: BatchConfig = BatchConfig()
+    model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
+    task: TaskConfig | TargetTask = Field(TaskConfig(), discriminator="kind")
+    data: AnyData = Field(TextData(), discriminator="kind")
+    optimizer: OptimizerKind = Field(AdamWConfig(), discriminator="kind")
+    schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
+    parallel: DdpConfig | FsdpConfig | DataParallelConfig = Field(DdpConfig(), discriminator="kind")
+    precision: PrecisionConfig = PrecisionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    compile: Compile = "none"
+    """blocks compiles the repeated layers (the layers that fsdp gathers one at a time) with torch.compile for training,
+    which is faster after a slow first step. The layers are compiled once, for full microbatches of samples of one
+    shape; shorter microbatches, validation and hooks run uncompiled"""
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    audit: AuditConfig = AuditConfig()
+    profile: ProfileConfig = ProfileConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    faults: FaultsConfig = FaultsConfig()
+    trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+    hooks: tuple[HookConfig, ...] = ()
+
+    @property
+    def weights_digest_every(self) -> Every | None:
+        """Return how often the ledger gets a digest of the weights, None for never."""
+        return self.logging.weights_digest_every or (Every(100, "steps") if self.run.exact else None)
+
+    @property
+    def replica_size(self) -> int:
+        """Return the number of workers that hold one whole model.
+
+        The number of workers of a world is a multiple of it.
+        """
+        return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+
+    def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
+        """Return the possible sizes of a world within `bounds`.
+
+        In each size the replicas are whole, and every worker has a microbatch.
+
+        Args:
+            num_microbatches: of a step, if not as the configuration says.
+        """
+        unit = self.replica_size
+        smallest, largest = bounds
+        useful = max(unit, num_microbatches or self.batch.num_microbatches)  # training needs at least one whole replica
+        return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
+
+    def targets(self) -> dict[str, str]:
+        """Return the targets of the user's own code, by key."""
+        found = {}
+        for name, section in self:
+            if isinstance(section, Target):
+                found[f"{name}.target"] = section.target
+        validation = self.data.validation
+        parts = {
+            "collate": getattr(self.data, "collate", None),
+            "order": self.data.order,
+            "validation": validation,
+            "validation.collate": getattr(validation, "collate", None),
+        }
+        for name, part in parts.items():
+            if isinstance(part, Target):
+                found[f"data.{name}.target"] = part.target
+        for name in _LISTS:
+            for index, section in enumerate(getattr(self, name)):
+                if isinstance(section, Target):
+                    found[f"{name}.{index}.target"] = section.target
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def kind_may_be_left_out(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Fill in missing kinds: "target" for a target, else the default."""
+        complete = dict(tree)
+        for name, field in cls.model_fields.items():
+            section = tree.get(name)
+            if field.discriminator and isinstance(section, dict):
+                kind = "target" if "target" in section else field.default.kind
+                complete[name] = {"kind": kind, **section}
+        data = complete.get("data")
+        if isinstance(data, dict) and isinstance(data.get("validation"), dict):
+            own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
+            # Otherwise the model would be validated on samples of another size than its training samples, without an
+            # error.
+            sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
+            complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}
+        for name in _LISTS:
+            if isinstance(tree.get(name), list):
+                complete[name] = []
+                for section in tree[name]:
+                    is_target = isinstance(section, dict) and "target" in section
+                    complete[name].append({"kind": "target", **section} if is_target else section)
+        return complete
+
+    @field_validator("parallel")
+    @classmethod
+    def muon_needs_whole_matrices(cls, parallel: DdpConfig | FsdpConfig, info: ValidationInfo) -> Section:
+        if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
+            raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
+        return parallel
+
+    @field_validator("parallel", "precision", "compile")
+    @classmethod
+    def exact_sums_are_those_of_ddp(cls, section: Any, info: ValidationInfo) -> Any:
+        if not info.data.get("run", RunConfig()).exact:
+            return section
+        if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
+            raise ValueError("must be {kind: ddp} with run.exact, which sums integers in its own gradient buckets")
+        if info.field_name == "precision" and section.kind == "fp16":
+            raise ValueError("must not be of kind fp16 with run.exact: take bf16, fp32 or fp64")
+        if info.field_name == "compile" and section != "none":
+            raise ValueError("must be none with run.exact: compiled code may round differently on another machine")
+        return section
+
+    @field_validator("audit")
+    @classmethod
+    def what_is_compared_is_reproducible(cls, audit: AuditConfig, info: ValidationInfo) -> AuditConfig:
+        parallel = info.data.get("parallel", DdpConfig())
+        if audit.recompute is None:
+            return audit
+        context = {"key": "audit.recompute"}
+        if not (isinstance(parallel, DdpConfig) and parallel.reducer == "steadfast"):
+            message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
+            raise PydanticCustomError("rule", message, context)
+        if not info.data.get("run", RunConfig()).reproducible:
+            message = "needs run.deterministic=true or run.exact=true: otherwise two workers round differently"
+            raise PydanticCustomError("rule", message, context)
+        return audit
+
+    @field_validator("compile")
+    @classmethod
+    def only_the_model_itself_is_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
+        if compile != "none" and isinstance(info.data.get("parallel"), DataParallelConfig):
+            raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
+        return compile
+
+    @field_validator("logging")
+    @classmethod
+    def a_digest_is_of_weights_in_one_place(cls, logging: LoggingConfig, info: ValidationInfo) -> LoggingConfig:
+        if logging.weights_digest_every is not None and isinstance(info.data.get("parallel"), FsdpConfig):
+            context = {"key": "logging.weights_digest_every"}
+            message = "must be null with parallel.kind=fsdp, because no worker has all weights"
+            raise PydanticCustomError("rule", message, context)
+        return logging
+
+    @field_validator("batch")
+    @classmethod
+    def every_worker_has_a_microbatch(cls, batch: BatchConfig, info: ValidationInfo) -> BatchConfig:
+        smallest = info.data.get("scaling", ScalingConfig()).min_workers
+        if smallest > batch.num_microbatches:
+            context = {"key": "scaling.num_workers", "limit": batch.num_microbatches, "found": smallest}
+            message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
+            raise PydanticCustomError("rule", message, context)
+        return batch
+
+    @field_validator("task")
+    @classmethod
+    def coupled_samples_share_a_forward(cls, task: CoupledConfig, info: ValidationInfo) -> CoupledConfig:
+        if task.coupled and info.data.get("batch", BatchConfig()).microbatch_size == "auto":
+            message = "must be a number with task.coupled=true: the loss depends on which samples share a microbatch"
+            raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
+        return task
+
+    @field_validator("data")
+    @classmethod
+    def data_context_fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        limit = getattr(info.data.get("model"), "context_length", None)
+        found = getattr(data, "context_length", 0)
+        if limit is not None and found > limit:
+            # A ValueError would be reported at the section. This error names the key, so that the key's line is
+            # reported.
+            context = {"key": "data.context_length", "limit": limit, "found": found}
+            message = "must be at most model.context_length ({limit}), found {found}"
+            raise PydanticCustomError("rule", message, context)
+        return data
+
+    @model_validator(mode="after")
+    def some_world_has_whole_replicas(self) -> Self:
+        bounds = self.scaling.num_workers
+        if not self.world_sizes(bounds):
+            context = {"key": "parallel.shard_size", "bounds": list(bounds), "limit": self.batch.num_microbatches}
+            message = (
+                "no number of workers in scaling.num_workers {bounds} is a multiple of it and at most the {limit} "
+                "microbatches of a global batch"
+            )
+            raise PydanticCustomError("rule", message, context)
+        return self
+
+    @field_validator("parallel")
+    @classmethod
+    def auto_measures_one_gpu(cls, parallel: Section, info: ValidationInfo) -> Section:
+        batch = info.data.get("batch", BatchConfig())
+        if isinstance(parallel, DataParallelConfig) and batch.microbatch_size == "auto":
+            context = {"key": "batch.microbatch_size"}
+            message = "auto measures one GPU, and parallel.kind=data_parallel trains on several: give a number"
+            raise PydanticCustomError("rule", message, context)
+        return parallel
+
+    @field_validator("parallel")
+    @classmethod
+    def chunks_need_the_model_itself(cls, parallel: Section, info: ValidationInfo) -> Section:
+        task = info.data.get("task")
+        if not isinstance(task, TaskConfig) or task.chunk_tokens is None:
+            return parallel
+        context = {"key": "task.chunk_tokens"}
+        if isinstance(parallel, DataParallelConfig):
+            message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
+            raise PydanticCustomError("rule", message, context)
+        if isinstance(parallel, DdpConfig) and parallel.reducer == "torch":
+            message = "must be null with parallel.reducer=torch, which copies the outputs of the model"
+            raise PydanticCustomError("rule", message, context)
+        return parallel
+
+    @field_validator("parallel")
+    @classmethod
+    def a_worker_has_one_gpu_unless_it_is_the_only_one(cls, parallel: Section, info: ValidationInfo) -> Section:
+        scaling = info.data.get("scaling", ScalingConfig())
+        if isinstance(parallel, DataParallelConfig):
+            if scaling.num_workers != (1, 1):
+                context = {"key": "parallel.kind", "found": scaling.num_workers[1]}
+                message = "data_parallel is one process: scaling.num_workers must be 1, found up to {found}"
+                raise PydanticCustomError("rule", message, context)
+        elif scaling.gpus_per_worker not in ("auto", 0, 1):
+            context = {"key": "scaling.gpus_per_worker", "found": scaling.gpus_per_worker}
+            message = "must be 0, 1 or auto: a worker trains on one GPU, found {found}; for more, raise num_workers"
+            raise PydanticCustomError("rule", message, context)
+        return parallel

@@ -1,0 +1,138 @@
+"""Load the user's code by name: `target: "package.module:callable"`."""
+
+import importlib
+import inspect
+import operator
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from steadfast.config.base import Target
+from steadfast.errors import ConfigError, Problem
+
+_PROGRAM = Path(__file__).parents[1]
+# Objects that `live_targets` has given a name. `load_target` finds both objects and import paths, so the builders of a
+# run's parts need not distinguish the two.
+_live: dict[str, Callable[..., Any]] = {}
+
+
+def load_target(target: str, path: str = "target") -> Callable[..., Any]:
+    """Return the callable that `target` names.
+
+    Raises ConfigError at the key `path` if the callable cannot be loaded.
+    """
+    if target in _live:
+        return _live[target]
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        # The working directory comes first, as under `python -m`: some wheels install a stray `tests` package, which
+        # would hide the user's package.
+        sys.path.insert(0, here)
+    name, _, attribute = target.partition(":")
+    if name.startswith("<"):
+        what = f'"{target}" was an object of the program that called steadfast.fit(); only such a program can resume it'
+        raise _refusal(path, what)
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # the import runs the user's code, which may be a script that exits
+        raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
+    try:
+        found = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise _refusal(path, f'"{target}": {name} has no {attribute} ({error}){_hint(name, Path(here))}') from error
+    if not callable(found):
+        raise _refusal(path, f'"{target}" is a {type(found).__name__}, which cannot be called')
+    return found  # type: ignore[no-any-return]
+
+
+def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
+    """Call `target` with `args` and return the result.
+
+    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    """
+    return bind_target(target, args, path)()
+
+
+def bind_target(target: str, args: Mapping[str, Any], path: str) -> Callable[[], Any]:
+    """Return the call of `target` with `args`, without calling it.
+
+    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    """
+    builder = load_target(target, f"{path}.target")
+    # The arguments are bound before the call, so that a TypeError inside the user's code is not reported as wrong
+    # arguments.
+    try:
+        inspect.signature(builder).bind(**args)
+    except TypeError as error:
+        raise _refusal(f"{path}.args", f'"{target}" does not take {dict(args)}: {error}') from error
+    except ValueError:
+        pass  # some builtins have no signature
+    return partial(builder, **args)
+
+
+def build_function(section: Target, path: str) -> Any:
+    """Return the function that a target names or builds.
+
+    A class, or a target with `args`, is called with `args`, and its result is the function.
+    """
+    found = load_target(section.target, f"{path}.target")
+    if section.args or isinstance(found, type):
+        return build_target(section.target, section.args, path)
+    return found
+
+
+@contextmanager
+def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Register callables by name for `load_target` within the context."""
+    _live.update(objects)
+    try:
+        yield
+    finally:
+        for name in objects:
+            del _live[name]
+
+
+def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
+    """Return why the import of the module `name` failed."""
+    missing = error.name if isinstance(error, ImportError) else None
+    if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
+        return f"no module {missing} in {here} or among the installed packages{_hint(missing, here)}"
+    return f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
+
+
+def _place_of(error: BaseException, here: Path) -> str:
+    """Return the error's innermost line in `here` as "file:line: ".
+
+    Returns "" if no line of the traceback is in `here`.
+    """
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno or 0))
+    for file, line in reversed(places):
+        path = Path(file)
+        # A virtual environment may be inside the working directory, and its files are not the user's.
+        is_users = "site-packages" not in path.parts and not path.is_relative_to(_PROGRAM)
+        if is_users and path.is_relative_to(here):
+            return f"{path.relative_to(here)}:{line}: "
+    return ""
+
+
+def _hint(module: str, here: Path) -> str:
+    """Return advice if this program's package hides the user's."""
+    own = _PROGRAM.name
+    has_the_same = (here / own).is_dir() or (here / f"{own}.py").is_file()
+    if module.partition(".")[0] != own or not has_the_same or here == _PROGRAM.parent:
+        return ""
+    return (
+        f". Steadfast's own package is called {own} too, and hides the one in {here}: "
+        "rename yours, or move its modules below a package of another name"
+    )
+
+
+def _refusal(path: str, what: str) -> ConfigError:
+    return ConfigError([Problem("", path, what)])

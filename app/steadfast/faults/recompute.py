@@ -1,0 +1,237 @@
+"""Compute a microbatch on two ranks and find a faulty rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steadfast.config import Config
+from steadfast.data import Fetched, Loader
+from steadfast.errors import TrainingError
+from steadfast.faults.corruption import Check, Corrupted, choose, differ, odd_one_out
+from steadfast.parallel import Parallel
+from steadfast.parallel.digest import digest
+from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.plan import Microbatch, Plan
+from steadfast.run.events import Corruption
+from steadfast.world.control import gather_numbers
+from steadfast.world.hardware import Hardware, read_hardware
+from steadfast.world.runtime import Runtime, World
+
+# Runs a microbatch outside of the step's sums. The call leaves a gradient in the buckets, and returns the loss sum, (),
+# and the count.
+Run = Callable[[Fetched], tuple[Tensor, Tensor | int]]
+# Returns the context in which a microbatch of a step is repeated. Only faults with `during: recompute` strike there.
+Recomputing = Callable[[int], AbstractContextManager[object]]
+
+_REMEDY = (
+    "Test memory and processors of both machines, or give the same command again with three workers "
+    "(scaling.num_workers): of three it can be told which one is wrong. audit.recompute=null compares nothing"
+)
+_NOT_DETERMINISTIC = (
+    "So what is computed follows from more than the samples, step and seed: an operation that is not deterministic, "
+    "randomness of the model's own, or machines that differ in libraries. audit.recompute=null compares nothing"
+)
+
+
+class Recompute:
+    """Neutral check that computes nothing twice."""
+
+    def begin(self, step: int, run: Run) -> None:
+        """Begin a step, while all gradients are zero."""
+
+    def holding(self, microbatch: Microbatch) -> AbstractContextManager[bool]:
+        """Return the context in which this rank runs a microbatch.
+
+        The context's value is whether the gradient is held back, so that `take` must be called.
+        """
+        return nullcontext(False)
+
+    def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
+        """Digest the gradient of the held microbatch.
+
+        At that time the buckets contain no other gradient.
+        """
+
+    def compare(self) -> None:
+        """Compare the two results of this step's check.
+
+        A collective in a step that is checked.
+
+        Raises:
+            Corrupted: one rank computed wrongly.
+            TrainingError: the results differ, and the faulty rank cannot be identified.
+        """
+
+
+class RecomputeByAnother(Recompute):
+    """Check that repeats a microbatch on a second rank.
+
+    `app/steadfast/faults/corruption.py` chooses the step, the microbatch and the ranks.
+    """
+
+    def __init__(
+        self,
+        choice: Callable[[int], Check | None],
+        world: World,
+        loader: Loader,
+        parallel: ReplicatedParallelism,
+        recomputing: Recomputing,
+        runtime: Runtime,
+    ) -> None:
+        self._choice = choice
+        self._world = world
+        self._loader = loader
+        self._buckets = parallel.buckets
+        self._recomputing = recomputing
+        self._runtime = runtime
+        self._check: Check | None = None  # check of the current step
+        self._own: Tensor | None = None  # this rank's digest in the check, () int64
+        self._run: Run
+
+    def begin(self, step: int, run: Run) -> None:
+        self._check = self._choice(step)
+        self._own = None
+        self._run = run
+        if self._check is not None and self._check.second == self._world.rank:
+            self._own = self._compute(self._check.microbatch)
+
+    @contextmanager
+    def holding(self, microbatch: Microbatch) -> Iterator[bool]:
+        check = self._check
+        if check is None or check.owner != self._world.rank or check.microbatch != microbatch:
+            yield False
+            return
+        with self._buckets.held():
+            yield True
+
+    def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
+        # A wrong loss may leave the gradient intact, but would stay in the ledger, so loss and count are digested too.
+        counted = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        self._own = digest([self._buckets.digest(), loss_sum, counted])
+
+    def compare(self) -> None:
+        if self._check is None:
+            return
+        digests = self._exchange()
+        if differ(self._check, digests):
+            self._find_out(self._check, digests)
+
+    def _compute(self, microbatch: Microbatch) -> Tensor:
+        """Return the digest of a microbatch computed as its owner does.
+
+        The gradients are zero again afterwards.
+        """
+        self._world.progress.mark("loader")
+        fetched = self._loader.fetch(microbatch)
+        self._world.progress.mark("forward")
+        with self._recomputing(microbatch.step), self._buckets.held():
+            self.take(*self._run(fetched))
+        self._buckets.clear()
+        assert self._own is not None
+        return self._own
+
+    def _exchange(self) -> list[int]:
+        """Return each rank's digest, 0 for a rank without one. A collective."""
+        own = 0 if self._own is None else int(self._own)  # waits for the device, but only in steps that are checked
+        digests: list[int] = gather_numbers(own, self._world.groups.control).tolist()
+        return digests
+
+    def _find_out(self, check: Check, digests: Sequence[int]) -> None:
+        """Repeat the microbatch and raise the verdict. A collective."""
+        # Collectives that still use the buckets would corrupt the repetition. No update follows in this step, so the
+        # gradients can be cleared.
+        self._world.groups.gate()
+        self._buckets.clear()
+        again = check.ranks if check.third is None else (check.third,)
+        self._own = self._compute(check.microbatch) if self._world.rank in again else None
+        self._world.progress.mark("gradients")
+        more = self._exchange()
+        hardware: list[Any] = [None] * self._world.size
+        dist.all_gather_object(hardware, read_hardware(self._runtime.device), self._world.groups.control)
+        rank = odd_one_out(check, digests, more)
+        computed = _computed(check, digests, more)
+        cause = _cause(check, rank, hardware, computed)
+        witness = next(each for each in sorted(check.ranks) if each != rank)
+        if self._world.rank == witness:
+            self._runtime.publish(_event(check, rank, hardware, computed, cause).of_attempt(self._world.attempt))
+        if rank is None:
+            raise TrainingError(cause)
+        raise Corrupted(rank, witness, cause)
+
+
+def adds_parts_by_themselves(config: Config, world: World) -> bool:
+    """Return whether the run sums gradients by forward, not microbatch.
+
+    An exact run with smaller forwards adds up the gradient of each forward by itself, so that a microbatch has no
+    gradient that could be compared.
+    """
+    return config.run.exact and world.amendments.forward_size is not None
+
+
+def build_recompute(
+    config: Config,
+    runtime: Runtime,
+    world: World,
+    plan: Plan,
+    kinds: Sequence[str],
+    loader: Loader,
+    parallel: Parallel,
+    recomputing: Recomputing,
+) -> Recompute:
+    """Return the check that the configuration asks for.
+
+    Args:
+        kinds: kind of hardware of each rank; ranks of one kind compute equal bits.
+    """
+    every = config.audit.recompute
+    if every is None or adds_parts_by_themselves(config, world):
+        return Recompute()
+    assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"
+    choice = partial(choose, plan, int(every.count), config.run.seed, kinds)
+    return RecomputeByAnother(choice, world, loader, parallel, recomputing, runtime)
+
+
+def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """Return each rank's digests, in the order of computation."""
+    computed: dict[int, tuple[str, ...]] = {}
+    for rank in check.ranks:
+        own = [digests[rank], more[rank]] if check.third is None else [more[rank] or digests[rank]]
+        computed[rank] = tuple(f"{each % 2**64:016x}" for each in own)
+    return computed
+
+
+def _cause(check: Check, rank: int | None, hardware: Sequence[Hardware], computed: dict[int, tuple[str, ...]]) -> str:
+    step, index = check.microbatch.step, check.microbatch.index
+    if rank is not None:
+        named = f"step {step}: rank {rank} ({hardware[rank]}) computes wrongly"
+        others = " and ".join(str(each) for each in check.ranks if each != rank)
+        if check.third is None:
+            return f"{named}: of microbatch {index} it came to two different gradients, rank {others} to the same twice"
+        return f"{named}: of microbatch {index} it came to another gradient than ranks {others}"
+    named = " and ".join(f"rank {each} ({hardware[each]})" for each in check.ranks)
+    differ = f"step {step}: {named} came to different gradients of microbatch {index}"
+    if check.third is not None or any(len(set(own)) > 1 for own in computed.values()):
+        return f"{differ}, and so did whoever computed it again. {_NOT_DETERMINISTIC}"
+    return f"{differ}, each to the same twice: one of the two computes wrongly, or holds a wrong weight. {_REMEDY}"
+
+
+def _event(
+    check: Check, rank: int | None, hardware: Sequence[Hardware], computed: dict[int, tuple[str, ...]], cause: str
+) -> Corruption:
+    odd = None if rank is None else hardware[rank]
+    return Corruption(
+        step=check.microbatch.step,
+        microbatch=check.microbatch.index,
+        rank=rank,
+        node=None if odd is None else odd.host,
+        device=None if odd is None else odd.device,
+        gpu_uuid=odd.uuid or None if odd else None,
+        gpu_serial=odd.serial or None if odd else None,
+        digests={str(each): own for each, own in computed.items()},
+        cause=cause,
+    )

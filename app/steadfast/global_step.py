@@ -1,0 +1,101 @@
+"""Optimizer step of a loss over the whole global batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from steadfast.components.embeddings import Embeddings
+from steadfast.components.seed import seed_generators
+from steadfast.data import Fetched
+from steadfast.data.batches import tensors_of
+from steadfast.data.parts import Part
+from steadfast.errors import UsageError
+from steadfast.faults.out_of_memory import halve_microbatch
+from steadfast.plan import Microbatch
+from steadfast.step import Stepper
+from steadfast.tasks import Sums
+from steadfast.tasks.own import GlobalTask
+
+
+@dataclass
+class GlobalStepper(Stepper):
+    """Stepper by the method of GradCache, applied to ranks and microbatches.
+
+    First every rank embeds its microbatches without gradients, and the embeddings of all ranks are gathered in the
+    order of the grid. Then each rank computes the loss of the whole table and its gradient, which is the same on all
+    ranks. At last each rank embeds its microbatches again, with the same random draws, and the backward of each
+    microbatch continues from its rows of that gradient. So the loss sees the whole global batch, whatever the number of
+    workers. Source: Gao et al. 2021, arXiv:2101.06983.
+    """
+
+    task: GlobalTask  # or the wrapper that injects faults into a task
+    _begin: int = field(default=0, init=False)  # position of the first sample of the step
+    _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
+    _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # one per tensor of the embeddings
+
+    def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        own = list(islice(batches, self.plan.num_forwards(step, self.world.rank)))
+        self._differentiate(step, self._embed(step, own))
+        return iter(own)
+
+    def _embed(self, step: int, own: list[Fetched]) -> Embeddings:
+        """Embed this rank's microbatches without gradients."""
+        self._begin, end = self.plan.positions(step)
+        embeddings = Embeddings(end - self._begin)
+        with torch.no_grad(), self._buffers.undone():
+            for fetched in own:
+                self.world.progress.mark("forward")
+                seed_generators(self.seed, fetched.microbatch, self.precision.device)
+                for part in self._parts_of(fetched):
+                    try:
+                        with self.precision.autocast():
+                            found = self.task.embed(self.model, part.batch)
+                    except torch.OutOfMemoryError as error:
+                        raise halve_microbatch(part.num_samples, error, self.coupled) from error
+                    embeddings.put(found, self._row(part), part.num_samples, part.weight)
+        return embeddings
+
+    def _differentiate(self, step: int, embeddings: Embeddings) -> None:
+        """Compute the loss of all ranks' embeddings and its gradient. A collective."""
+        self.world.progress.mark("gradients")
+        whole = embeddings.gather(self.world.groups)
+        wanted = [tensor for tensor in embeddings.tensors if tensor.is_floating_point()]
+        # The gathered tables become leaves with gradients, at which the first backward stops.
+        for tensor in wanted:
+            tensor.requires_grad_()
+        # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
+        behind = Microbatch(step, sum(self.plan.shares), self._begin, self._begin)
+        seed_generators(self.seed, behind, self.precision.device)
+        sums = self.task.loss_of_embeddings(whole)
+        if not sums.loss_sum.requires_grad:
+            raise UsageError("the task's loss(embeddings) does not depend on the embeddings, so nothing can be learned")
+        found = iter(torch.autograd.grad(sums.loss_sum, wanted, allow_unused=True))
+        self._gradients = [next(found) if tensor.is_floating_point() else None for tensor in embeddings.tensors]
+        self._sums = replace(sums, loss_sum=sums.loss_sum.detach())
+
+    def _loss_of(self, part: Part) -> Sums:
+        """Return a loss of value 0 with the gradient of this part.
+
+        The gradient is that of the step's loss through the embeddings of this part.
+
+        The grid's first microbatch, which one rank runs, carries the value, count and metrics of the step.
+        """
+        row = self._row(part)
+        inner = self._sums.loss_sum.new_zeros(())
+        embeddings = self.task.embed(self.model, part.batch)
+        for tensor, gradient in zip(tensors_of(embeddings), self._gradients, strict=True):
+            if gradient is not None:
+                rows = gradient[row : row + part.num_samples]
+                inner = inner + (tensor.to(rows.dtype) * rows).sum()
+        # The derivative of `inner` by an embedding is that embedding's row of the loss's gradient, so the backward
+        # continues the chain rule. The difference has the value 0 and the same derivative.
+        nothing = inner - inner.detach()
+        if part.microbatch.index == 0 and part.first == 0 and part.weight:
+            return replace(self._sums, loss_sum=nothing + self._sums.loss_sum)
+        return Sums(nothing, 0)
+
+    def _row(self, part: Part) -> int:
+        return part.microbatch.start - self._begin + part.first

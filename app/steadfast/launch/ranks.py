@@ -1,0 +1,91 @@
+"""End a failed rank under torchrun.
+
+Of several failed ranks only one reports the cause. torchrun repeats the report at its end.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from steadfast.errors import SteadfastError
+
+_PROGRAM = Path(__file__).parents[1]
+# Time that a failed rank waits for another rank to report the cause. torchrun ends all other ranks after one exit.
+_OF_FIRST_S = 3.0  # time for rank 0 to report the same error
+_OF_CAUSE_S = 6.0  # time for a lost peer to report its own error
+
+
+def of_torchrun() -> bool:
+    """Return whether torchrun has started this process as a rank.
+
+    torchrun ends such a process when another rank fails.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def expect_end() -> None:
+    """Make SIGTERM end this rank without an error.
+
+    torchrun sends SIGTERM when another rank fails. Otherwise torchrun would list this rank as a failure too, and the
+    user would look for a second cause.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+def end_rank(error: Exception, text: str) -> NoReturn:
+    """End this rank after an error, and print `text` unless another rank reports first."""
+    _let_others_speak(error)
+    _leave_message(error)
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
+    os._exit(error.exit_code if isinstance(error, SteadfastError) else 1)
+
+
+def traceback_of(error: Exception) -> str:
+    """Return an error's traceback, beginning with the user's own code.
+
+    If the user's code has no frame there, the whole traceback is returned.
+    """
+    users = error.__traceback__
+    while users is not None and _is_own(users.tb_frame.f_code.co_filename):
+        users = users.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(users or error.__traceback__))).rstrip()
+
+
+def _is_own(file: str) -> bool:
+    return Path(file).is_relative_to(_PROGRAM) or Path(file) == _PROGRAM.parents[1] / "main.py"
+
+
+def _let_others_speak(error: Exception) -> None:
+    wait_s = 0.0
+    if _is_of_another(error):
+        wait_s = _OF_CAUSE_S
+    elif os.environ.get("RANK", "0") != "0":
+        wait_s = _OF_FIRST_S
+    if wait_s:
+        expect_end()
+        time.sleep(wait_s)
+
+
+def _leave_message(error: Exception) -> None:
+    """Write the message to torchrun's error file for this rank."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
+        # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
+
+
+def _is_of_another(error: Exception) -> bool:
+    cause = error.__cause__ if isinstance(error, SteadfastError) else error
+    if cause is None or "torch" not in sys.modules:  # without torch there has been no collective
+        return False
+    from steadfast.world.groups import is_peer_loss
+
+    return is_peer_loss(cause)

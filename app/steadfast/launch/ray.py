@@ -1,0 +1,163 @@
+"""Train on Ray, from a configuration to the exit code."""
+
+import contextlib
+import sys
+import threading
+from functools import partial
+from importlib import import_module
+
+from steadfast.config import Config
+from steadfast.errors import UsageError
+from steadfast.launch.again import Comebacks
+from steadfast.launch.resume import end_copies, release_run, start_or_resume
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.run.interrupts import Interrupts
+from steadfast.run.owner import Ownership
+from steadfast.telemetry.console import Console
+from steadfast.telemetry.report.write import reported
+from steadfast.units import plural
+
+
+def launch(config: Config, started_s: float, console: Console) -> int:
+    """Train on Ray, and return the exit code of the command.
+
+    Args:
+        started_s: Unix time at which the command was given.
+
+    Raises:
+        ResourcesMissing: the cluster has no room for the smallest number of workers.
+    """
+    before = Comebacks.of_this_process()
+    before.check(config.recovery.max_failures)
+    directory = RunDirectory.of(config)
+    new = directory.check_writable()
+    # The run is claimed before its directory is read, so that no other command changes the directory meanwhile.
+    ownership = Ownership.claim(directory.store, before.token, say=console.line)
+    try:
+        begun = events.RunStarted(time_s=started_s, launcher="ray", again=bool(before.what) or None)
+        if not start_or_resume(config, directory, begun, console.line):
+            return 0
+        bounds = before.num_workers or config.scaling.num_workers
+        config = _scaled(config, bounds, directory.batch(config).num_microbatches)
+        stopping = "stopping; Ctrl-C again to stop at once"
+        with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
+            return _run(config, directory, ownership, started_s, console, interrupts, before)
+    finally:
+        release_run(directory, ownership, new)
+
+
+def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> Config:
+    """Return the configuration with `bounds`, narrowed to possible numbers of workers.
+
+    Raises UsageError if no number of workers is possible. With `batch.microbatch_size=auto` the run may have chosen too
+    few microbatches.
+    """
+    sizes = config.world_sizes(bounds, num_microbatches)
+    if not sizes:
+        raise UsageError(
+            f"scaling.num_workers: at least {bounds[0]} workers have only {num_microbatches} microbatches in a "
+            "global batch, because batch.microbatch_size=auto was resolved when the run began. Ask for fewer workers, "
+            "or give batch.microbatch_size as a number"
+        )
+    bounds = sizes[0], sizes[-1]
+    return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
+
+
+def _run(
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    started_s: float,
+    console: Console,
+    interrupts: Interrupts,
+    before: Comebacks,
+) -> int:
+    """Connect to a cluster, wait for room, and train."""
+    import ray
+
+    from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
+
+    address = _connect(config, started_s, console, interrupts, before)
+    interrupts.on_abort = ray.shutdown
+    from steadfast.orchestration.internals import end_embedded
+    from steadfast.orchestration.trainer import Fit, RayDied, build_trainer, head_host, recovery_mode, start_coordinator
+
+    try:
+        console.line(describe_cluster(address))
+        head_host()  # raises if there is no head; Ray would wait for one
+        embedded = address == EMBEDDED
+        if embedded:
+            config = _without_packages(config, console)
+        console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
+        gpus = gpus_per_worker(config, embedded)
+        expected = await_room(config, gpus, ownership, interrupts, embedded)
+
+        mode, why_not = recovery_mode(config.recovery.mode)
+        if why_not:
+            console.line(why_not)
+        if mode.ray_restarts and config.replica_size > 1 and len(config.world_sizes(config.scaling.num_workers)) > 1:
+            raise UsageError(
+                "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
+                f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
+            )
+        coordinator = start_coordinator(mode, config, directory, ownership, expected)
+        build = partial(build_trainer, mode, config, directory, coordinator, gpus)
+        cluster = "" if embedded else ray.get_runtime_context().gcs_address
+        limit = config.recovery.max_failures
+        fit = Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster, before.stopping)
+        try:
+            return fit.result()
+        finally:
+            # If another command has taken the run over, its workers need the copies.
+            if fit.over and ownership.holds():
+                with contextlib.suppress(OSError):
+                    end_copies(directory)
+    except RayDied as died:
+        follows = "the command starts again from the newest state"
+        if interrupts.stopping:
+            follows += ", to save it and stop"
+        restarted = events.ProcessRestarted(process=died.what, follows=follows)
+        directory.record(restarted)
+        console.line(restarted.line())
+        console.close()
+        end_embedded()
+        # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its end.
+        # The new process counts the deaths and raises the error.
+        before.after(died.what, died.step, died.num_workers, died.cluster, interrupts.stopping).come_back()
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config, started_s: float, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
+    """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
+    from steadfast.orchestration.cluster import RayNotStarted, connect
+
+    # The next steps need torch and Ray Train. A thread imports both while Ray's processes start.
+    importing = threading.Thread(target=import_module, args=("steadfast.orchestration.trainer",))
+    try:
+        with interrupts.spared():
+            # Threads and processes that start here inherit the blocked signals.
+            console.stage("starting Ray", started_s)
+            importing.start()
+            address = connect(config, console.verbose)
+    except Exception as error:
+        if before.cluster:
+            raise before.cluster_gone(error) from error
+        if not before.restarts_without_progress or not isinstance(error, RayNotStarted):
+            raise
+        # On a busy machine the start of an embedded Ray may exceed Ray's own time limit, so it is tried again.
+        before.after("Ray", before.last_step).come_back()
+    importing.join()
+    return address
+
+
+def _without_packages(config: Config, console: Console) -> Config:
+    """Return the configuration without `cluster.pip`, for an embedded Ray.
+
+    All workers of an embedded Ray run on the Python of this command.
+    """
+    if not config.cluster.pip:
+        return config
+    console.line(f"cluster.pip: nothing is installed here, because all workers run on {sys.executable}")
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})

@@ -1,0 +1,239 @@
+"""Decide whether a command starts, resumes or only reports a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.memory_server import end_server, server_name
+from steadfast.config import Change, Config, diff
+from steadfast.errors import RunConflict, StorageError
+from steadfast.plan import begin_of
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Failure, RunStarted, ShortStep
+from steadfast.run.ledger import last_end
+from steadfast.run.owner import Ownership, read_key, write_key
+from steadfast.telemetry.environment import environment
+from steadfast.telemetry.outcome import already_finished, finished_otherwise
+
+
+def start_or_resume(
+    config: Config,
+    directory: RunDirectory,
+    begun: RunStarted,
+    say: Callable[[str], object],
+    return_finished: bool = False,
+) -> bool:
+    """Prepare the run directory to start or resume a run.
+
+    Return False if the run has finished, after a report through `say`.
+
+    Args:
+        begun: the event that records the command.
+        say: reports a line to the user.
+        return_finished: whether to accept a finished run although `config` would have trained another model.
+
+    Raises:
+        RunConflict: the directory holds another run, or a finished run of a configuration that trains another model,
+            or `run.resume` forbids starting or resuming.
+        StorageError: a file of the directory is damaged, or cannot be written.
+    """
+    try:
+        return _start_or_resume(config, directory, begun, say, return_finished)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise StorageError(
+            f"{directory.uri} cannot be used: {place}{error.strerror or error}. Remove what is in the way there, or "
+            "choose another run.name"
+        ) from error
+
+
+def _start_or_resume(
+    config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object], return_finished: bool
+) -> bool:
+    stored = directory.stored_config()
+    resumable = has_checkpoint(directory)
+    _check_resume_mode(config, directory, resumable)
+
+    changes = diff(stored, config) if stored else []
+    refused = [change for change in changes if change.identity]
+    if refused and resumable:
+        raise RunConflict(
+            f"{directory.uri} holds a run of another configuration:\n{_listed(refused)}\n"
+            "Give the former values to resume it, or choose another run.name"
+        )
+    if refused:
+        # There is no state to resume, and ledger and events of the former configuration would mislead the user.
+        directory.clear()
+        begun = begun.model_copy(update={"again": None})
+    never = config.run.resume == "never" and not begun.again
+    if not resumable and (stored is None or refused or never):
+        end_copies(directory)  # a killed command may have left copies in memory
+
+    summary = directory.summary()
+    if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
+        _compare_with_finished(config, stored, changes, directory, summary, say, return_finished)
+        return False
+
+    if stored is None or _length(stored) != _length(config):
+        _note_short_step(stored, config, directory, say)
+    directory.delete_summary()
+    # An old request of `steadfast scale` was meant for the former command.
+    directory.pop_scale_request()
+    # Without a checkpoint, the memory of a node may still hold the run's finished steps.
+    if stored is not None and (resumable or directory.last_step_line()):
+        _keep_microbatch_size(stored, config, directory)
+    directory.write_config(config)
+    for change in changes:
+        if resumable and not change.identity and not change.free:
+            say(f"changed {change.key}: {change.old} -> {change.new}")
+    if resumable and stored is None:
+        say(f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations")
+    directory.record(begun)
+    directory.write_environment(environment())
+    return True
+
+
+def _compare_with_finished(
+    config: Config,
+    stored: Config | None,
+    changes: list[Change],
+    directory: RunDirectory,
+    summary: dict[str, Any],
+    say: Callable[[str], object],
+    return_finished: bool,
+) -> None:
+    """Report the finished run, and each changed key.
+
+    Raises:
+        RunConflict: the configuration would have trained another model, and `return_finished` is false.
+    """
+    numeric = [change for change in changes if stored and _trains_otherwise(change, stored, directory)]
+    if numeric and not return_finished:
+        raise RunConflict(finished_otherwise(config, directory.uri, summary, _listed(numeric)))
+    if stored is None:
+        say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+    for change in changes:
+        if not change.free:
+            say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
+    say(already_finished(config, directory.uri, summary))
+
+
+def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
+    if change.key == "batch.microbatch_size":  # auto keeps the number that the run has chosen
+        return change.new not in ("auto", directory.batch(stored).microbatch_size)
+    return change.numeric
+
+
+def _listed(changes: list[Change]) -> str:
+    return "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in changes)
+
+
+def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
+    """Keep the run's `batch.microbatch_size` if the new configuration says auto.
+
+    The number must be the same for all steps of a run.
+    """
+    former = stored.batch.microbatch_size
+    if config.batch.microbatch_size == "auto" and former != "auto":
+        directory.write_microbatch_size(former)
+
+
+def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool) -> None:
+    if config.run.resume == "must" and not resumable:
+        raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
+    if config.run.resume == "never" and resumable:
+        raise RunConflict(
+            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove the run"
+        )
+
+
+def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
+    """Return whether `config` makes the finished run longer."""
+    if summary.get("ended_early") and stored is not None:
+        # A run that ended early counts as finished for its own length. Only another length extends it.
+        return _length(config) != _length(stored)
+    if config.run.steps is not None:
+        return config.run.steps > int(summary["step"])
+    if stored is None or stored.run.epochs is None:
+        # The number of epochs in the finished steps is not known here. If no epoch is left, the run ends at once.
+        return True
+    return (config.run.epochs or 0) > stored.run.epochs
+
+
+def _length(config: Config) -> tuple[int | None, int | None]:
+    return config.run.steps, config.run.epochs
+
+
+def _note_short_step(
+    stored: Config | None, config: Config, directory: RunDirectory, say: Callable[[str], object]
+) -> None:
+    """Record the end of the run if its last step was short.
+
+    The next step of the longer run begins at that position in the data.
+
+    Raises:
+        RunConflict: the position at which the run ended is not known.
+        StorageError: storage refuses the event.
+    """
+    size, ends = config.batch.global_size, directory.amendments().ends
+    end = last_end(directory.store, size, ends)
+    newest = Catalog(directory.store).newest() or 0
+    if stored and stored.run.epochs and newest > end.step:
+        # The leader wrote the checkpoint and died before the ledger was on storage. The missing step may be short.
+        length = f"run.epochs={stored.run.epochs}"
+        raise RunConflict(
+            f"{directory.uri} has a checkpoint of step {newest}, and its ledger ends with step {end.step}: it is not "
+            f"known where a run of another length would go on. Give {length} once more, which completes the ledger"
+        )
+    if not begin_of(end.step, size, ends) < end.position < begin_of(end.step + 1, size, ends):
+        return  # the step was whole, or its end is recorded already
+    event = ShortStep(step=end.step, position=end.position)
+    directory.record(event)
+    # `record` raises no errors of storage. Without this event samples would be left out, so its presence is checked.
+    if end not in directory.amendments().ends:
+        raise StorageError(f"{directory.uri}: an event cannot be written; make room there, and give the command again")
+    say(event.line())
+
+
+def has_checkpoint(directory: RunDirectory) -> bool:
+    """Return whether the run has a checkpoint, even a damaged one."""
+    catalog = Catalog(directory.store)
+    return bool(catalog.quarantined()) or catalog.newest() is not None
+
+
+def end_copies(directory: RunDirectory) -> None:
+    """End all copies of the run's state in memory.
+
+    Copies on this machine end at once, and copies on other machines become invalid. The name of a process that holds
+    copies follows from a secret. A new secret is written, so that no later command finds such a process.
+
+    Raises OSError if storage refuses the secret.
+    """
+    if key := read_key(directory.store):
+        end_server(server_name(directory.uri, key))
+    write_key(directory.store)
+
+
+def release_run(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
+    """Release the run, and delete its folder if it holds nothing useful.
+
+    Args:
+        new: whether this command has created the folder.
+    """
+    # The folder is deleted only while this command owns the run. Otherwise the folder may have been deleted already,
+    # and another command may have begun a run in a folder of the same name.
+    if new and ownership.holds() and not _worth_reading(directory):
+        directory.store.delete("")
+    else:
+        ownership.release()
+
+
+def _worth_reading(directory: RunDirectory) -> bool:
+    """Return whether the run has a step, a failure, stacks or a profile.
+
+    A message may refer the user to these.
+    """
+    if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
+        return True
+    # A failure of kind "ours" is explained by its message alone, so its event is not worth reading.
+    return any(failure.kind != "ours" for failure in directory.events(Failure))

@@ -1,0 +1,316 @@
+"""Train under plain torchrun, without Ray."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, ScalingConfig
+from steadfast.errors import RunConflict, SteadfastError, TrainingError
+from steadfast.faults.corruption import Corrupted
+from steadfast.faults.numerics import BadStep
+from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.launch.detect import given_s
+from steadfast.launch.resume import release_run, start_or_resume
+from steadfast.plan import Amendments
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event, Failure, ForwardsShrunk, RunStarted
+from steadfast.run.interrupts import EXIT_STOPPED, Interrupts
+from steadfast.run.owner import Ownership
+from steadfast.telemetry.console import Console
+from steadfast.telemetry.report.write import reported
+from steadfast.worker import start_worker, train_in_worlds
+from steadfast.world.device import torchrun_device
+from steadfast.world.groups import is_peer_loss
+from steadfast.world.progress import Progress
+from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.timeouts import Timeouts
+
+# Keys that only have an effect with Ray, by section.
+_RAY_KEYS = {
+    "cluster": ("address", "pip"),
+    "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
+    "recovery": ("mode", "max_failures", "stall_s"),
+}
+# torchrun's default run id. With it a restart looks like another command.
+_NO_RUN_ID = "none"
+
+
+class TorchrunRuntime:
+    """Runtime of one world under torchrun.
+
+    A failure ends the process, and torchrun starts another one. A single process may run without torchrun, and then no
+    launcher restarts the process. So a single process begins the attempt after a rollback itself.
+
+    Args:
+        form: forms the world of an attempt, from the attempt's number and amendments.
+        begun: number and amendments of the first attempt.
+        ownership: the claim on the run, None except on rank 0.
+    """
+
+    def __init__(
+        self,
+        place: "Place",
+        form: Callable[[int, Amendments], World],
+        directory: RunDirectory,
+        console: Console,
+        begun: tuple[int, Amendments],
+        ownership: Ownership | None = None,
+    ) -> None:
+        self.device = place.device
+        self._is_alone = place.world_size == 1
+        self._form = form
+        self._events = directory.open_events()
+        self._console = console
+        self._attempt, self._amendments = begun
+        self._ownership = ownership
+        self._formed = False
+        self._rolled_back = False
+        self._stop = False
+
+    def next_world(self) -> World | None:
+        # After a rollback a requested stop still needs one more world, which restores the state to stop with.
+        if self._formed or (self._stop and not self._rolled_back):
+            return None
+        self._formed = True
+        return self._form(self._attempt, self._amendments)
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def signals(self) -> Signals:
+        if self._ownership is not None and self._ownership.lost:
+            raise RunConflict(self._ownership.lost)
+        return Signals(stop=self._stop)
+
+    def publish(self, event: Event) -> None:
+        event = event.stamped()
+        self._events.write(event)
+        self._console.show(event)
+
+    def failed(self, step: int, error: BaseException) -> bool:
+        if isinstance(error, OutOfMemory):  # the processes that torchrun starts next read the size from this event
+            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+        amended = self._amended_by(error) if self._is_alone else None
+        # The failure is not shown here, because the end of the command reports it once for all ranks.
+        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
+        if amended is None or self._ownership is None:
+            raise error  # torchrun restarts only a process that has exited
+        self._amendments = amended
+        self._attempt = self._ownership.next_attempt()
+        self._formed = False
+        self._rolled_back = True
+        return True
+
+    def _amended_by(self, error: BaseException) -> Amendments | None:
+        """Return the amendments for the next attempt.
+
+        The result is None if this process cannot go on.
+
+        A restarted process would read the same amendments from the events.
+        """
+        match error:
+            case BadStep():
+                return self._amendments.leaving_out(error.steps)
+            case OutOfMemory():
+                return replace(self._amendments, forward_size=error.forward_size)
+        return None
+
+    def close(self) -> None:
+        self._events.close()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of this process in a world without Ray."""
+
+    device: torch.device
+    store: dist.Store  # store in which the processes meet
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def of_torchrun(cls, gpus_per_worker: Literal["auto"] | int) -> Self:
+        """Return the place that torchrun has assigned to this process.
+
+        Raises UsageError if the machine has fewer GPUs than ranks.
+        """
+        # The device is chosen before the rendezvous, so that no rank waits for a rank without a GPU.
+        device = torchrun_device(gpus_per_worker)
+        return cls(device, *next(dist.rendezvous("env://")))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Outcome of the training for this process."""
+
+    exit_code: int
+    refusal: str = ""  # reason why rank 0 has refused to begin
+    worker: WorkerState | None = None  # None if no training was needed
+
+
+def run_under_torchrun(config: Config, started_s: float, console: Console) -> int:
+    """Run this process's part of the training, and return the exit code.
+
+    If rank 0 refuses to begin, all ranks return the exit code of rank 0.
+    """
+    place = Place.of_torchrun(config.scaling.gpus_per_worker)
+    try:
+        directory = RunDirectory.of(config)
+        return train_here(config, directory, place, started_s, given_s(started_s), console, Interrupts()).exit_code
+    except Exception as error:
+        if not is_peer_loss(error):
+            raise
+        raise TrainingError(f"another rank is gone, or cannot be reached: {error}") from error
+
+
+def train_here(
+    config: Config,
+    directory: RunDirectory,
+    place: Place,
+    started_s: float,
+    command_s: float,
+    console: Console,
+    interrupts: Interrupts,
+    return_finished: bool = False,
+) -> Ending:
+    """Train in this process. A collective of all processes.
+
+    Args:
+        started_s: Unix time at which this process began.
+        command_s: Unix time at which the command was given; torchrun may have restarted this process since then.
+        return_finished: as in `start_or_resume`.
+
+    Raises:
+        TrainingError: a step is bad, or a rank computes wrongly, and torchrun must restart the processes.
+    """
+    ownership = None
+    # torchrun keeps the store when it restarts the processes. The key contains the number of restarts, so that no rank
+    # reads the answer of an earlier start.
+    key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        if place.rank == 0:
+            try:
+                new = directory.check_writable()
+                ownership = _claim(directory, console)
+                if unused := unused_keys(config, place.world_size):
+                    console.line(f"not used without Ray: {', '.join(unused)}")
+                begun = _begun(directory, started_s, command_s)
+                answer = _begin(config, directory, ownership, console, begun, return_finished)
+            except SteadfastError as error:
+                place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
+                if ownership is not None:
+                    release_run(directory, ownership, new)
+                    ownership = None  # a release would create the deleted folder again
+                raise
+            place.store.set(key, json.dumps(answer))
+        answer = json.loads(place.store.get(key))
+        if "code" in answer:
+            return Ending(int(answer["code"]), answer["refusal"])
+        if place.rank > 0:
+            return _train(config, place, directory, console, interrupts, answer, ownership)
+        with reported(config, directory, console.line):
+            return _train(config, place, directory, console, interrupts, answer, ownership)
+    except BadStep as error:
+        raise TrainingError(str(error)) from error
+    except Corrupted as error:
+        raise TrainingError(
+            f"{error}. The step was not applied: take that machine out, and give the same command again"
+        ) from error
+    finally:
+        if ownership is not None:
+            ownership.release()
+
+
+def _train(
+    config: Config,
+    place: Place,
+    directory: RunDirectory,
+    console: Console,
+    interrupts: Interrupts,
+    answer: dict[str, Any],
+    ownership: Ownership | None,
+) -> Ending:
+    timeouts = Timeouts(config.recovery.silence_s)
+    progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
+
+    def form(attempt: int, amendments: Amendments) -> World:
+        members = place.store, place.rank, place.world_size
+        return form_world(*members, attempt, place.device, amendments, timeouts, progress)
+
+    begun = answer["attempt"], Amendments.of_line(answer["amendments"])
+    outcome = None
+    with closing(TorchrunRuntime(place, form, directory, console, begun, ownership)) as runtime:
+        interrupts.on_stop = runtime.request_stop
+        with interrupts:
+            worker = start_worker(config, runtime)
+            if worker is not None:
+                outcome = train_in_worlds(config, runtime, worker, directory)
+    if place.rank == 0 and (summary := directory.summary()):
+        console.finish({**summary, "tensorboard": directory.curves()})
+    finished = outcome is not None and outcome.kind == "finished"
+    return Ending(0 if finished else EXIT_STOPPED, worker=worker)
+
+
+def unused_keys(config: Config, world_size: int) -> list[str]:
+    """Return the configured keys that have no effect without Ray."""
+    found: list[str] = []
+    if config.scaling.num_workers not in ((world_size, world_size), ScalingConfig().num_workers):
+        found.append(f"scaling.num_workers (torchrun starts the workers, here {world_size})")
+    for name, keys in _RAY_KEYS.items():
+        section = getattr(config, name)
+        default = type(section)()
+        found += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
+    if config.run.exact:  # an exact run uses `cpus_per_worker` as the number of threads
+        found = [key for key in found if key != "scaling.cpus_per_worker"]
+    if config.audit.recompute is not None and world_size == 1:
+        found.append("audit.recompute (it needs a second worker)")
+    return found
+
+
+def _claim(directory: RunDirectory, console: Console) -> Ownership:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
+    # All processes of a torchrun use the run id as token, so that a restarted process can claim the run from its
+    # predecessor.
+    token = None if run_id == _NO_RUN_ID else run_id
+    return Ownership.claim(directory.store, token, console.line)
+
+
+def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunStarted:
+    """Return the event that records this start of the run.
+
+    It is a restart (`again`) if the run has recorded something since the command was given.
+    """
+    # torchrun's number of restarts does not change when a node joins, and the user may give the same run id to the next
+    # command. So neither of the two shows whether this is a restart.
+    last_s = 0.0
+    with contextlib.suppress(OSError):  # `_begin` reports errors of storage
+        last_s = float(directory.last_step_line().get("time_s", 0.0))
+        for event in directory.all_events():
+            last_s = max(last_s, event.time_s or 0.0)
+    if last_s >= command_s:
+        return RunStarted(time_s=started_s, launcher="torchrun", again=True)
+    return RunStarted(time_s=command_s, launcher="torchrun")
+
+
+def _begin(
+    config: Config,
+    directory: RunDirectory,
+    ownership: Ownership,
+    console: Console,
+    begun: RunStarted,
+    return_finished: bool,
+) -> dict[str, Any]:
+    """Return rank 0's answer: an attempt or an exit code."""
+    if not start_or_resume(config, directory, begun, console.line, return_finished):
+        return {"code": 0, "refusal": ""}
+    ownership.renew_in_background()
+    attempt = ownership.next_attempt()
+    return {"attempt": attempt, "amendments": directory.amendments().to_line()}

@@ -1,0 +1,579 @@
+"""Coordinator of a run, a Ray actor that forms worlds of workers."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+
+from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.errors import RunConflict
+from steadfast.orchestration.gauges import Gauges
+from steadfast.orchestration.heartbeat import Commands, HeartbeatServer
+from steadfast.orchestration.journal import Journal
+from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
+from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.policies import BrokenWorlds, Budgets
+from steadfast.orchestration.succession import Succession
+from steadfast.orchestration.supervisor import Supervisor
+from steadfast.run import events
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event
+from steadfast.run.owner import Ownership
+from steadfast.world.timeouts import Timeouts
+
+_SETTLE_S = 5.0  # time that the first world waits for the remaining workers that the cluster has room for
+_GATHER_S = 0.3  # time that a new worker waits, so that several new workers cause one resize
+_STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
+_DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
+_NEVER_CAME = "not heard of since the coordinator has died"
+
+# Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
+_REMEDY = (
+    "Look for a network interface that does not exist or does not lead to the other workers (GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
+    "With NCCL_DEBUG=INFO, NCCL logs its connections, and -v shows the log. Workers get these variables from the "
+    "command, or else from ray start on their node. Then give the same command again"
+)
+
+Answer = WorldAssignment | Leave
+
+
+class Coordinator:
+    """Actor that forms worlds, judges failures and commands the workers.
+
+    Responsibilities:
+    - Give each worker a place in the next world (`join`), as `Membership` decides.
+    - Decide from each failure report whether the run goes on (`failed`).
+    - Declare workers dead (`lose`), and abort the world that contained them.
+    - Record the events of the run, and hand them to the driver (`events`).
+
+    Args:
+        expected: number of workers that the cluster has room for at the start.
+        unit: number of workers in a replica.
+    """
+
+    # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
+    # run on one event loop, so no lock is needed. Storage is accessed in threads, because heartbeats must not wait
+    # for storage.
+    #
+    # The state of this actor may be lost. When the actor dies, Ray starts another one and repeats the pending calls.
+    # The new coordinator reads `owner.json` and `events.jsonl`, and the workers send the rest (`rejoin`).
+    def __init__(
+        self,
+        recovery: RecoveryConfig,
+        scaling: ScalingConfig,
+        directory: RunDirectory,
+        ownership: Ownership,
+        expected: int,
+        replica_size: int = 1,
+    ) -> None:
+        self.over = False
+        self.short_since_s: float | None = None  # time at which the workers became too few for a world
+        self.members: dict[str, Member] = {}
+        self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, replica_size)
+        self._left_over = 0  # waiting workers in the last `LeftOver` event
+        self._supervisor = Supervisor(self, directory, ownership, recovery)
+        self._timeouts = Timeouts(recovery.silence_s)
+        self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose, self._supervisor.patience)
+        self._started: asyncio.Task[int] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # references, because asyncio itself keeps tasks only weakly
+
+        self._directory = directory
+        self._ownership = ownership
+        self._journal = Journal(directory)
+        self._gauges = Gauges(directory.name)
+        counted = ("worker", "hang", "exception", "oom", "communication", "corruption")
+        self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
+        self._broken_worlds = BrokenWorlds()
+        self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
+        self._furthest_step = 0  # last step of the ledger, when the ledger was last read
+        # Member declared dead -> the cause, until an event records the cause. A member behind a network partition
+        # may still call.
+        self._dead: dict[str, str] = {}
+        # Members without a world. Their call to `join` waits for this future.
+        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._running = 0  # number of the current attempt, 0 between two attempts
+        # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
+        self._doomed = asyncio.Event()
+        # If a member has died, its missing heartbeats show the death within this time.
+        self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
+        self._corrupted_nodes: set[str] = set()  # nodes with a worker that computed wrongly
+        self._amendments = directory.amendments()
+        self._succession = self._succeed()
+        self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
+
+    # Methods that workers call.
+
+    async def heartbeat_port(self) -> int:
+        """Return the port for heartbeats. The first call opens the port."""
+        if self._started is None:
+            self._started = asyncio.ensure_future(self._start())
+        return await self._started
+
+    async def _start(self) -> int:
+        self._spawn(self._watch())
+        return await self.heartbeats.listen(ray.util.get_node_ip_address())
+
+    async def admit(self, name: str) -> str:
+        """Admit a worker to the heartbeat server. Return the server's secret."""
+        return self.heartbeats.admit(name)
+
+    async def _watch(self) -> None:
+        await self._taken_over()
+        await self._supervisor.watch()
+
+    async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
+        """Register a worker of the former coordinator.
+
+        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
+
+        Args:
+            place: last assignment of the worker.
+            commands: last commands that the worker received.
+        """
+        if member.name in self._dead:
+            return False
+        if self._succession.over:
+            return place is None or member.name in self.members
+        if place is not None:
+            self.members[member.name] = member
+            self._succession.came(member.name, place)
+        self.heartbeats.command(**merged(commands, self.heartbeats.commands))
+        return True
+
+    async def join(self, member: Member) -> Answer:
+        """Return the worker's place in the next world.
+
+        The call waits until that world forms. The worker must send heartbeats before this call.
+        """
+        await self._taken_over(member.name)
+        if member.name not in self._dead:
+            return await self._assign(member)
+        # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
+        if cause := self._dead[member.name]:
+            self._dead[member.name] = ""
+            self._record_failure(member, "worker", cause)
+        return Leave.RELEASED
+
+    async def _assign(self, member: Member) -> Answer:
+        if self.over or (self.heartbeats.commands.stop and member.name not in self.membership.world):
+            return Leave.RUN_ENDED
+        self.members[member.name] = member
+        welcome = self.membership.join(member.name, time.monotonic(), member.node)
+        if not welcome or member.node in self._supervisor.draining:
+            self._forget(member.name)
+            self.reconcile()
+            return Leave.RELEASED
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[member.name] = waiting
+        self.reconcile()
+        return await waiting
+
+    async def leave(self, name: str) -> None:
+        """Remove a worker that ends on purpose, without a failure."""
+        await self._taken_over(name)
+        if self._forget(name):
+            self._doomed.set()
+            self.reconcile()
+
+    async def failed(self, member: str, report: FailureReport) -> bool:
+        """Record why an attempt broke. Return whether the run is over."""
+        await self._taken_over(member)
+        if report.kind == "exception":
+            # A dying peer can make any call of a survivor raise, and the survivor's report may arrive before the
+            # death is detected.
+            await asyncio.sleep(_DEATH_NEWS_S)
+            if report.attempt and report.attempt == self.heartbeats.commands.aborted:
+                report = replace(report, kind="peer")
+        return self._judge(member, await self._confirm_cause(report))
+
+    async def _confirm_cause(self, report: FailureReport) -> FailureReport:
+        # The worker derives the kind "peer" from an error's text. The kind is right if a member of the attempt is lost.
+        # A wrong network interface raises the same error, and would do so in every new world.
+        if report.kind != "peer" or report.attempt != self._running:
+            return report
+        try:
+            await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
+        except TimeoutError:
+            await self._look_at_ledger()
+            # Several reports may wait here. The first one ends the attempt, so that the budget is charged once.
+            if report.attempt == self._running and not self._doomed.is_set():
+                return replace(report, kind="communication")
+        return report
+
+    def _judge(self, member: str, report: FailureReport) -> bool:
+        if member in self._dead:  # the other members have gone on without this one
+            return self.over
+        self._amendments = self._amendments.leaving_out(report.skip)
+        cause = "exception"
+        if report.kind == "peer":
+            cause = "worker lost"
+        elif report.kind == "numeric":
+            cause = report.message
+        elif report.kind == "communication":
+            cause = "communication failed"
+            self._charge_communication(member, report)
+        elif report.kind == "corruption":
+            cause = "corruption"
+            self._expel(report.corrupted, report.step)
+        elif report.forward_size is not None:
+            cause = "out of memory"
+            self._shrink(report, report.forward_size)
+        else:
+            self._charge(member, report)
+        self._end_attempt(cause, report)
+        return self.over
+
+    def _charge(self, member: str, report: FailureReport) -> None:
+        exceeded = self._budgets.spend(report.kind, report.step)
+        # The same exception at the same step from a second member would come back for ever, so the run ends. An error
+        # of kind "ours" tells the user what to change, so the run ends at once. A worker stops training after an
+        # exception, so the same report from the same member is a call that Ray has repeated.
+        first = self._seen_failures.setdefault((report.step, report.message), member)
+        if report.kind == "ours" or first != member or exceeded is not None:
+            self.over = True
+        failure = events.Failure(
+            kind=report.kind,
+            member=member,
+            step=report.step,
+            error=report.message,
+            traceback=report.traceback,
+            fatal=self.over,
+            budget=exceeded,
+        )
+        self.record(failure)
+
+    def _shrink(self, report: FailureReport, forward_size: int) -> None:
+        # Every rank may have run out of memory, each with another forward size. The smallest size counts.
+        if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
+            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
+
+    def _expel(self, name: str, step: int) -> None:
+        # All members report the corruption. The first report counts.
+        if name in self.members and name not in self._dead:
+            self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
+
+    def _charge_communication(self, member: str, report: FailureReport) -> None:
+        failure = events.Failure(
+            kind=report.kind,
+            member=member,
+            step=report.step,
+            error=report.message,
+            traceback=report.traceback,
+        )
+        self.record(failure)
+        broken = self._broken_worlds.count(report.attempt)
+        exceeded = self._budgets.spend(report.kind, self._furthest_step)
+        if reason := broken or exceeded:
+            why = f"workers cannot communicate, although no worker was lost: {reason}\n{report.message}\n{_REMEDY}"
+            self.give_up(why, report.kind, exceeded)
+
+    async def publish(self, event: Event) -> None:
+        """Record an event of a worker or a slot."""
+        # An event of a former attempt is dropped: it comes from a leader that is cut off from the current world.
+        if event.attempt in (None, self._ownership.attempt) and not self._journal.has(event):
+            await self.record(event)
+
+    # Methods that slots and the driver call.
+
+    async def num_slots(self) -> int:
+        """Return the number of slots to keep open.
+
+        The number is 0 if the run needs no worker.
+        """
+        await self._taken_over()
+        return 0 if self.over or self._nothing_to_save() else self.membership.wanted
+
+    async def corrupted_nodes(self) -> list[str]:
+        """Return the nodes on which a worker computed wrongly."""
+        return sorted(self._corrupted_nodes)
+
+    async def events(self, first: int, stop: bool) -> list[Event]:
+        """Return the events that the driver has not shown yet.
+
+        These are the kept events of this command from number `first` on, and all other events since the last call.
+
+        Args:
+            stop: whether the run shall stop as soon as the workers' state is on storage. A stopped run can be resumed.
+        """
+        # The driver sends `stop` in each call, because a coordinator that has received it may die.
+        if stop and not self.heartbeats.commands.stop:
+            self.heartbeats.command(stop=True)
+            self._close_if_stopping()
+        return self._journal.since(first)
+
+    async def close(self) -> None:
+        """Close the journal, and wait until all events are on storage."""
+        self._supervisor.close()
+        await self._journal.close()
+
+    def _close_if_stopping(self) -> None:
+        if self.heartbeats.commands.stop and self._succession.over:
+            self.dismiss(self.membership.close(), Leave.RUN_ENDED)
+
+    # The takeover from a former coordinator.
+
+    def _succeed(self) -> Succession:
+        """Restore the state of a former coordinator from storage."""
+        for event in self._journal.former:
+            self._furthest_step = max(self._furthest_step, getattr(event, "step", None) or 0)
+            self._learn(event)
+        claimed = self._ownership.attempt
+        unknown = False
+        try:
+            self._ownership.renew()
+        except RunConflict:
+            pass  # `next_attempt` raises the same error and reports it
+        except OSError:
+            unknown = True
+        begun = unknown or self._ownership.attempt > claimed
+        return Succession(self._timeouts, expected=begun and not self.over)
+
+    def _learn(self, event: Event) -> None:
+        self._supervisor.observe(event)
+        match event:
+            case events.Scale(after=bounds):
+                self.membership.rescale(*bounds)
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
+            case events.AttemptEnded(attempt=int(attempt), cause="communication failed"):
+                self._broken_worlds.count(attempt)
+            case events.Failure(kind=str(kind), member=member):
+                self.over = self.over or event.fatal
+                self._note_corrupted(event)
+                self._budgets.spend(kind, self._furthest_step, event.attempt)
+                if event.step is not None:
+                    self._seen_failures.setdefault((event.step, event.error), member)
+            case events.Finished():
+                self.over = True
+
+    async def _taken_over(self, name: str | None = None) -> None:
+        """Wait until the takeover from a former coordinator is complete.
+
+        Then it is known which members of the world live. Member `name` does not train until then.
+        """
+        if self._succession.over:
+            return
+        await self.heartbeat_port()  # workers can only rejoin over an open port
+        if await self._succession.wait(name):
+            self._take_over(self._succession)
+
+    def _take_over(self, former: Succession) -> None:
+        place = former.newest
+        names = place.members if place else ()
+        self.membership.begin(names)
+        self.heartbeats.expect(names)
+        if place is not None:
+            self._amendments = self._amendments.leaving_out(place.amendments.skip)
+            ended = [event.attempt for event in self._journal.former if isinstance(event, events.AttemptEnded)]
+            # If storage counts a newer attempt, no member has received an assignment to that attempt.
+            if place.attempt >= self._ownership.attempt and place.attempt not in ended:
+                self._running = place.attempt
+        missing = [name for name in names if name not in self.members]
+        follows = f"another one has taken its place, and {len(names) - len(missing)} of {len(names)} workers go on"
+        self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
+        for name in missing:
+            self._lose_from_world(Member(name, None, ""), "worker", self._dead.get(name) or _NEVER_CAME)
+        # A member that still trains in an earlier world is cut off from the members of the newest world.
+        for name in former.behind():
+            self.lose(name, _NEVER_CAME)
+        if former.broken():
+            self.abort()
+        self._close_if_stopping()
+        self.reconcile()
+
+    # The change from one world to the next.
+
+    def reconcile(self) -> None:
+        """Carry out the membership's current decision."""
+        if self.over or not self._succession.over or self._nothing_to_save():
+            return
+        decision = self.membership.decide(time.monotonic())
+        if not isinstance(decision, Short):
+            self.short_since_s = None
+        match decision:
+            case Form(members):
+                self._spawn(self._form(members))
+            case Resize(none_stays) if self._running:
+                self._doomed.set()
+                self.heartbeats.command(leave=self._running, save=self._running if none_stays else 0)
+            case Wait(seconds):
+                asyncio.get_running_loop().call_later(seconds, self.reconcile)
+            case Keep():
+                self._tell_of_left_over()
+            case Short():
+                self.short_since_s = self.short_since_s or time.monotonic()
+
+    def _tell_of_left_over(self) -> None:
+        left_over = self.membership.left_over
+        if left_over != self._left_over:
+            self._left_over = left_over
+            if left_over:
+                self.record(events.LeftOver(workers=left_over, unit=self.membership.replica_size))
+
+    def _nothing_to_save(self) -> bool:
+        # Only members of a world can hold a state that is newer than the state on storage.
+        return self.heartbeats.commands.stop and not self.membership.world
+
+    async def _form(self, names: tuple[str, ...]) -> None:
+        self._end_attempt("all workers lost")
+        attempt = await self._next_attempt()
+        if attempt is None or self.over:
+            return
+        if names != self.membership.world:  # a member was lost while the coordinator waited for storage
+            for name in self.membership.world:
+                self.membership.join(name, time.monotonic(), self.members[name].node)
+            self.reconcile()
+            return
+        self._running = attempt
+        self._doomed = asyncio.Event()
+        self.heartbeats.expect(names)
+        store = self.members[names[0]].store
+        for rank, name in enumerate(names):
+            place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
+            self._waiting.pop(name).set_result(place)
+        self.reconcile()  # a worker may have joined meanwhile
+
+    async def _next_attempt(self) -> int | None:
+        # Storage counts the attempts and refuses commits of a former attempt. So no world forms without a number.
+        told = False
+        while not self.over:
+            try:
+                return await asyncio.to_thread(self._ownership.next_attempt)
+            except OSError as error:
+                if not told:
+                    self.record(events.WaitingForStorage(error=str(error)))
+                    told = True
+                await asyncio.sleep(_STORAGE_S)
+            except RunConflict as error:
+                self.give_up(str(error))
+        return None
+
+    def lose(self, name: str, cause: str, kind: str = "worker") -> None:
+        """Declare a worker dead, and abort its world.
+
+        The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
+        """
+        member = self.members.get(name)
+        self._dead[name] = "" if member else cause
+        if member is None:
+            return
+        # A worker that is only silent could go on later, when the other workers train without it.
+        ray.kill(member.actor)
+        if not self._succession.over:
+            self._dead[name] = cause
+            self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
+            return
+        self._lose_from_world(member, "preemption" if member.node in self._supervisor.draining else kind, cause)
+        self.reconcile()
+
+    def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:
+        self._dead[member.name] = ""
+        if self._forget(member.name):
+            self.abort()
+            self._record_failure(member, kind, cause)
+
+    def _record_failure(self, member: Member, kind: str, cause: str) -> None:
+        # A loss between two attempts counts for the former attempt.
+        attempt = self._ownership.attempt
+        node = member.node or None
+        self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
+        self._spawn(self._charge_loss(kind, attempt))
+
+    async def _charge_loss(self, kind: str, attempt: int) -> None:
+        await self._look_at_ledger()
+        if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
+            self.give_up(exceeded, kind, exceeded)
+
+    async def _look_at_ledger(self) -> None:
+        with contextlib.suppress(OSError):  # the step that was read last is good enough
+            line = await asyncio.to_thread(self._directory.last_step_line)
+            self._furthest_step = int(line.get("step", 0))
+
+    def abort(self) -> None:
+        """Command all members to end the current attempt at once."""
+        self._doomed.set()
+        self.heartbeats.command(aborted=self._ownership.attempt)
+
+    def dismiss(self, names: list[str], reason: Leave) -> None:
+        """Send waiting workers away, and reconcile."""
+        for name in names:
+            waiting = self._waiting.pop(name, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reason)
+        self.reconcile()
+
+    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
+        """End the run as failed, for the reason `why`.
+
+        Args:
+            kind: kind of the failure event.
+            budget: the exceeded budget in words, if a budget was exceeded.
+        """
+        self.over = True
+        self.abort()
+        self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
+        self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+
+    def _note_corrupted(self, event: Event) -> None:
+        match event:
+            case events.Failure(kind="corruption", node=str(node)):
+                self._corrupted_nodes.add(node)
+
+    def record(self, event: Event) -> asyncio.Future[None]:
+        """Apply an event to the coordinator's state and record the event.
+
+        Return a future that is done once the event is on storage.
+        """
+        match event:
+            case events.Rollback(steps=steps):
+                self._amendments = self._amendments.leaving_out(steps)
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
+            case events.ForwardsShrunk(forward_size=size):
+                self._amendments = replace(self._amendments, forward_size=size)
+            case events.AttemptEnded():
+                self._running = 0
+                self._doomed.set()
+            case events.Failure():
+                self._note_corrupted(event)
+            case events.Finished():
+                self.over = True
+                self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+        self._supervisor.observe(event)
+        self._gauges.observe(event)
+        return self._journal.write(event)
+
+    def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
+        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
+        # it has a place in a world ends no attempt.
+        if self._running and (report is None or report.attempt == self._running):
+            step = report.step if report else None
+            self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
+
+    def _forget(self, name: str) -> bool:
+        # Returns whether the member was in the current world.
+        self.members.pop(name, None)
+        if waiting := self._waiting.pop(name, None):
+            waiting.cancel()
+        return self.membership.lose(name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def merged(commands: Commands, others: Commands) -> dict[str, Any]:
+    """Return the newest value of each command, as arguments of `HeartbeatServer.command`.
+
+    The newest value is the largest one: a stop is never taken back, and attempt numbers only grow.
+    """
+    newest = asdict(others)
+    for name, value in asdict(commands).items():
+        newest[name] = max(value, newest[name])
+    return newest

@@ -1,0 +1,375 @@
+"""A Ray Train worker group whose workers survive each other's death.
+
+One thread of the controller keeps each slot filled. The thread requests an actor from Ray, starts the training in the
+actor, waits for the actor's death, and requests another actor.
+"""
+
+# A slot without room is a pending actor, which an autoscaler sees. The death of a worker, the loss of a node, growth
+# and shrinkage take the same path: a slot becomes empty or is filled. The controller never blocks, and Ray sees none of
+# these changes as a failure of the run.
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import Checkpoint
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
+from ray.train.v2._internal.execution.controller import controller
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args, invoke_context_managers, time_monotonic
+from ray.train.v2.api import data_parallel_trainer
+
+from steadfast.orchestration.messages import Leave
+from steadfast.orchestration.policies import Quarantine
+from steadfast.run.events import NodeQuarantined
+from steadfast.run.interrupts import outlive_sigterm
+
+_STEADY_S = 10.0  # a worker that lived longer is replaced at once
+_FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
+_LONGEST_DELAY_S = 5.0
+_SHUTDOWN_S = 5.0
+_ASK_S = 10.0
+_MOST_PENDING = 8  # slots that may wait for room at the same time; more if more than this are filled
+
+# Parameters of Ray's internal functions that this module overrides or calls.
+CONTRACT = {
+    WorkerGroup._start_impl: ["self", "worker_group_state_builder"],
+    WorkerGroup._poll_workers_and_collect_errors: ["self", "timeout"],
+    WorkerGroup._init_train_context: ["self", "workers", "sync_actor"],
+    WorkerGroup._get_worker_runtime_env: ["custom_runtime_env"],
+    WorkerGroup.shutdown: ["self"],
+    WorkerGroup.abort: ["self"],
+    ReplicaGroup.start_training: ["self", "worker_group_context"],
+    CheckpointManager.register_checkpoint: ["self", "training_report"],
+    ObjectRefWrapper.get: ["self"],
+    _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
+}
+
+
+def coordinator_name(run_config: Any) -> str:
+    """Return the actor name with which the controller finds a run's coordinator."""
+    # Ray starts the controller, so the driver cannot pass the coordinator's handle to the controller.
+    return f"coordinator of {run_config.storage_path}/{run_config.name}"
+
+
+def find_incompatibility() -> str | None:
+    """Return the first difference of Ray's internals from what slots expect.
+
+    The result is None if slots work with this version of Ray.
+    """
+    for function, expected in CONTRACT.items():
+        found = list(inspect.signature(function).parameters)
+        if found != expected:
+            return f"{function.__qualname__} takes {found}, expected {expected}"
+    overridden = (
+        (TrainController, "worker_group_cls"),
+        (data_parallel_trainer, "TrainController"),
+        (controller, "CheckpointManager"),
+    )
+    for owner, name in overridden:
+        if not hasattr(owner, name):
+            return f"{owner.__name__} has no {name}"
+    return None
+
+
+class SlotWorker(RayTrainWorker):
+    """Actor of a worker, with a call that fails when the actor dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        outlive_sigterm()
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def park(self) -> None:
+        """Block for ever, so that this call fails when the actor dies.
+
+        The thread that keeps the slot waits for that failure.
+        """
+        threading.Event().wait()
+
+
+@dataclass
+class _Slot:
+    """Place for one worker. A dead worker's actor is replaced."""
+
+    index: int
+    actor: Any = None
+    worker: Worker | None = None  # None while no worker trains in the slot
+    poll: Any = None  # pending call for the worker's status
+    released: bool = False  # whether the worker left because the coordinator released it
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        self.closed.set()
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+
+class SlotWorkerGroup(WorkerGroup):
+    """Worker group that keeps the wanted number of slots filled.
+
+    To Ray the group looks like one that never changes.
+    """
+
+    _worker_cls = SlotWorker
+
+    def _start_impl(self, worker_group_state_builder: Any) -> None:
+        self._coordinator = ray.get_actor(coordinator_name(self._train_run_context.run_config))
+        self._target = self._coordinator.num_slots.remote()  # pending call for the wanted number of slots
+        self._over = False
+        self._quarantine = Quarantine()
+        self._slots: list[_Slot] = []
+        self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(self))}
+        with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
+            for callback in self._callbacks:
+                callback.before_worker_group_start(self._worker_group_context)
+            here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+            sync_actor = SynchronizationActor.options(label_selector=here).remote()
+            # There is no placement group: Ray would place all of its bundles together, and lose them together.
+            none = SimpleNamespace(placement_group=None, shutdown=lambda: None)
+            self._worker_group_state = WorkerGroupState(time_monotonic(), none, [], sync_actor)
+            for callback in self._callbacks:
+                callback.after_worker_group_start(self)  # no worker runs yet; slots fill when there is room
+            self._open(len(self))
+        for callback in self._callbacks:
+            callback.after_worker_group_training_start(self)
+
+    def __len__(self) -> int:
+        # Ray expects a constant number of workers here. The number of slots may differ.
+        return int(self._worker_group_context.num_workers)
+
+    def get_workers(self) -> list[Worker]:
+        return [slot.worker for slot in self._slots if slot.worker]
+
+    def _open(self, count: int) -> None:
+        # Only empty slots are closed here, because the coordinator itself commands workers to leave.
+        opened = [slot for slot in self._slots if not slot.closed.is_set()]
+        filled = sum(slot.worker is not None for slot in opened)
+        # Each empty slot costs a pending actor and a thread, so only some are opened. More follow as these fill.
+        may_wait = max(_MOST_PENDING, filled)
+        for _ in range(min(count, filled + may_wait) - len(opened)):
+            slot = _Slot(len(self._slots))
+            self._slots.append(slot)
+            threading.Thread(target=self._keep, args=(slot,), daemon=True, name=f"slot-{slot.index}").start()
+        surplus = len(opened) - count
+        for slot in reversed(opened):
+            if surplus > 0 and slot.worker is None:
+                slot.close()
+                surplus -= 1
+
+    def _keep(self, slot: _Slot) -> None:
+        delay_s = 0.0
+        while not slot.closed.is_set():
+            began_s = time.monotonic()
+            node = None
+            slot.actor = self._actor_class().remote()
+            if slot.closed.is_set():  # the slot was closed before there was an actor to kill
+                ray.kill(slot.actor)
+            with contextlib.suppress(RayError):
+                metadata = ray.get(slot.actor.get_metadata.remote())  # blocks this thread until there is room
+                began_s = time.monotonic()
+                node = metadata.node_id
+                self._fill(slot, metadata)
+                ray.get(slot.actor.park.remote())
+            slot.worker = None
+            slot.poll = None
+            ray.kill(slot.actor)
+
+            lived_s = time.monotonic() - began_s
+            if node and not slot.released and not slot.closed.is_set():
+                self._record_death(node, lived_s)
+            # A worker that dies early is likely to die again, so its replacement is delayed.
+            if slot.released or lived_s > _STEADY_S:
+                delay_s = 0.0
+            else:
+                delay_s = min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
+            slot.released = False
+            slot.closed.wait(delay_s)
+
+    def _record_death(self, node: str, lived_s: float) -> None:
+        elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
+        now_s = time.monotonic()
+        if self._has_computed_wrongly(node):
+            avoided = self._quarantine.avoid(node, now_s, elsewhere)
+        else:
+            avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
+        if avoided:
+            self._coordinator.publish.remote(NodeQuarantined(node=node))
+
+    def _has_computed_wrongly(self, node: str) -> bool:
+        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
+        # thread waits for the answer.
+        with contextlib.suppress(RayError):
+            return node in ray.get(self._coordinator.corrupted_nodes.remote(), timeout=_ASK_S)
+        return False
+
+    def _actor_class(self) -> Any:
+        context = self._worker_group_context
+        selector = dict((context.label_selector or [{}])[0])
+        if avoided := self._quarantine.avoided(time.monotonic()):
+            selector[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(avoided)})"
+        return ray.remote(
+            runtime_env=self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env),
+            concurrency_groups={"watch": 1},
+            scheduling_strategy="SPREAD" if context.placement_strategy.endswith("SPREAD") else "DEFAULT",
+            label_selector=selector,
+            **bundle_to_remote_args(context.resources_per_worker),
+        )(self._worker_cls)
+
+    def _fill(self, slot: _Slot, metadata: Any) -> None:
+        context = self._worker_group_context
+        worker = Worker(slot.actor, metadata, context.resources_per_worker, placement_group_bundle_index=slot.index)
+        # These ranks number the slots, because Ray expects constant ranks. The coordinator assigns the ranks of worlds.
+        worker.distributed_context = DistributedContext(
+            local_rank=0, local_world_size=1, world_rank=slot.index, world_size=len(self), node_rank=0
+        )
+        self._init_train_context([worker], self._worker_group_state.sync_actor)
+        group = ReplicaGroup([worker], context.resources_per_worker, self._replica_group_callbacks)
+        group.start_training(context)
+        slot.worker = worker
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
+        self._follow_target()
+        asked: dict[Any, _Slot] = {}  # pending call -> its slot
+        for slot in self._slots:
+            if slot.worker:
+                # The call is kept in a local variable, because the slot's thread may reset `slot.poll` at any moment.
+                question = slot.poll or slot.actor.poll_status.remote()
+                slot.poll = question
+                asked[question] = slot
+        answered: list[Any] = []
+        if asked:
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
+
+        statuses = []
+        for question, slot in asked.items():
+            status = WorkerStatus(running=True)
+            if question in answered:
+                slot.poll = None
+                with contextlib.suppress(RayError):  # the slot's thread handles the death of its actor
+                    status = ray.get(question)
+            statuses.append(status)
+            if status.return_value == Leave.RELEASED:
+                slot.released = True
+                ray.kill(slot.actor)
+        return self._as_one(statuses)
+
+    def _as_one(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
+        # Ray expects one status for each worker that it counts. The first status stands for all workers.
+        first = WorkerStatus(running=False)
+        for status in statuses:
+            first.running = first.running or status.running
+            first.error = first.error or status.error
+            first.training_report = first.training_report or status.training_report
+            if status.return_value != Leave.RELEASED:
+                first.return_value = first.return_value or status.return_value
+        # The run ends when one worker has returned because the run ended, and no worker is running. Until then empty
+        # slots may fill.
+        self._over = self._over or first.return_value is not None
+        first.running = (first.running or not self._over) and first.error is None
+        rest = [WorkerStatus(running=False, training_report=first.training_report) for _ in range(len(self) - 1)]
+        return [first, *rest]
+
+    def _follow_target(self) -> None:
+        answered, _ = ray.wait([self._target], timeout=0)
+        if answered:
+            count = ray.get(self._target)
+            self._target = self._coordinator.num_slots.remote()
+            self._over = self._over or count == 0
+            if not self._over:
+                self._open(count)
+
+    def shutdown(self) -> None:
+        self._close()
+        super().shutdown()
+
+    def abort(self) -> None:
+        self._close()
+        super().abort()
+
+    def _close(self) -> None:
+        goodbyes = [worker.actor.shutdown.remote() for worker in self.get_workers()]
+        for slot in self._slots:
+            slot.closed.set()  # the slot's thread requests no other actor
+        if goodbyes:
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_SHUTDOWN_S)
+        for slot in self._slots:
+            slot.close()
+
+
+class LastCommit(CheckpointManager):
+    """Ray's list of checkpoints, which contains only the newest one.
+
+    The run itself deletes older checkpoints, and Ray refuses to read a list that contains a deleted checkpoint.
+    """
+
+    def register_checkpoint(self, training_report: _TrainingReport) -> None:
+        self._checkpoint_results.clear()
+        self._checkpoint_to_report_index.clear()
+        super().register_checkpoint(training_report)
+
+
+class SlotController(TrainController):
+    """Ray Train's controller with a worker group of slots."""
+
+    worker_group_cls = SlotWorkerGroup
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        # The controller runs in its own process, and looks up the class of its checkpoint list under this name.
+        controller.CheckpointManager = LastCommit
+        super().__init__(*arguments, **named)
+
+
+class InlineFunction:
+    """Training function that does not use Ray's object store.
+
+    The function is sent with each call. When an agent of an embedded Ray dies, the raylet leaves the cluster and ends.
+    Ray's client then tries to restore each object that this process has put into the store, finds no store, and ends
+    the process. So the command must not put any object into the store.
+    """
+
+    def __init__(self, stored: ObjectRefWrapper[Any]) -> None:
+        self._pickled = ray.cloudpickle.dumps(stored.get())
+        stored._ref = None  # this was the last reference, so the store deletes the function
+
+    def get(self) -> Any:
+        return ray.cloudpickle.loads(self._pickled)
+
+
+@contextlib.contextmanager
+def slot_controller() -> Any:
+    """Make trainers in this context use a controller with slots."""
+    # TorchTrainer has no argument for the controller's class, so the class is replaced in Ray's module.
+    stock = data_parallel_trainer.TrainController
+    data_parallel_trainer.TrainController = SlotController
+    try:
+        yield
+    finally:
+        data_parallel_trainer.TrainController = stock
+
+
+def report(path: str, metrics: dict[str, Any]) -> None:
+    """Report a checkpoint to the controller without a barrier.
+
+    `ray.train.report` would wait for all ranks.
+    """
+    reported = _TrainingReport(checkpoint=Checkpoint(path), metrics=metrics, validation=False)
+    reports = get_train_context().get_result_queue()
+    # The queue holds one report. The new report replaces a report that the controller has not read yet.
+    with contextlib.suppress(queue.Empty):
+        reports.get_nowait()
+    with contextlib.suppress(queue.Full):
+        reports.put_nowait(reported)

@@ -1,0 +1,187 @@
+"""Decide which members form the next world.
+
+The module is pure and receives the time as an argument, so that tests need no cluster.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from steadfast.orchestration.seating import seat
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form a world of these members, in the order of their ranks."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Ask the current world to end at an agreed step."""
+
+    none_stays: bool = False  # if no member stays, the members must write their state to storage first
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Decide again after `seconds`, or earlier after a change."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Do nothing until a member joins or is lost."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """Wait for `missing` more members, because a world needs more than there are."""
+
+    missing: int
+
+
+Decision = Form | Resize | Wait | Keep | Short
+
+
+@dataclass
+class Membership:
+    """Members of a run, in the current world or waiting."""
+
+    smallest: int  # smallest size of a world
+    largest: int  # largest size of a world
+    expected: int  # members that are coming when a run starts, or when all members are lost
+    # The first world waits `settle_s` for the expected members. A new member waits `gather_s` for more new members,
+    # while the current world goes on, so that several new members cause one resize.
+    settle_s: float
+    gather_s: float
+    spares: int = 0  # members beyond `largest` that may wait to replace a lost member
+    replica_size: int = 1  # members of a replica; a world consists of whole replicas
+    world: tuple[str, ...] = ()
+    _leaving: set[str] = field(default_factory=set)  # members of the world that shall not be in the next one
+    _waiting: dict[str, float] = field(default_factory=dict)  # member -> time of arrival, in this order
+    _nodes: dict[str, str] = field(default_factory=dict)  # member -> its node
+    _ranks: dict[str, int] = field(default_factory=dict)  # remaining member of the newest world -> its rank there
+
+    def __post_init__(self) -> None:
+        self._bound(self.smallest, self.largest)
+
+    def _bound(self, smallest: int, largest: int) -> None:
+        self.smallest = -(-smallest // self.replica_size) * self.replica_size
+        self.largest = largest // self.replica_size * self.replica_size
+        self.expected = max(self.smallest, min(self.expected, self.largest) // self.replica_size * self.replica_size)
+
+    def begin(self, world: tuple[str, ...]) -> None:
+        """Set the current world, with its members in the order of ranks."""
+        self.world = world
+        self._ranks = {member: rank for rank, member in enumerate(world)}
+
+    @property
+    def wanted(self) -> int:
+        """Return the wanted number of members, including spares."""
+        return self.largest + self.spares
+
+    def join(self, member: str, now_s: float, node: str = "") -> bool:
+        """Make `member` wait for the next world.
+
+        Return False if the member must end. A member of the current world that joins again has left that world.
+        """
+        if member in self._leaving:
+            self._remove(member)
+            return False
+        self._waiting[member] = now_s
+        self._nodes[member] = node
+        return True
+
+    def lose(self, member: str) -> bool:
+        """Remove a lost member. Return whether the member was in the current world."""
+        was_in = self._remove(member)
+        if self._leaving >= set(self.world):
+            # All members that were to stay are lost. The leaving ones stay instead, because the state would be lost
+            # with them.
+            self._leaving.difference_update(self.world[: self.largest])
+        return was_in
+
+    def _remove(self, member: str) -> bool:
+        was_in = member in self.world
+        self._waiting.pop(member, None)
+        self._nodes.pop(member, None)
+        self._ranks.pop(member, None)
+        self._leaving.discard(member)
+        self.world = tuple(each for each in self.world if each != member)
+        return was_in
+
+    def send_away(self, members: Iterable[str]) -> list[str]:
+        """Release `members`, and return the waiting members to dismiss.
+
+        Waiting members can go at once. Members of the world leave at an agreed step.
+        """
+        going = set(members)
+        waiting = sorted(going & self._waiting.keys())
+        for member in waiting:
+            self._remove(member)
+        self._leaving |= going & set(self.world)
+        return waiting
+
+    def rescale(self, smallest: int, largest: int) -> list[str]:
+        """Set other bounds, and release surplus members as `send_away` does.
+
+        The last ranks of the world are released first. Waiting members stay as spares, up to the number of spares.
+        """
+        self._bound(smallest, largest)
+        staying = [member for member in self._candidates() if member not in self._leaving]
+        surplus = [member for member in staying[self.largest :] if member in self.world]
+        waiting = [member for member in staying[self.largest :] if member not in self.world]
+        return self.send_away(surplus + waiting[self.spares :])
+
+    def close(self) -> list[str]:
+        """Admit no new members, and release waiting ones as `send_away` does."""
+        # Members of the world, and its survivors, must still write their state to storage, however few they are.
+        self._bound(1, max(self.replica_size, len(self.world)))
+        if len(self.world) < self.replica_size:  # less than one replica does not hold a whole state
+            return self.send_away(self._candidates())
+        return self.send_away(self._newcomers())
+
+    def decide(self, now_s: float) -> Decision:
+        """Return the current decision. `Form` takes effect at once."""
+        if not set(self.world) <= self._waiting.keys():
+            return self._for_a_change(now_s)
+        candidates = self._candidates()
+        size = min(self.largest, len(candidates) // self.replica_size * self.replica_size)
+        if size < self.smallest:
+            return Short(self.smallest - len(candidates))
+        # Survivors form a world at once. A later member joins by a resize, while training goes on.
+        if not self.world and size < self.expected:
+            left_s = min(self._waiting.values()) + self.settle_s - now_s
+            if left_s > 0:
+                return Wait(left_s)
+        self.begin(tuple(seat(candidates, self._ranks, self._nodes, self.replica_size, size // self.replica_size)))
+        for member in self.world:
+            del self._waiting[member]
+        return Form(self.world)
+
+    def _for_a_change(self, now_s: float) -> Decision:
+        num_staying = len(self.world) - len(self._leaving)
+        if self._leaving:
+            return Resize(none_stays=num_staying == 0)
+        newcomers = self._newcomers()
+        size = min(self.largest, (num_staying + len(newcomers)) // self.replica_size * self.replica_size)
+        if size <= num_staying:
+            return Keep()
+        left_s = max(self._waiting[member] for member in newcomers) + self.gather_s - now_s
+        if left_s > 0:
+            return Wait(left_s)
+        return Resize()
+
+    def _candidates(self) -> tuple[str, ...]:
+        # Survivors come first and in their order, so that the leader stays the same.
+        return (*self.world, *self._newcomers())
+
+    @property
+    def left_over(self) -> int:
+        """Return the number of waiting members that do not fill a replica."""
+        return len(self._newcomers()) % self.replica_size
+
+    def _newcomers(self) -> list[str]:
+        return [member for member in self._waiting if member not in self.world]

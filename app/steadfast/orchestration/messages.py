@@ -1,0 +1,67 @@
+"""Messages between workers, slots and the coordinator, in Ray calls."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from steadfast.plan import Amendments
+
+Address = tuple[str, int]  # host, port
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker process, as known to the coordinator."""
+
+    name: str
+    actor: Any  # actor handle, with which the coordinator can kill a silent worker
+    node: str
+    store: Address = ("", 0)  # address of a TCPStore in the worker, used if the worker leads the next world
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Report of one worker about the end of its attempt.
+
+    Each worker whose attempt breaks sends a report to the coordinator.
+    """
+
+    # One of:
+    # "peer": another worker seems to be lost
+    # "numeric": a step has bad numbers and must be left out
+    # "smaller": a forward has run out of memory, and can be repeated with fewer samples
+    # "oom": the device or the host has run out of memory elsewhere
+    # "corruption": a member computed wrongly
+    # "ours": a SteadfastError, whose message says what to do
+    # "exception": any other error
+    # The coordinator changes "peer" to "communication" if no worker was lost.
+    kind: str
+    attempt: int  # 0 if the worker has not been in a world yet
+    step: int
+    message: str
+    traceback: str
+    skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
+    forward_size: int | None = None  # most samples of a forward in the next attempts
+    corrupted: str = ""  # name of the member that computed wrongly
+
+
+@dataclass(frozen=True)
+class WorldAssignment:
+    """Place of a worker in the next world."""
+
+    rank: int
+    size: int
+    attempt: int
+    store: Address  # address of a TCPStore in the leader's process, which only this world uses
+    amendments: Amendments
+    members: tuple[str, ...]  # names of all workers of this world, by rank
+
+
+class Leave(StrEnum):
+    """Reason why a worker gets no assignment.
+
+    The coordinator answers a worker with the reason, and the worker returns it to its slot.
+    """
+
+    RUN_ENDED = "run ended"
+    RELEASED = "released"  # only this worker is not needed, so another worker may take its slot

@@ -1,0 +1,281 @@
+"""Runtime of a worker on Ray, and Ray Train's training function."""
+
+import os
+import socket
+import traceback
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+import torch.distributed as dist
+
+from steadfast.balance.shares import LABEL
+from steadfast.config import Config
+from steadfast.errors import SteadfastError
+from steadfast.faults.corruption import Corrupted
+from steadfast.faults.numerics import BadStep
+from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
+from steadfast.orchestration.internals.slots import report
+from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.packages import install_packages
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Checkpoint, Event
+from steadfast.run.interrupts import unblock_sigterm
+from steadfast.world.device import assigned_device
+from steadfast.world.flight_recorder import FlightRecorder
+from steadfast.world.groups import (
+    PeerLost,
+    is_out_of_memory,
+    is_peer_loss,
+    prefer_interface_of,
+    recover_in_process,
+    serve_store,
+)
+from steadfast.world.progress import Limits, Progress
+from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.timeouts import Timeouts
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Arguments of a worker, which the driver sends through Ray Train."""
+
+    config: Config
+    directory: RunDirectory
+    coordinator: Any  # handle of the Coordinator actor
+    coordinator_host: str
+    folder: Path  # the command's working directory
+
+
+class RayRuntime:
+    """Runtime of a worker that takes part in one world after another.
+
+    The coordinator assigns each world, and the worker reports how the attempt ended.
+    """
+
+    outlives_peers: ClassVar[bool] = True  # False if Ray ends this process when another worker is lost
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        here = ray.get_runtime_context()
+        self.device = assigned_device(here.get_accelerator_ids()["GPU"])
+        self.leave_reason = Leave.RUN_ENDED  # reason why there is no next world
+        self._host = spec.coordinator_host
+        self._coordinator = spec.coordinator
+        self._timeouts = Timeouts(spec.config.recovery.silence_s)
+        self._progress = Progress(Limits(min(Limits.step_s, spec.config.recovery.stall_s)))
+        self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
+        self._commands = Commands()
+        self._attempt = 0
+        self._place: WorldAssignment | None = None  # last assignment
+        # Store of the newest world if this worker is its leader. The store ends with this reference.
+        self._store: dist.TCPStore | None = None
+        self._world: World | None = None
+
+        # `batch.balance` may give weights to machines by these labels.
+        labels = (os.environ.get(LABEL), *here.get_node_labels().values())
+        os.environ[LABEL] = ",".join(filter(None, labels))
+        if self.outlives_peers:
+            recover_in_process()
+        self._flight_recorder = FlightRecorder(spec.config.profile.flight_recorder, self.device.type)
+
+        self._heartbeats = HeartbeatClient(
+            self._access(), self._member.name, self._timeouts, self._beat, self._obey, self._find_again
+        )
+        prefer_interface_of(self._heartbeats.own_address)
+
+    def next_world(self) -> World | None:
+        """Return the next formed world, or None if this worker shall end."""
+        self._world = None
+        while self.leave_reason != Leave.RELEASED:
+            answer = self._join()
+            if isinstance(answer, Leave):
+                self.leave_reason = answer
+                break
+            try:
+                self._world = self._form(answer)
+            except (PeerLost, RuntimeError) as error:
+                # The coordinator detects the missing workers by their heartbeats, and forms a world without them.
+                self.failed(0, error)
+                continue
+            # The command to abort may have arrived before there was a world to abort.
+            if self._commands.aborted == answer.attempt or self._heartbeats.ended:
+                self._world.groups.abort()
+            return self._world
+        return None
+
+    def signals(self) -> Signals:
+        commands = self._commands
+        leave = commands.leave == self._attempt
+        return Signals(stop=commands.stop, leave=leave, checkpoint=commands.save == self._attempt)
+
+    def publish(self, event: Event) -> None:
+        # The event gets its time here. A coordinator that takes over recognises by the time which events are written.
+        event = event.stamped()
+        # An event that is only shown is dropped while the coordinator is restarted.
+        publish = self._coordinator.publish if event.kept else self._coordinator.publish.options(max_task_retries=0)
+        publish.remote(event)
+        if isinstance(event, Checkpoint):
+            report(event.path, {"step": event.step})
+
+    def failed(self, step: int, error: BaseException) -> bool:
+        """Report why the attempt broke after `step`. Return whether this worker goes on.
+
+        Raises `error` if the failure ends the run.
+        """
+        kind, over = self._report(step, error)
+        if over and kind != "peer":
+            raise error
+        is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
+        if is_odd or kind not in ("peer", "numeric", "smaller", "corruption"):
+            self.leave_reason = Leave.RELEASED  # after an exception the process may be in a bad state, so it ends
+        return not over and self.leave_reason != Leave.RELEASED
+
+    def close(self) -> None:
+        """Leave the run."""
+        ray.get(self._coordinator.leave.remote(self._member.name))
+        self._heartbeats.close()
+
+    def _join(self) -> WorldAssignment | Leave:
+        # Sharded checkpoints need the store during the whole attempt. If the coordinator served the store, its death
+        # would end the world, so the leader serves the store. The leader is not known yet, so each worker opens one.
+        host = self._heartbeats.own_address
+        store = serve_store(host)
+        answer = self._ask(replace(self._member, store=(host, store.port)))
+        if not isinstance(answer, WorldAssignment):
+            return answer
+        if self._heartbeats.ended:
+            return Leave.RELEASED  # this worker is cut off, and the coordinator may not know that yet
+        self._place = answer
+        self._attempt = answer.attempt
+        self._store = store if answer.rank == 0 else None
+        if self._commands.aborted == answer.attempt:  # the command to abort has arrived before the assignment
+            self._store = None
+        return answer
+
+    def _ask(self, member: Member) -> WorldAssignment | Leave:
+        answer: WorldAssignment | Leave = ray.get(self._coordinator.join.remote(member))
+        return answer
+
+    def _access(self, within_s: float | None = None) -> Access:
+        port: int = ray.get(self._coordinator.heartbeat_port.remote(), timeout=within_s)
+        secret: str = ray.get(self._coordinator.admit.remote(self._member.name), timeout=within_s)
+        return Access((self._host, port), secret)
+
+    def _find_again(self, within_s: float) -> Access | None:
+        # Ray restarts a coordinator that has died. These calls wait until the new coordinator runs.
+        try:
+            access = self._access(within_s)
+            rejoins = self._coordinator.rejoin.remote(self._member, self._place, self._commands)
+            return access if ray.get(rejoins, timeout=within_s) else None
+        except ray.exceptions.RayError:
+            return None
+
+    def _form(self, place: WorldAssignment) -> World:
+        try:
+            # The machine of a dead leader refuses a plain connection at once. TCPStore would try again for twice its
+            # time-out.
+            socket.create_connection(place.store, self._timeouts.silence_s).close()
+            store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
+        except (RuntimeError, OSError) as error:
+            raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
+        return form_world(
+            store,
+            place.rank,
+            place.size,
+            place.attempt,
+            self.device,
+            place.amendments,
+            self._timeouts,
+            self._progress,
+            self._member.node,
+        )
+
+    def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
+        # Returns the kind of the failure, and whether the run is over.
+        kind = _kind(error, self._attempt)
+        message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
+        skip = error.steps if isinstance(error, BadStep) else ()
+        lines = "".join(traceback.format_exception(error))
+        size = None
+        if isinstance(error, OutOfMemory):
+            message, size = error.error, error.forward_size
+        corrupted = ""
+        if isinstance(error, Corrupted) and self._place is not None:
+            message, corrupted = error.cause, self._place.members[error.rank]
+        failure = FailureReport(kind, self._attempt, step, message, lines, skip, size, corrupted)
+        return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
+
+    def _beat(self) -> Message:
+        message: Message = {"progress": asdict(self._progress.report())}
+        if collectives := self._flight_recorder.take():
+            message["collectives"] = collectives
+        return message
+
+    def _obey(self, commands: Commands | None) -> None:
+        if commands is not None:
+            if commands.dump == self._attempt != self._commands.dump:
+                self._heartbeats.send({"stacks": self._progress.stacks()})
+                self._flight_recorder.read()
+                self._heartbeats.send(self._beat())  # this process may be killed before the next heartbeat is due
+            self._commands = commands
+        # This runs in the thread of the heartbeats. It sets the commands first and reads the world last, and the
+        # training thread forms the world first and reads the commands last. So one of the two aborts the world.
+        if commands is None or commands.aborted == self._attempt:
+            self._store = None  # ending the store frees members that still form the world
+        world = self._world
+        if world is not None and (commands is None or commands.aborted == world.attempt):
+            world.groups.abort()
+
+
+def _kind(error: BaseException, attempt: int) -> str:
+    if isinstance(error, OutOfMemory):
+        return "smaller"
+    # Before the first attempt there are no peers. A dataset that is built then may raise errors of sockets too.
+    if attempt and is_peer_loss(error):
+        return "peer"
+    if isinstance(error, SteadfastError):
+        return "ours"
+    if isinstance(error, BadStep):
+        return "numeric"
+    if isinstance(error, Corrupted):
+        return "corruption"
+    if is_out_of_memory(error):
+        return "oom"
+    return "exception"
+
+
+def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
+    """Train as one worker, and return its reason to leave.
+
+    The slot reads the reason to decide whether another worker is needed.
+    """
+    # Imported here, because the driver imports this module too and does not need the training code.
+    from steadfast.worker import work
+
+    unblock_sigterm()  # Ray has started this thread, and may have blocked the signal
+    runtime = runtime_class(spec)
+    try:
+        _settle(spec)
+    except Exception as error:
+        runtime.failed(0, error)  # ends the run, or this worker alone
+    else:
+        work(spec.config, runtime, spec.directory)
+    runtime.close()
+    return runtime.leave_reason.value
+
+
+def _settle(spec: WorkerSpec) -> None:
+    """Prepare this process to run the user's code.
+
+    Raises SteadfastError for a fault that every other worker would have too.
+    """
+    # The current directory is Ray's copy of the user's working directory. A directory on this node with the name of the
+    # user's own may be older. The current directory is not resolved, because a node that is about to go may have
+    # deleted it.
+    install_packages(spec.config.cluster.pip, Path())
+    if spec.folder.is_dir():  # so that relative paths mean the user's files, if this node has them
+        os.chdir(spec.folder)
+    spec.directory.check_shared()

@@ -1,0 +1,100 @@
+"""Repeated layers of a model, for sharding, checkpointing and compilation."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from steadfast.errors import UsageError
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model, [] if none.
+
+    These are the result of the model's method `blocks()`; else modules of the classes in Hugging Face's
+    `_no_split_modules`; else the members of the largest ModuleList or Sequential of one class.
+    """
+    blocks = getattr(model, "blocks", None)
+    if callable(blocks) and not isinstance(blocks, nn.Module):
+        return list(blocks())
+    names = getattr(model, "_no_split_modules", None) or ()
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return _apart(model, found or _largest_repetition(model))
+
+
+def stop_caching(model: nn.Module) -> None:
+    """Disable the cache of keys and values in a Hugging Face model.
+
+    Training does not need the cache.
+    """
+    settings: Any = getattr(model, "config", None)
+    if hasattr(settings, "use_cache"):
+        settings.use_cache = False
+
+
+def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of the classes with these names, inner ones first.
+
+    Raises:
+        UsageError: the model has no module of one of the classes.
+    """
+    inside = [module for module in _inner_first(model) if module is not model]
+    classes = {type(module).__name__ for module in inside}
+    if unknown := [name for name in names if name not in classes]:
+        known = ", ".join(sorted(classes))
+        raise UsageError(f"parallel.wrap: the model has no module of a class {unknown[0]}; it has {known}")
+    return [module for module in _unshared(model, inside) if type(module).__name__ in names]
+
+
+def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
+    """Return separate modules with at least `num_parameters`, inner ones first."""
+    # Parameters of a returned module do not count for the modules around it.
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for module in _unshared(model, _inner_first(model)):
+        own = set(module.parameters()) - taken
+        is_callable = type(module).forward is not nn.Module.forward
+        if module is not model and is_callable and sum(param.numel() for param in own) >= num_parameters:
+            found.append(module)
+            taken |= own
+    return found
+
+
+def _inner_first(model: nn.Module) -> list[nn.Module]:
+    return list(model.modules())[::-1]
+
+
+def _largest_repetition(model: nn.Module) -> list[nn.Module]:
+    candidates: list[list[nn.Module]] = [[]]
+    for module in model.modules():
+        members = list(module.children())
+        kinds = {type(member) for member in members}
+        # A unit is gathered when its forward is called, so modules without a forward, such as lists, do not qualify.
+        callable_ones = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1 and callable_ones:
+            candidates.append(members)
+    return max(candidates, key=_num_parameters)
+
+
+def _num_parameters(modules: list[nn.Module]) -> int:
+    return sum(param.numel() for param in nn.ModuleList(modules).parameters())
+
+
+def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Remove nested modules, and modules that share parameters with the rest."""
+    inner: set[nn.Module] = set()
+    for module in modules:
+        inner |= set(module.modules()) - {module}
+    return [module for module in _unshared(model, modules) if module not in inner]
+
+
+def _unshared(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Remove modules that share a parameter with another part of the model."""
+    unshared = []
+    holders = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    for module in dict.fromkeys(modules):
+        own = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
+        if all(holders[param] == number for param, number in own.items()):
+            unshared.append(module)
+    return unshared

@@ -1,0 +1,107 @@
+"""Data parallel by torch's DistributedDataParallel.
+
+Every worker holds the whole model.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from steadfast.config import DdpConfig
+from steadfast.errors import TrainingError
+from steadfast.parallel.precision import Precision
+from steadfast.world.runtime import World
+
+
+class _Transparent(DistributedDataParallel):
+    """DistributedDataParallel that exposes the attributes of the wrapped model."""
+
+    has_run = False  # whether forward was called since `synchronize` began
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.has_run = True
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class TorchDistributedDataParallelism:
+    """Strategy by torch's own DistributedDataParallel, for its communication hooks."""
+
+    survivors_hold_all: ClassVar[bool] = True
+    offloads = False
+
+    def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
+        self._config = config
+        self._group = world.groups.communicator.group
+        self._device = precision.device
+        # The reducer divides by the number of replicas, and scaling the loss cancels that for free. A communication
+        # hook that only sums would run Python code for every bucket.
+        self.loss_scale = float(world.replicate)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return _Transparent(
+            model,
+            device_ids=[self._device] if self._device.type == "cuda" else None,
+            process_group=self._group,
+            bucket_cap_mb=self._config.bucket_cap_mb,
+            # Gradients are views of the buckets; otherwise they would be held twice and copied.
+            gradient_as_bucket_view=True,
+            # No broadcast of rank 0's weights: restore makes all ranks equal at a lower cost.
+            init_sync=False,
+            # Parameters that no rank has used in a step then stay unchanged. The buckets keep their first layout, so
+            # that a restarted run sums gradients in the order of an uninterrupted one.
+            find_unused_parameters=True,
+            # Every rank keeps its own running statistics, as with this program's buckets; checkpoints hold the
+            # leader's.
+            forward_sync_buffers=False,
+        )
+
+    @contextmanager
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
+        assert isinstance(model, _Transparent)
+        model.has_run = False
+        # Without no_sync the gradients of every microbatch would be sent: the same sum at a multiple of the traffic.
+        with nullcontext() if last else model.no_sync():
+            yield
+        if not model.has_run:  # the reducer then has summed nothing
+            raise TrainingError(
+                "parallel.reducer=torch: the task's loss calls a part or a method of the model instead of the model, "
+                "and torch's reducer sums the gradients of calls of the model alone. Call the model, or use "
+                "parallel.reducer=steadfast, the default"
+            )
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        return
+
+    def store_gradients(self) -> None:
+        return
+
+    def detach_unused(self) -> None:
+        return
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, DistributedDataParallel)
+        module: nn.Module = model.module
+        return module
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        return self.unwrap(model)
+
+    @staticmethod
+    def units(model: nn.Module) -> list[str]:
+        return []
+
+    def writes(self, world: World) -> bool:
+        return world.leader

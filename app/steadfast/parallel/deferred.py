@@ -1,0 +1,397 @@
+"""Models built without memory, whose initial values are computed later.
+
+During construction the operations that fill tensors are recorded instead of executed. `InitialValues.fill` then
+executes them in the same order with the same random numbers. So the values equal those of a model that is built at
+once, while memory holds only one tensor and its inputs at a time. The method is that of torchdistX's deferred_init, a
+project that is no longer maintained (github.com/pytorch/torchdistx).
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from steadfast.errors import NotDeferrable
+from steadfast.parallel.dtensor import is_sharded, on_mesh_of, sharded_like
+
+_aten = torch.ops.aten
+# Operations that only allocate: memory for their results is allocated at the first write.
+_ALLOCATE = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+# Operations that overwrite all of their first argument, so that its former values need not be computed.
+_OVERWRITE = {
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+    _aten.copy_.default,
+}
+_FIRST = -1  # denotes the generator's state at the beginning of the construction
+
+
+class _Place(NamedTuple):
+    """Position of a tensor without values in a storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    def covers(self, num_bytes: int) -> bool:
+        """Return whether the tensor fills a storage of `num_bytes`."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize == num_bytes
+
+
+@dataclass
+class _Operation:
+    """A recorded call that writes to storages, with places for tensors."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[_Place | None, ...]  # results with a storage of their own
+    written: frozenset[int]  # storages, including those of the results
+    read: frozenset[int]
+    overwritten: int | None  # storage that the call overwrites without reading it
+    # Only for random operations: the operation that leaves the generator in the state of which this one draws, or that
+    # state itself if user code has set it; and the state afterwards, once it is known.
+    after: int | None = None
+    state_before: Tensor | None = None
+    state_behind: Tensor | None = None
+
+    @property
+    def is_random(self) -> bool:
+        return self.after is not None or self.state_before is not None
+
+
+class _Tape:
+    """Record of all operations of a construction, in order."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._num_bytes: dict[int, int] = {}  # by storage
+        self._kept: list[torch.UntypedStorage] = []  # keeps storages alive, so that no number is used again
+        self._given: dict[int, torch.UntypedStorage] = {}  # storages that had values from the beginning
+        self._first_state = torch.get_rng_state()
+        self._tokens: dict[bytes, int] = {self._first_state.numpy().tobytes(): _FIRST}
+
+    def place(self, tensor: Tensor) -> _Place:
+        """Return the place of a tensor, with or without values."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
+            raise NotDeferrable(f"a tensor of layout {tensor.layout} or with a lazy conjugation")
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._num_bytes:
+            self._kept.append(storage)
+            if not isinstance(tensor, FakeTensor):
+                self._given[key] = storage
+        self._num_bytes[key] = storage.nbytes()
+        return _Place(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record a call other than a view or an allocation."""
+        args, kwargs = pytree.tree_map_only(Tensor, self.place, (args, kwargs))
+        read = frozenset(place.storage for place in _places((args, kwargs)))
+        results: list[_Place | None] = []
+        for tensor in pytree.tree_leaves(result):
+            place = self.place(tensor) if isinstance(tensor, Tensor) else None
+            results.append(None if place is None or place.storage in read else place)
+        changed = self._changed(function, args, kwargs)
+        written = frozenset(place.storage for place in results if place) | changed
+        if not written or function in _ALLOCATE:
+            return
+        overwritten = None
+        if function in _OVERWRITE and args[0].covers(self._num_bytes[args[0].storage]):
+            overwritten = args[0].storage
+            read = frozenset(place.storage for place in _places((args[1:], kwargs)))
+        operation = _Operation(function, args, kwargs, tuple(results), written, read, overwritten)
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            if kwargs.get("generator") is not None:
+                raise NotDeferrable("random numbers of a generator of its own")
+            self._take_turn(operation)
+        self._operations.append(operation)
+
+    @staticmethod
+    def _changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """Return the storages that a call writes in place."""
+        changed: set[int] = set()
+        for position, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                changed.update(place.storage for place in _places(given))
+        return frozenset(changed)
+
+    def _take_turn(self, operation: _Operation) -> None:
+        """Record the generator's state from which an operation draws."""
+        # Nothing is drawn now. Instead the generator gets a unique state that represents the state after this
+        # operation. User code that saves the generator's state and sets it again, as fork_rng does, then sets the
+        # represented state.
+        with _disable_current_modes():
+            state = torch.get_rng_state()
+            operation.after = self._tokens.get(state.numpy().tobytes())
+            if operation.after is None:
+                operation.state_before = state
+            torch.manual_seed(hash((len(self._operations), torch.initial_seed())) % 2**63)
+            self._tokens[torch.get_rng_state().numpy().tobytes()] = len(self._operations)
+
+    def compute(self, wanted: set[int], take: Callable[[int, torch.UntypedStorage], None]) -> None:
+        """Compute the contents of the `wanted` storages, and call `take`.
+
+        A storage is passed as soon as it is complete, and is valid until `take` returns.
+        """
+        needed = self._needed(wanted)
+        last_use: dict[int, int] = {}
+        for number, operation in enumerate(self._operations):
+            if needed[number]:
+                last_use |= dict.fromkeys(operation.written | operation.read, number)
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for number, operation in enumerate(self._operations):
+                if needed[number]:
+                    self._execute(operation, storages)
+                    for key in operation.written | operation.read:
+                        if last_use[key] == number:
+                            storage = storages.pop(key)
+                            if key in wanted:
+                                take(key, storage)
+                elif operation.is_random and operation.state_behind is None:
+                    self._execute(operation, {})  # only to advance the generator
+            for key in wanted - last_use.keys():
+                take(key, self._storage(key, {}))
+
+    def _needed(self, wanted: set[int]) -> list[bool]:
+        """Return which operations the `wanted` storages depend on."""
+        needed = [False] * len(self._operations)
+        storages = set(wanted)
+        for number in reversed(range(len(self._operations))):
+            operation = self._operations[number]
+            if operation.written.isdisjoint(storages):
+                continue
+            needed[number] = True
+            storages -= {place.storage for place in operation.results if place}
+            storages.discard(operation.overwritten)
+            storages |= operation.read
+        return needed
+
+    def _execute(self, operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+        def tensor(place: _Place) -> Tensor:
+            return place.of(self._storage(place.storage, storages))
+
+        args, kwargs = pytree.tree_map_only(_Place, tensor, (operation.args, operation.kwargs), is_leaf=_is_place)
+        if operation.is_random:
+            torch.set_rng_state(self._state_before(operation))
+        found = operation.function(*args, **kwargs)
+        if operation.is_random:
+            operation.state_behind = torch.get_rng_state()
+        for place, result in zip(operation.results, pytree.tree_leaves(found), strict=True):
+            if place is not None:
+                num_bytes, storage = self._num_bytes[place.storage], result.untyped_storage()
+                # A real kernel may use another memory layout than the one recorded without values.
+                if result.stride() != place.stride or storage.nbytes() != num_bytes:
+                    storage = torch.UntypedStorage(num_bytes)
+                    place.of(storage).copy_(result)
+                storages[place.storage] = storage
+
+    def _state_before(self, operation: _Operation) -> Tensor:
+        if operation.after is None:
+            assert operation.state_before is not None
+            return operation.state_before
+        if operation.after == _FIRST:
+            return self._first_state
+        state = self._operations[operation.after].state_behind
+        assert state is not None
+        return state
+
+    def _storage(self, key: int, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+        if key not in storages:
+            # A copy, because another computation must begin with the same values.
+            given = self._given.get(key)
+            size = self._num_bytes[key]
+            storages[key] = torch.zeros(size, dtype=torch.uint8).untyped_storage() if given is None else given.clone()
+        return storages[key]
+
+
+def _is_place(found: Any) -> bool:
+    return isinstance(found, _Place)
+
+
+def _places(tree: Any) -> Iterator[_Place]:
+    for leaf in pytree.tree_leaves(tree, is_leaf=_is_place):
+        if isinstance(leaf, _Place):
+            yield leaf
+
+
+class _Recorder(TorchDispatchMode):
+    """Records all calls, and computes values that user code reads."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+        self.made: list[weakref.ref[Tensor]] = []  # all tensors without values
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func is _aten.lift_fresh.default:  # makes a tensor from numbers that were just read
+            func = _aten.clone.default
+        result = func(*args, **kwargs)
+        self._tape.add(func, args, kwargs, result)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, FakeTensor):
+                self.made.append(weakref.ref(tensor))
+        return result
+
+    def _number(self, tensor: Tensor) -> Any:
+        place = self._tape.place(tensor)
+        found: list[Any] = []
+        self._tape.compute({place.storage}, lambda _, storage: found.append(place.of(storage).item()))
+        return found[0]
+
+
+class InitialValues:
+    """Initial values of a model, computed on demand."""
+
+    def __init__(self, tape: _Tape, places: Mapping[str, _Place]) -> None:
+        self._tape = tape
+        self._places = places  # by the name of a parameter or buffer
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write this rank's initial values of parameters and buffers."""
+        names: dict[int, list[str]] = {}
+        for name in tensors:
+            names.setdefault(self._places[name].storage, []).append(name)
+
+        def take(key: int, storage: torch.UntypedStorage) -> None:
+            for name in names[key]:
+                held = tensors[name].detach()
+                held.copy_(sharded_like(held, self._places[name].of(storage).to(held.dtype)))
+
+        self._tape.compute(set(names), take)
+
+
+def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
+    """Build a module on the meta device, with its initial values.
+
+    Raises:
+        NotDeferrable: the construction cannot be recorded. Any error of `build` raises this too, because the missing
+            values may have caused it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        tape = _Tape()
+        recorder = _Recorder(tape)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with fake, recorder, warnings.catch_warnings():
+                # A deep copy tests whether there is memory, and warns.
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                model = build()
+            places = _move_to_meta(model, tape)
+        except NotDeferrable:
+            raise
+        except Exception as error:
+            raise NotDeferrable(f"{type(error).__name__}: {error}") from error
+        if any(made() is not None for made in recorder.made):
+            gc.collect()
+            if any(made() is not None for made in recorder.made):
+                raise NotDeferrable("a tensor is kept elsewhere than among parameters, buffers and attributes")
+    return model, InitialValues(tape, places)
+
+
+def allocate(
+    model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] | None = None, offloads: bool = False
+) -> None:
+    """Allocate memory for this rank's part of a meta model.
+
+    The memory is not initialized.
+
+    Args:
+        device: device of the memory.
+        kept: tensors of former parameters by name, whose memory is used again.
+        offloads: whether shards are kept in host memory instead.
+    """
+    home = torch.device("cpu") if offloads else device
+    named = dict(model.named_parameters())
+    given: dict[Tensor, Tensor] = {named[name]: tensor for name, tensor in (kept or {}).items()}
+    holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    holders.setdefault(tensor, []).append((held, name))
+
+    def memory_of(tensor: Tensor) -> Tensor:
+        if tensor in given:
+            return on_mesh_of(given[tensor], tensor)
+        return torch.empty_like(tensor, device=home if is_sharded(tensor) else device)
+
+    model._apply(memory_of)  # as `to_empty` does
+    # `_apply` makes two tensors of one that has two names, so the names are joined again.
+    for (first, first_name), *others in holders.values():
+        for held, name in others:
+            held[name] = first[first_name]
+
+
+def _move_to_meta(model: nn.Module, tape: _Tape) -> dict[str, _Place]:
+    """Replace tensors without values by meta tensors; return their places."""
+    places: dict[str, _Place] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        places[name] = tape.place(tensor)
+    moved: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = moved.setdefault(tensor, _on_meta(tensor))  # a shared tensor stays shared
+    for module in model.modules():
+        _compute_attributes(module, tape, moved)
+    return places
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    param = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    own = vars(tensor)
+    if isinstance(tensor, FakeTensor):
+        of_any = vars(tensor.fake_mode.from_tensor(torch.empty(0))).keys() | {"_is_param"}
+        own = {name: value for name, value in own.items() if name not in of_any}
+    vars(param).update(own)  # users set attributes on parameters, for example for their optimizer
+    return param
+
+
+def _compute_attributes(module: nn.Module, tape: _Tape, moved: Mapping[Tensor, Tensor]) -> None:
+    """Compute the tensors among a module's plain attributes, which no checkpoint has."""
+
+    def number(tensor: FakeTensor) -> Tensor:
+        if tensor in moved:
+            return moved[tensor]
+        place = tape.place(tensor)
+        found: list[Tensor] = []
+        tape.compute({place.storage}, lambda _, storage: found.append(place.of(storage)))
+        return found[0]
+
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            vars(module)[name] = pytree.tree_map_only(FakeTensor, number, value)

@@ -1,0 +1,280 @@
+"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are sharded.
+
+The shards are spread over all ranks of the world, or over `parallel.shard_size` neighbouring ranks, a replica, whose
+gradients are then summed over replicas (HSDP).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.optim import Optimizer
+
+from steadfast.config import FsdpConfig
+from steadfast.errors import TrainingError
+from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
+from steadfast.parallel.dtensor import is_sharded, local
+from steadfast.parallel.precision import Precision
+from steadfast.world.runtime import World
+
+_PRIME = 1_000_003  # modulus of the hash of an order of units; a sum over a million ranks can hold its square
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FullyShardedDataParallelism:
+    """Strategy by torch's fully_shard."""
+
+    survivors_hold_all: ClassVar[bool] = False
+    loss_scale = 1.0
+
+    def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
+        self._config = config
+        self._world = world
+        self._precision = precision
+        self.offloads = config.cpu_offload
+        self._usage: _Usage
+        self._accumulates_apart: bool  # gradients of several backwards have another format than those of one
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        mesh = self._mesh()
+        policy = self._formats()
+        self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
+        offload = self._offload()
+        # None keeps the root's own parameters until its backward, which follows at once.
+        reshard = None if self._config.reshard_after_forward else False
+        # Inner units first: the remaining parameters, of the embeddings and the head, become the root's own group.
+        for unit in [*self._units(model), model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # in the forward's order
+        for module in sharded:
+            # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            # Ranks may use different parameters of a unit, and all of them must reduce the whole unit.
+            module.set_reduce_scatter_unused_params(True)
+        self._prefetch(sharded[1:])  # the first one is the model itself
+        self._usage = _Usage(model, sharded, self._world, self._precision.device)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the mesh over abortable groups; a collective with replicas."""
+        world, device = self._world, self._precision.device
+        # DTensor caches results by a mesh's size and names. Under a name used before, a worker whose rank has changed
+        # would continue with the shards and the groups of its former rank.
+        name = f"attempt-{world.attempt}"
+        if world.replicate == 1:
+            return DeviceMesh.from_group(world.groups.communicator.group, device.type, mesh_dim_names=(name,))
+        across, within = world.groups.split(world.replica_size, device)
+        ranks = torch.arange(world.size).view(world.replicate, world.replica_size)
+        names = (f"{name}-replicas", name)
+        return DeviceMesh.from_group([across.group, within.group], device.type, ranks, mesh_dim_names=names)
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        wrap = self._config.wrap
+        if wrap == "blocks":
+            return blocks_of(model)
+        return modules_of_size(model, wrap) if isinstance(wrap, int) else modules_of_classes(model, wrap)
+
+    def _formats(self) -> MixedPrecisionPolicy:
+        autocast = self._precision.autocast_dtype
+        # Gathered in 16 bits but summed in 32, because a sum over many ranks would lose small gradients.
+        param_dtype = _FORMATS.get(self._config.param_dtype, autocast)
+        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def _offload(self) -> OffloadPolicy:
+        if not self.offloads:
+            return OffloadPolicy()
+        # The device reads pinned memory by itself. Without such a device no memory can be pinned.
+        return CPUOffloadPolicy(pin_memory=self._precision.device.type == "cuda")
+
+    def _prefetch(self, units: Sequence[FSDPModule]) -> None:
+        num = self._config.prefetch
+        if num == 0:
+            return
+        for number, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch([*units[number + 1 : number + 1 + num]])
+            unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
+
+    @contextmanager
+    def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
+        assert isinstance(model, FSDPModule)
+        # Microbatches before the last one keep unsharded gradients, which take a model's memory but need one sum a
+        # step.
+        model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
+        model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
+        if last:
+            self._usage.fill()
+        elif self._accumulates_apart:
+            self._gather_each_once(model)
+        yield
+        if last:
+            self._usage.send()
+
+    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Let further methods of the model gather its parameters."""
+        for name in names:
+            setattr(model, name, self._usage.noting(getattr(model, name)))
+            register_fsdp_forward_method(model, name)  # wraps the method, so that parameters are gathered before it
+
+    def _gather_each_once(self, model: nn.Module) -> None:
+        """Gather all units in turn, before the first backward without a sum.
+
+        A collective.
+        """
+        # FSDP then converts each unit's gradients, which fails for a unit that was never gathered.
+        self._accumulates_apart = False
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
+
+    def store_gradients(self) -> None:
+        return
+
+    def detach_unused(self) -> None:
+        self._usage.detach_unused()
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        self._usage.clear()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def whole(self, model: nn.Module) -> nn.Module | None:
+        return None
+
+    @staticmethod
+    def units(model: nn.Module) -> list[str]:
+        kinds: list[str] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The class that fully_shard gives a module derives from FSDPModule and the module's own class.
+                kinds.append(type(module).__bases__[1].__name__)
+        return kinds
+
+    def writes(self, world: World) -> bool:
+        return world.in_first_replica
+
+
+class _Usage:
+    """Records a step's used parameters and each rank's order of units.
+
+    For parameters that a rank has not used, units reduce gradients of zeros. One small sum over all ranks, started
+    after the last backward of a step, informs every rank which parameters no rank has used.
+
+    Args:
+        units: units of the model, itself included, in the order of a forward.
+        device: device of the sum.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[FSDPModule], world: World, device: torch.device) -> None:
+        self._model = model
+        self._units = units
+        self._world = world
+        self._device = device
+        self._places: dict[Tensor, int] = {}  # gathered trained parameter -> index among the model's parameters
+        self._used: set[int] = set()  # indices of the parameters that this rank has used
+        self._order = 0  # hash of the units that this rank has run
+        self._seen: set[nn.Module] = set()  # units that have been gathered once
+        self._sums: Tensor
+        for number, unit in enumerate(units):
+            assert isinstance(unit, nn.Module)
+            # After the hook of fully_shard, which gathers the unit.
+            unit.register_forward_pre_hook(partial(self._gathered, number))
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._used.clear()
+        self._order = 0
+
+    def fill(self) -> None:
+        """Add gradients of zeros where only some parameters have accumulated gradients.
+
+        Earlier backwards have left those in the reduction's format, and the last backward's have the parameters'
+        format. A unit reduces gradients of one format only.
+        """
+        if not self._used or len(self._used) == len(self._places):
+            return
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
+                    for each in group.fsdp_params:
+                        if each.unsharded_accumulated_grad is None and each.unsharded_param.requires_grad:
+                            zeros = torch.zeros_like(each.unsharded_param, dtype=each.reduce_dtype)
+                            each.unsharded_accumulated_grad = zeros
+
+    def send(self) -> None:
+        """Start the sum over ranks, after the last backward of a step."""
+        numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
+        for place in self._used:
+            numbers[place] = 1
+        replica = self._world.rank // self._world.replica_size
+        stop = len(numbers) - 2 * (self._world.replicate - replica - 1)
+        numbers[stop - 2 : stop] = self._order, self._order**2
+        self._sums = torch.tensor(numbers).to(self._device, non_blocking=True)  # the host need not wait for the device
+        self._world.groups.communicator.sum(self._sums)
+
+    def detach_unused(self) -> None:
+        """Remove the gradients of parameters that no rank has used.
+
+        Raises:
+            TrainingError: ranks of one replica have run different units, or the task calls an undeclared method.
+        """
+        params = list(self._model.parameters())
+        numbers = self._sums.tolist()
+        orders = numbers[len(params) :]
+        for order, square in zip(orders[::2], orders[1::2], strict=True):
+            if self._world.replica_size * square != order**2:  # equal if and only if all terms are equal
+                raise TrainingError(
+                    "parallel.kind=fsdp: the ranks did not run the same layers in one step, and a layer that is "
+                    "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
+                    "larger ones in parallel.wrap or in the model's blocks(), or take parallel.kind=ddp"
+                )
+        seen = {*self._places.values()}
+        for place, (param, num_ranks) in enumerate(zip(params, numbers, strict=False)):
+            if num_ranks:
+                continue
+            if place not in seen and param.grad is not None and bool(local(param.grad).any()):
+                raise TrainingError(
+                    "parallel.kind=fsdp: the task calls the model by a method beside forward. Name the method in an "
+                    'attribute of the task, model_methods = ["..."]'
+                )
+            param.grad = None
+
+    def noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that also records its use of parameters."""
+
+        def noted(*args: Any, **named: Any) -> Any:
+            self._gathered(0, self._model, args)
+            return method(*args, **named)
+
+        return noted
+
+    def _gathered(self, number: int, unit: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._order = (31 * self._order + number + 1) % _PRIME
+        if unit in self._seen:
+            return
+        self._seen.add(unit)
+        for place, param in enumerate(self._model.parameters()):
+            if param.requires_grad and param not in self._places and not is_sharded(param):
+                self._places[param] = place
+                param.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, param: Tensor) -> None:
+        self._used.add(self._places[param])

@@ -1,0 +1,329 @@
+"""Locate, read and write the files of a run directory."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from steadfast.config import BatchConfig, Config, decoded, dump_config, parse_config
+from steadfast.errors import StorageError, UsageError
+from steadfast.plan import Amendments, End
+from steadfast.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
+from steadfast.run.owner import read_owner
+from steadfast.storage import Store, join, open_store
+from steadfast.storage.documents import read_document, read_json, write_json
+from steadfast.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines
+
+STEPS = "steps.jsonl"  # sample ledger
+METRICS = "metrics.jsonl"  # figures of log steps
+EVENTS = "events.jsonl"
+REPORT = "report.html"
+PROFILE = "profile"  # folder of the profiler's traces
+STACKS = "stacks"  # folder of the workers' stacks
+_CONFIG = "config.yaml"
+_ENVIRONMENT = "environment.json"
+_SUMMARY = "summary.json"
+_SCALE = "scale.json"
+_MICROBATCH = "microbatch.json"
+_PROBE = ".writable"
+_CURVES = "tensorboard"
+_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
+_SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
+# The limit exceeds the length of every ledger line, which grows with the world. A line whose beginning is cut off
+# cannot be parsed.
+_LAST_LINE_BYTES = 16384
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+def runs_root() -> Path:
+    """Return the folder that relative paths of runs begin in."""
+    return _SHARED if _SHARED.is_dir() else Path.cwd()
+
+
+def place_of_data(path: str) -> str:
+    """Return the location of a path or pattern of data.
+
+    A path that exists in the working directory is used as it is. Otherwise the path is looked up where runs are stored.
+    """
+    below = str(runs_root() / path)
+    for place in (path, below):
+        if Path(place).exists() or glob(place, recursive=True):
+            return place
+    return path
+
+
+class EventWriter:
+    """Writer of `events.jsonl`. A run has one writer at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._stream = open_stream(store, EVENTS)
+
+    def write(self, event: Event) -> None:
+        """Write an event, unless its kind is only shown."""
+        if event.kept:
+            self._stream.write([event.stamped().to_line()])
+
+    def close(self) -> None:
+        """Wait until all events are written, or until storage refuses another attempt."""
+        self._stream.close()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory `{run.storage}/{run.name}`.
+
+    The object can be pickled, and is valid on every node with access to the storage.
+    """
+
+    store: Store
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls.at(join(config.run.storage, config.run.name))
+
+    @classmethod
+    def at(cls, location: str) -> Self:
+        """Return the run directory at a path or URI.
+
+        Raises UsageError if the URI's scheme is unknown.
+        """
+        if "://" not in location:
+            location = str(runs_root() / location)
+        try:
+            return cls(open_store(location))
+        except ValueError as error:
+            raise UsageError(f"run.storage: {location}: {error}") from error
+
+    @property
+    def uri(self) -> str:
+        return self.store.uri
+
+    @property
+    def name(self) -> str:
+        """Return the run's name, which is the last part of its location."""
+        return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> str:
+        return join(self.uri, name)
+
+    def check_writable(self) -> bool:
+        """Check that the run directory can be written.
+
+        Returns True if the directory was empty. Raises UsageError if writing fails.
+        """
+        try:
+            new = not self.store.list("")
+            self.store.commit(_PROBE, b"")
+            self.store.delete(_PROBE)
+        except OSError as error:
+            raise UsageError(
+                f"run.storage: {self.uri} cannot be written: {error.strerror or error}. Choose another run.storage"
+            ) from error
+        return new
+
+    def check_shared(self) -> None:
+        """Check that this machine sees the command's files.
+
+        Raises StorageError if the files are missing.
+        """
+        with suppress(OSError):  # storage that does not answer may still be shared
+            if read_owner(self.store):
+                return
+            raise StorageError(
+                f"{socket.gethostname()} does not see {self.uri}, the directory of the run. Mount one folder "
+                f"on all nodes, at {_SHARED} for example, or give run.storage a bucket or a path that all of them share"
+            )
+
+    def open_events(self) -> EventWriter:
+        return EventWriter(self.store)
+
+    def record(self, event: Event) -> None:
+        """Append one event. For several events `open_events` is faster."""
+        writer = self.open_events()
+        writer.write(event)
+        writer.close()
+
+    def all_events(self) -> Iterator[Event]:
+        """Yield the kept events in the order of the file.
+
+        Events that this release does not know are left out.
+        """
+        for line in read_lines(self.store, EVENTS):
+            event = parse_event(line)
+            if event is not None:
+                yield event
+
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        """Return the kept events of one kind."""
+        return [event for event in self.all_events() if isinstance(event, kind)]
+
+    def last_step_line(self) -> dict[str, Any]:
+        """Return the last line of the ledger, {} without lines.
+
+        Only the end of the file is read.
+        """
+        for line in reversed(last_lines(self.store, STEPS, _LAST_LINE_BYTES)):
+            if is_count(line.get("step")) and is_moment(line.get("time_s", 0.0)):
+                return line
+        return {}
+
+    def amendments(self) -> Amendments:
+        """Return the changes to the plan that follow from the events."""
+        skipped: set[int] = set()
+        # An extension that was interrupted has recorded the same end as the extension after it, so ends are a set.
+        ends: set[End] = set()
+        sizes: list[int] = []
+        for event in self.all_events():
+            match event:
+                case Rollback(steps=steps):
+                    skipped.update(steps)
+                case ShortStep(step=step, position=position):
+                    ends.add(End(step, position))
+                case ForwardsShrunk(forward_size=size):
+                    sizes.append(size)
+        return Amendments(frozenset(skipped), tuple(sorted(ends)), min(sizes, default=None))
+
+    def microbatch_size(self) -> int | None:
+        """Return the microbatch size that the run has chosen.
+
+        Returns None if no size is chosen yet. Raises StorageError if the size cannot be read.
+        """
+        # An unreadable file must raise. Otherwise another size would be chosen, and dropout would draw other numbers.
+        place = self / _MICROBATCH
+        try:
+            match json.loads(read_document(self.store, _MICROBATCH)):
+                case {"microbatch_size": int(size)} if size >= 1:
+                    return size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error
+        except ValueError:
+            pass
+        remedy = 'Write {"microbatch_size": N} there, or give batch.microbatch_size=N'
+        raise StorageError(f"{place} does not contain the size that batch.microbatch_size=auto has chosen. {remedy}")
+
+    def write_microbatch_size(self, size: int) -> None:
+        """Record the run's microbatch size. Raises StorageError."""
+        try:
+            write_json(self.store, _MICROBATCH, {"microbatch_size": size})
+        except OSError as error:
+            raise StorageError(f"{self / _MICROBATCH} cannot be written: {error.strerror or error}") from error
+
+    def batch(self, config: Config) -> BatchConfig:
+        """Return the section `batch` with the chosen microbatch size.
+
+        If no size is chosen yet, the section is returned as it is.
+        """
+        size = self.microbatch_size() if config.batch.microbatch_size == "auto" else None
+        return config.batch if size is None else config.batch.with_microbatches_of(size)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the run's summary, None if it is missing or invalid."""
+        found = read_json(self.store, _SUMMARY) or {}
+        is_ours = is_count(found.get("step")) and isinstance(found.get("metrics"), dict) and "status" in found
+        return found if is_ours else None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_json(self.store, _SUMMARY, summary)
+
+    def delete_summary(self) -> None:
+        """Delete the summary, because the run continues."""
+        self.store.delete(_SUMMARY)
+
+    def curves(self) -> str | None:
+        """Return the location of TensorBoard's curves, None without curves."""
+        with suppress(OSError):
+            if self.store.list(_CURVES):
+                return self / _CURVES
+        return None
+
+    def holds_traces(self) -> bool:
+        """Return whether the run has stored stacks or profiles."""
+        return bool(self.store.list(STACKS) or self.store.list(PROFILE))
+
+    def request_scale(self, smallest: int, largest: int) -> None:
+        """Write a request for other bounds of the number of workers.
+
+        The command that owns the run reads the request.
+        """
+        write_json(self.store, _SCALE, {"num_workers": [smallest, largest]})
+
+    def pop_scale_request(self) -> tuple[int, int] | None:
+        """Return and delete the request for other bounds."""
+        request = read_json(self.store, _SCALE)
+        if request is None:
+            return None
+        # An invalid request is deleted too, so that it is read only once.
+        self.store.delete(_SCALE)
+        match request:
+            case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
+                return smallest, largest
+        return None
+
+    def stored_config(self) -> Config | None:
+        """Return the configuration of the run's last start.
+
+        Returns None for a run without one. Raises ConfigError if the file is invalid, and StorageError if the file is
+        empty or cannot be read.
+        """
+        try:
+            text = decoded(read_document(self.store, _CONFIG), self / _CONFIG)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # An error must raise. A bucket that does not answer would otherwise make the run look new, and the command
+            # would overwrite the run.
+            raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
+        if not text.strip():  # an empty file would mean a run of defaults
+            raise StorageError(f"{self / _CONFIG} is empty. Restore the file, or choose another run.name")
+        return parse_config(text, self / _CONFIG)
+
+    def write_config(self, config: Config) -> None:
+        self.store.commit(_CONFIG, dump_config(config).encode())
+
+    def write_environment(self, found: dict[str, Any]) -> None:
+        write_json(self.store, _ENVIRONMENT, found)
+
+    def clear(self) -> None:
+        """Delete the files of a run, except its owner's claim."""
+        # Files are deleted by name, because the folder may also hold files of the user.
+        for name in (_CONFIG, _SUMMARY, _SCALE, _MICROBATCH, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
+            self.store.delete(name)
+
+
+@contextmanager
+def reading(directory: RunDirectory) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the file."""
+    try:
+        yield
+    except BrokenPipeError:  # the command line ends quietly after the reader of its output has ended
+        raise
+    except OSError as error:
+        place = error.filename or directory.uri
+        raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error
+
+
+def find_run(name: str, storage: str = "runs") -> RunDirectory:
+    """Return the existing run with a name, path or URI.
+
+    A name is looked up below `storage`, which is a path or URI. Raises UsageError if there is no such run.
+    """
+    places = [name]
+    if "://" not in name:
+        below = f"{storage}/{name}" if "://" in storage else str(runs_root() / storage / name)
+        places = [str(Path.cwd() / name), str(runs_root() / name), below]
+    for place in places:
+        directory = RunDirectory.at(place)
+        # Every command writes owner.json first, so a directory without it is no run.
+        try:
+            if read_owner(directory.store):
+                return directory
+        except OSError as error:
+            raise UsageError(f"{place} cannot be read: {error.strerror or error}") from error
+    raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")

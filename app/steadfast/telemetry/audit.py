@@ -1,0 +1,345 @@
+"""Prove from a run's ledger that the run used its planned samples.
+
+The proof covers each step once and each training sample once per epoch. It trains nothing and reads no samples: the
+samples of a step follow from the seed, the length of the dataset and `data.order`. An order function of the user is
+called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steadfast.config import Config, Target
+from steadfast.data.order import Int64s, SampleOrder, UInt64s, build_order, sample_keys
+from steadfast.errors import SteadfastError, UsageError
+from steadfast.plan import Plan, step_of
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptStarted, Rollback
+from steadfast.storage.jsonl import Line, decode, read_blocks
+
+_CHUNK = 2**20  # number of steps whose attempts are stored in one array
+_PIECE = 2**18  # number of samples ordered at once, so that memory does not grow with the global batch
+_LARGEST = 2**32  # larger than any step or attempt of a run
+
+
+class CounterExample(SteadfastError):
+    """First place where a ledger contradicts the plan."""
+
+    def __init__(self, step: int, expected: str, found: str, meaning: str) -> None:
+        super().__init__(f"step {step}: expected {expected}, found {found}: {meaning}")
+        self.step = step
+        self.expected = expected
+        self.found = found
+        self.meaning = meaning
+
+    def to_line(self) -> Line:
+        return {"step": self.step, "expected": self.expected, "found": self.found, "meaning": self.meaning}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Numbers of a proof.
+
+    Attributes:
+        steps: number of proved steps, from 1 on. Each step has one valid line.
+        samples: number of samples that these steps used.
+        epochs: number of finished passes over the training samples.
+        epoch_samples: number of training samples of the dataset. Each appears once in an epoch.
+        digests: number of lines whose digest, summed up by the workers, was compared with the plan's digest.
+        redone: number of lines whose step was done again by a later attempt.
+        unconfirmed: number of steps whose results were lost with a worker. Their digest comes from the plan.
+        left_out: number of steps that rollbacks left out.
+        left_out_samples: number of samples of the steps that rollbacks left out.
+    """
+
+    steps: int
+    samples: int
+    epochs: int
+    epoch_samples: int
+    digests: int
+    redone: int
+    unconfirmed: int
+    left_out: int
+    left_out_samples: int
+
+    def to_line(self) -> Line:
+        return asdict(self)
+
+
+def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
+    """Prove that the run used each sample as planned.
+
+    Args:
+        directory: the run to audit.
+        config: the configuration of the run.
+        num_samples: length of the dataset, held-out samples included.
+
+    Raises:
+        CounterExample: the ledger contradicts the plan.
+        UsageError: the run has no steps yet.
+        ConfigError: `data.order` names code that cannot be loaded on this machine.
+    """
+    auditor = _Auditor(directory, config, num_samples)
+    for block in read_blocks(directory.store, STEPS):
+        for piece in _pieces(decode(block), max(1, _PIECE // config.batch.global_size)):
+            auditor.add(piece)
+    return auditor.proof((directory.summary() or {}).get("step", 0))
+
+
+def _pieces(lines: list[Line], num_lines: int) -> Iterator[list[Line]]:
+    """Yield up to `num_lines` lines of consecutive steps of one attempt."""
+    piece: list[Line] = []
+    for line in lines:
+        # A truncated or foreign line counts as missing. The check for missing steps reports its step.
+        if not (_is_count(line.get("step")) and _is_count(line.get("attempt"))):
+            continue
+        follows = piece and line["attempt"] == piece[-1]["attempt"] and line["step"] == piece[-1]["step"] + 1
+        if piece and (not follows or len(piece) == num_lines or line["step"] % _CHUNK == 0):
+            yield piece
+            piece = []
+        piece.append(line)
+    if piece:
+        yield piece
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < _LARGEST
+
+
+class _Auditor:
+    """Compares ledger lines with the plan, in the order of the file."""
+
+    def __init__(self, directory: RunDirectory, config: Config, num_samples: int) -> None:
+        self._directory = directory
+        self._seed = config.run.seed
+        self._order = build_order(config.data, num_samples, config.run.seed)
+        global_size = config.batch.global_size
+        end = config.run.num_samples(self._order.num_train)
+        ends = directory.amendments().ends
+        # The microbatch size does not matter: the audit only asks for the samples of whole steps.
+        self._plan = Plan.even(global_size, global_size, 1, num_samples=end, ends=ends)
+        _check_ends(self._plan, self._order.num_train)
+        self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends) if end else _LARGEST
+        # An order function of the user may read one sample several times in an epoch and skip another sample.
+        once = not isinstance(config.data.order, Target)
+        self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
+        self._left_out = _left_out(directory)
+        self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
+        self._last: dict[int, int] = {}  # newest step by attempt
+        # By chunk: for each step the attempt of its valid line, 0 for a step without a line.
+        self._attempts: dict[int, NDArray[np.uint32]] = {}
+        self._num_lines = 0
+        self._num_reported = 0
+        self._unconfirmed: dict[int, int] = {}  # attempt by step
+        self._skipped: dict[int, int] = {}  # attempt by step
+
+    def add(self, lines: list[Line]) -> None:
+        """Check lines of consecutive steps of one attempt.
+
+        Raises:
+            CounterExample: a line contradicts the plan.
+        """
+        first, last, attempt = lines[0]["step"], lines[-1]["step"], lines[0]["attempt"]
+        self._check_follows(first, attempt)
+        if last > self._num_steps:
+            meaning = "the ledger continues after the end of the last epoch"
+            raise CounterExample(self._num_steps + 1, f"no step after {self._num_steps}", f"step {last}", meaning)
+        start, stop = self._plan.positions(first)[0], self._plan.positions(last)[1]
+        positions = np.arange(start, stop)
+        ids = self._order.train(positions)
+        keys = sample_keys(ids, positions, self._seed)
+        counts = np.array([self._plan.num_samples_in(line["step"]) for line in lines])
+        sums = np.add.reduceat(keys, np.cumsum(counts) - counts)
+        for line, digest in zip(lines, sums.tolist(), strict=True):
+            self._check(line, digest)
+        self._last[attempt] = last
+        self._num_lines += len(lines)
+        new = np.repeat(self._hold(first, len(lines), attempt), counts)
+        self._epochs.add(ids[new], positions[new])
+
+    def _check_follows(self, step: int, attempt: int) -> None:
+        """Check that an attempt skips no step and repeats no step.
+
+        The first line of an attempt may come no later than the step after the state that the attempt restored.
+        """
+        expected = self._last.get(attempt, self._first.get(attempt, step) - 1) + 1
+        if attempt in self._last and step < expected:
+            raise CounterExample(
+                step, "one line of an attempt", f"a second line of attempt {attempt}", "the step is counted twice"
+            )
+        if step > expected:
+            found = f"step {step} as the next step of attempt {attempt}"
+            raise CounterExample(expected, "a line", found, "the step is missing in this attempt")
+
+    def _check(self, line: Line, digest: int) -> None:
+        step, attempt = line["step"], line["attempt"]
+        left_out_since = self._left_out.get(step, _LARGEST)
+        skipped = bool(line.get("skipped"))
+        if skipped != (attempt > left_out_since):
+            raise self._wrongly_skipped(line, left_out_since)
+        if skipped:
+            self._skipped[step] = attempt
+        elif line.get("confirmed") is False:
+            self._unconfirmed[step] = attempt
+        else:
+            self._num_reported += 1
+        _check_value(line, "num_samples", 0 if skipped else self._plan.num_samples_in(step), _OTHER_NUMBER)
+        if skipped:
+            _check_value(line, "positions", list(self._plan.positions(step)), _SHIFTED)
+        _check_value(line, "samples_digest", f"{digest:016x}", _OTHER_SAMPLES)
+
+    def _wrongly_skipped(self, line: Line, left_out_since: int) -> CounterExample:
+        step, attempt = line["step"], line["attempt"]
+        if line.get("skipped"):
+            meaning = "samples were left out although no rollback left them out"
+            return CounterExample(step, "the samples of this step", f"a skipped step in attempt {attempt}", meaning)
+        expected = f"a skipped step since the rollback in attempt {left_out_since}"
+        return CounterExample(step, expected, f"used in attempt {attempt}", "a step with bad numbers was used again")
+
+    def _hold(self, first: int, num_lines: int, attempt: int) -> NDArray[np.bool_]:
+        """Record the attempt of each step's valid line. Return which steps are new."""
+        number, offset = divmod(first, _CHUNK)
+        chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))[offset : offset + num_lines]
+        new: NDArray[np.bool_] = chunk == 0
+        # The highest attempt is valid, not the last line: a disconnected leader may write its last lines after the
+        # first lines of its successor.
+        np.maximum(chunk, attempt, out=chunk)
+        return new
+
+    def proof(self, ended_at: int) -> Proof:
+        """Return the numbers of the proof after a check for missing steps.
+
+        Args:
+            ended_at: the step at which the run ended, 0 if the run has not ended.
+
+        Raises:
+            CounterExample: a step up to the last one, or up to `ended_at`, is missing.
+            UsageError: the run has no steps yet.
+        """
+        last = max([ended_at, *self._last.values()])
+        if not last:
+            raise UsageError(f"{self._directory.uri} has no steps yet, so there is nothing to audit")
+        self._check_none_missing(last)
+        skipped = self._holding(self._skipped)
+        left_out_samples = sum(self._plan.num_samples_in(step) for step in skipped)
+        return Proof(
+            steps=last,
+            samples=self._plan.positions(last)[1] - left_out_samples,
+            epochs=self._epochs.num_finished,
+            epoch_samples=self._order.num_train,
+            digests=self._num_reported,
+            redone=self._num_lines - last,
+            unconfirmed=len(self._holding(self._unconfirmed)),
+            left_out=len(skipped),
+            left_out_samples=left_out_samples,
+        )
+
+    def _check_none_missing(self, last: int) -> None:
+        for number in range(last // _CHUNK + 1):
+            chunk = self._attempts.get(number, np.zeros(_CHUNK, np.uint32))
+            start = number * _CHUNK
+            missing = np.flatnonzero(chunk[: last + 1 - start] == 0) + start
+            missing = missing[missing > 0]  # steps count from 1
+            if len(missing):
+                meaning = f"no attempt recorded the step, and the run has reached step {last}"
+                raise CounterExample(int(missing[0]), "a line", "none", meaning)
+
+    def _holding(self, marked: Mapping[int, int]) -> list[int]:
+        """Return the marked steps whose marked attempt wrote the valid line."""
+        return [step for step, attempt in marked.items() if self._attempts[step // _CHUNK][step % _CHUNK] == attempt]
+
+
+_OTHER_NUMBER = "the number of samples of this step is not that of its global batch"
+_SHIFTED = "the samples that were left out are not the samples of this step"
+_OTHER_SAMPLES = (
+    "samples were lost, repeated or swapped; if the first step already differs, the length of the dataset may have "
+    "changed since the run"
+)
+
+
+def _check_value(line: Line, name: str, expected: Any, meaning: str) -> None:
+    if line.get(name) != expected:
+        raise CounterExample(line["step"], f"{name} {expected}", f"{line.get(name)}", meaning)
+
+
+def _check_ends(plan: Plan, num_train: int) -> None:
+    """Check that only an end of an epoch shortened a step.
+
+    A run ends within a step only where an epoch ends.
+    """
+    for end in plan.ends:
+        start, stop = plan.positions(end.step)
+        if stop % num_train or not 0 < stop - start < plan.global_size:
+            found = f"an end of the run at position {stop}"
+            raise CounterExample(end.step, "an end of an epoch in this step", found, "the step may have other samples")
+
+
+def _left_out(directory: RunDirectory) -> dict[int, int]:
+    """Return each left-out step with the attempt of its rollback."""
+    since: dict[int, int] = {}
+    for rollback in directory.events(Rollback):
+        for step in rollback.steps:
+            since.setdefault(step, rollback.attempt or 0)
+    return since
+
+
+class _Epochs:
+    """Checks that each finished epoch used every training sample once."""
+
+    # The check compares sums of sample hashes, as digests do. If one sample is missing and another sample appears
+    # twice, the sum differs.
+    def __init__(self, order: SampleOrder, num_samples: int, seed: int, plan: Plan, once: bool) -> None:
+        """Prepare the check. Without `once` epochs are counted, but not checked."""
+        self._order = order
+        self._num_samples = num_samples
+        self._plan = plan
+        self._once = once
+        self._seed = seed
+        self._begun: dict[int, tuple[int, int]] = {}  # by epoch: samples so far, and the sum of their hashes
+        self._expected: int | None = None
+        self.num_finished = 0
+
+    def add(self, ids: Int64s, positions: Int64s) -> None:
+        """Add samples at ascending positions that were not added before.
+
+        Raises:
+            CounterExample: a finished epoch did not use every training sample once.
+        """
+        epochs = positions // self._order.num_train
+        bounds = np.flatnonzero(np.diff(epochs, prepend=-1, append=_LARGEST))
+        hashes = self._hashes(ids)
+        for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            self._add(int(epochs[start]), stop - start, int(hashes[start:stop].sum()))
+
+    def _add(self, epoch: int, num_samples: int, hash_sum: int) -> None:
+        before, sum_before = self._begun.get(epoch, (0, 0))
+        self._begun[epoch] = before + num_samples, (sum_before + hash_sum) % 2**64
+        if before + num_samples == self._order.num_train:
+            _, found = self._begun.pop(epoch)
+            if self._once:
+                self._check(epoch, found)
+            self.num_finished += 1
+
+    def _check(self, epoch: int, found: int) -> None:
+        if self._expected is None:
+            self._expected = self._sum_of_training()
+        if found != self._expected:
+            meaning = f"epoch {epoch + 1} does not use each training sample once: its order is no permutation"
+            step = step_of(epoch * self._order.num_train, self._plan.global_size, self._plan.ends)
+            raise CounterExample(step, f"hashes that sum to {self._expected:016x}", f"{found:016x}", meaning)
+
+    def _sum_of_training(self) -> int:
+        """Return the sum of the hashes of all training samples."""
+        total = 0
+        for start in range(0, self._num_samples, _PIECE):
+            total += int(self._hashes(np.arange(start, min(start + _PIECE, self._num_samples))).sum())
+        for start in range(0, self._order.num_validation, _PIECE):
+            places = np.arange(start, min(start + _PIECE, self._order.num_validation))
+            total -= int(self._hashes(self._order.validation(places)).sum())
+        return total % 2**64
+
+    def _hashes(self, ids: Int64s) -> UInt64s:
+        return sample_keys(ids, np.zeros_like(ids), self._seed)

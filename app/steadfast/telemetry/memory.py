@@ -1,0 +1,231 @@
+"""Estimate a worker's memory before any worker starts.
+
+The estimate simulates a step on tensors without data, so a model of any size fits.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from steadfast.components.optimizer import build_optimizer
+from steadfast.config import Config, DdpConfig, FsdpConfig
+from steadfast.data.batches import Batch, map_tensors, tensors_of
+from steadfast.errors import ConfigError, Problem
+from steadfast.models import build_model
+from steadfast.parallel import ParallelConfig, arrange, build_parallel, size_of_replica
+from steadfast.parallel.activations import checkpoint_activations
+from steadfast.parallel.dtensor import local
+from steadfast.parallel.precision import build_precision
+from steadfast.tasks import build_task
+from steadfast.world.allocations import Allocations
+from steadfast.world.communicator import GlooCommunicator
+from steadfast.world.groups import Groups
+from steadfast.world.runtime import World
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker.
+
+    Attributes:
+        parameters: parameters and buffers; under sharding only this worker's shards.
+        gradients: gradients of trained parameters, in the form that the update reads.
+        optimizer: state of the optimizer.
+        activations: the rest of the peak: temporary tensors of forward and backward, and under sharding the gathered
+            parameters and the gradients before they are summed.
+        on_host: part of the total that is in the machine's memory rather than on a GPU.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    on_host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes at the peak, on GPU and host together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def memory_of_whole(config: Config, example: Batch) -> Memory:
+    """Estimate the memory of a worker that holds the whole model.
+
+    Args:
+        config: the configuration of the run.
+        example: a microbatch of the usual size.
+    """
+    # The gradients live as long as the model, so further microbatches add no memory.
+    return _simulate(config, DdpConfig(), example, 1, accumulates=False)
+
+
+class Needed(NamedTuple):
+    """Bytes of one worker on its device and on its host."""
+
+    device: int
+    host: int  # 0 unless parts of the state are offloaded from a GPU
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        """Split an estimate into device and host."""
+        return cls(memory.total - memory.on_host, memory.on_host)
+
+
+def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, Needed]:
+    """Estimate the bytes of a worker for each world size.
+
+    Args:
+        config: the configuration of the run.
+        example: a microbatch of the usual size.
+        whole: the estimate for a worker that holds the whole model.
+        max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
+    """
+    if not isinstance(config.parallel, FsdpConfig):
+        return dict.fromkeys(max_shares, Needed.of(whole))
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for size, max_share in sorted(max_shares.items()):
+        # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds unsharded
+        # gradients until the last one; with a single microbatch it does not. A world of one worker gathers nothing.
+        kinds.setdefault((size > 1, max_share > 1), []).append(size)
+    found: dict[int, Needed] = {}
+    for (_, accumulates), sizes in kinds.items():
+        sharing = {size: size_of_replica(config.parallel, size) for size in sizes}
+        ends: dict[int, Needed] = {}
+        for ranks in {sharing[sizes[0]], sharing[sizes[-1]]}:
+            ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
+        for size, ranks in sharing.items():
+            found[size] = _between(ends, ranks)
+    return found
+
+
+def _between(ends: Mapping[int, Needed], size: int) -> Needed:
+    """Interpolate the bytes for a replica of `size` ranks between two simulated sizes.
+
+    The interpolation is linear in 1 / size.
+    """
+    # The result may be slightly too large, and is never too small: the peak is the largest of many sums, each of a
+    # constant and a share of the model.
+    if size in ends:
+        return ends[size]
+    first, last = sorted(ends)
+    weight = (1 / size - 1 / last) / (1 / first - 1 / last)
+    on_line = [round(end + weight * (begin - end)) for begin, end in zip(ends[first], ends[last], strict=True)]
+    return Needed(*on_line)
+
+
+def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_size: int, accumulates: bool) -> Memory:
+    """Return the peak memory of a worker by simulating its second step.
+
+    The simulation ends after the backward of that step. By then the optimizer has created its state.
+
+    Args:
+        config: the configuration of the run.
+        strategy: the parallel strategy to simulate.
+        example: a microbatch of the usual size.
+        world_size: the number of ranks to simulate. Only rank 0 runs.
+        accumulates: whether the worker has more than one microbatch in a step. Two are simulated, since a third one
+            changes nothing.
+    """
+    precision = build_precision(config.precision, _CPU)
+    task = build_task(config.task)
+    # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
+    fake = FakeTensorMode()
+    with _fake_world(world_size, strategy) as world:
+        parallel = build_parallel(strategy, world, precision)
+        model = _build_without_data(config, fake)
+        batch = map_tensors(fake.from_tensor, example)
+        allocations = Allocations()
+        allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
+        with allocations:
+            # `fake` is off here, because device meshes and optimizers read values of tensors. The model's own tensors
+            # still have no data.
+            model = parallel.wrap(model)
+            optimizer = build_optimizer(config.optimizer, model)
+            trained = [param for param in model.parameters() if param.requires_grad]
+            _create_state(optimizer, trained)
+            parallel.clear_gradients(optimizer)
+            for last in (False, True) if accumulates else (True,):
+                with fake, parallel.synchronize(model, last):
+                    with precision.autocast():
+                        loss_sum = task.loss(model, batch).loss_sum
+                    precision.backward(loss_sum)
+                    del loss_sum
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        parameters = _num_bytes([*model.parameters(), *model.buffers()])
+        gradients = _num_bytes(trained)
+        held = _num_bytes(each for each in state if isinstance(each, Tensor))
+        on_host = gradients + held + _num_bytes(model.parameters()) if parallel.offloads else 0
+    rest = allocations.peak_bytes - parameters - gradients - held
+    # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they are
+    # added here.
+    integers = 8 * sum(param.numel() for param in trained) if config.run.exact else 0
+    return Memory(parameters, gradients + integers, held, rest, on_host)
+
+
+def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+    """Make the optimizer create its state by an update with zero gradients."""
+    for param in trained:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
+    # Some models cannot be built this way: `Module.to` raises, and a deep copy belongs to another mode. peft does both.
+    with suppress(Exception), fake:
+        model = _build(config)
+        tensors = [*model.parameters(), *model.buffers()]
+        if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
+            return model
+    try:
+        model = _build(config)
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when the CPU runs out of memory
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError([Problem("", "model", f"cannot be built on this machine: {first_line}")]) from error
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            setattr(module, name, fake.from_tensor(param))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, fake.from_tensor(buffer))
+    return model
+
+
+def _build(config: Config) -> nn.Module:
+    """Build the model with its parameters in the configured format."""
+    # `Precision.convert` also moves a model to a device, which fails for tensors without data.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(build_precision(config.precision, _CPU).param_dtype)
+    try:
+        model = build_model(config.model).train()
+    finally:
+        torch.set_default_dtype(before)
+    checkpoint_activations(model, config.memory.activation_checkpointing)
+    return model
+
+
+@contextmanager
+def _fake_world(size: int, strategy: ParallelConfig) -> Iterator[World]:
+    """Form a world as rank 0, with collectives that send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        aborted = threading.Event()
+        groups = Groups(group, GlooCommunicator(group, aborted), FakeStore(), {}, aborted)
+        yield arrange(World(0, size, 0, groups), strategy)
+    finally:
+        dist.destroy_process_group()
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)

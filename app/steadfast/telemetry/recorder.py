@@ -1,0 +1,412 @@
+"""Recorder of an attempt's ledger, events, figures and summary."""
+
+import math
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadfast.checkpoint.catalog import Catalog, path_of
+from steadfast.checkpoint.restore import Restored
+from steadfast.checkpoint.snapshots import Snapshots
+from steadfast.checkpoint.state import Tensors, sha256, weights_digest
+from steadfast.components.schedule import warmup_in_force
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config, DataParallelConfig
+from steadfast.faults.recompute import adds_parts_by_themselves
+from steadfast.parallel import strategy_of
+from steadfast.parallel.dtensor import unsharded
+from steadfast.plan import Plan
+from steadfast.run import events
+from steadfast.run.directory import METRICS, RunDirectory
+from steadfast.run.ledger import ACTS, Ledger, StepStats, StepTimes
+from steadfast.storage.jsonl import open_stream
+from steadfast.tasks import Task
+from steadfast.telemetry.goodput import goodput, read_totals
+from steadfast.telemetry.meters import Meters
+from steadfast.telemetry.past import Past
+from steadfast.telemetry.profiler import Profiler
+from steadfast.telemetry.startup import StartupTimer
+from steadfast.telemetry.throughput import total_peak_flops
+from steadfast.telemetry.trackers import Trackers, build_trackers
+from steadfast.world.control import StepResult
+from steadfast.world.device import variables_kept
+from steadfast.world.runtime import Outcome, Runtime, World
+
+# Trackers get every figure. The console gets at most two lines a second, because each line costs a call between
+# processes.
+_SHOW_EVERY_S = 0.5
+_NAMES = 3  # number of unmatched tensors that are named as examples
+
+
+class Recorder:
+    """Writes one attempt's results to ledger, events and trackers.
+
+    The recorder makes no decisions: `Guard` has already judged each step.
+    """
+
+    # Every rank has a recorder, so that `train` needs no condition. Only the leader's recorder writes results.
+    def __init__(
+        self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, plan: Plan, worker: WorkerState
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._runtime = runtime
+        self._world = world
+        self._plan = plan
+        self._worker = worker
+        self._metrics: dict[str, float] = {}  # of the last validation in this attempt
+        self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # steps finished on this rank, but not on all ranks yet
+        self._digests: dict[int, str] = {}  # by step: digest of the weights after it, for its ledger line
+        self._acts_s = dict.fromkeys(ACTS, 0.0)  # seconds in each act of this attempt, up to the last step
+        self._started: tuple[Restored, StartupTimer] | None = None
+        self._shown_s = -math.inf
+        self._told_once: set[str] = set()
+        self._snapshots: Snapshots | None = None
+        self._committed = worker.writer.committed  # newest checkpointed step that this rank knows of
+        self._past = Past()
+        self._trackers = Trackers([])
+        self._meters = _meters(config, worker)
+        self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
+        worker.close_later(self._profiler.close)
+        self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
+        self._digest_trigger = worker.trigger("weights_digest", config.weights_digest_every)
+        self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
+        worker.close_later(self._ledger.close)
+        if world.leader:
+            self._figures = open_stream(directory.store, METRICS)
+            worker.close_later(self._figures.close)
+
+    def begin(self, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
+        """Record the start of the attempt, before its first step.
+
+        The leader publishes the restored state, damaged copies, refused snapshots, and facts about model and GPUs that
+        affect the run.
+        """
+        self._started = restored, timer
+        self._profiler.begin(restored.step)
+        self._snapshots = snapshots
+        if not self._world.leader:
+            return
+        self._past = Past.read(self._directory)
+        # A checkpoint of an earlier process is known only from its event.
+        known = max(self._committed, self._past.committed)
+        self._committed = restored.step if restored.source == "checkpoint" else known
+        timer.measure_detection(self._directory)
+        if snapshots.refused is not None:
+            self._publish(snapshots.refused)
+        self._tell_of_numerics()
+        self._tell_of_nothing_to_compare()
+        # Trackers drop the figures of earlier attempts from the first step on, which is only known now.
+        self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
+        self._worker.close_later(lambda: self._trackers.leave())
+        self._trackers.begin(self._config, restored.step, self._past)
+        for step, why in restored.damaged.items():
+            self._publish(events.CheckpointQuarantined(step=step, error=why))
+        for step, why in snapshots.damaged.items():
+            self._publish(events.SnapshotDamaged(step=step, error=why))
+        if restored.source == "start":
+            self._tell_of_shortened_warmup()
+            self._tell_of_the_model()
+            return
+        written = int(self._directory.last_step_line().get("step", 0))
+        lost_steps = max(0, written - restored.step)
+        self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
+        # The state of survivors, or an emergency checkpoint, may be ahead of the ledger, because the former leader
+        # ended before it wrote the lines of these steps.
+        for step in range(written + 1, restored.step + 1):
+            self._write_as_planned(step)
+
+    def _tell_of_numerics(self) -> None:
+        gpus = self._worker.gpus
+        lacking = [rank for rank, gpu in enumerate(gpus) if not gpu.has_bf16]
+        if self._config.precision.kind == "auto" and 0 < len(lacking) < len(gpus):
+            self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
+        if self._config.run.reproducible and (kept := variables_kept()):
+            self._publish(events.VariablesKept(variables=kept))
+        if uncompiled := self._worker.uncompiled:
+            reason = next(iter(uncompiled.values()))
+            self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
+
+    def _tell_of_nothing_to_compare(self) -> None:
+        kinds = self._worker.kinds
+        if self._config.audit.recompute is None:
+            return
+        if adds_parts_by_themselves(self._config, self._world):
+            reason = "memory has run out, and run.exact adds up the gradients of parts of microbatches"
+        elif len(kinds) == 1:
+            reason = "the run has one worker"
+        elif len(set(kinds)) == len(kinds):
+            reason = f"no two workers are alike: {'; '.join(kinds)}"
+        else:
+            return
+        # The event is published once in a run for each reason, not in every attempt.
+        if all(told.reason != reason for told in self._directory.events(events.NothingToCompare)):
+            self._publish(events.NothingToCompare(reason=reason))
+
+    def _tell_of_the_model(self) -> None:
+        if isinstance(self._config.parallel, DataParallelConfig):
+            self._publish(events.DataParallelSlower())
+        missing, unexpected = self._worker.loaded
+        if missing or unexpected:
+            names = (*missing[:_NAMES], *unexpected[:_NAMES])
+            self._publish(events.WeightsLeftOut(num_missing=len(missing), num_unexpected=len(unexpected), names=names))
+        if frozen := self._worker.frozen:
+            self._publish(events.PartsInEvaluation(modules=frozen))
+        if reason := self._worker.built_whole_because:
+            self._publish(events.BuiltWhole(reason=reason))
+        if self._config.checkpoint.trainable_only and not self._worker.base:
+            self._publish(events.NothingFrozen())
+        if units := strategy_of(self._config.parallel).units(self._worker.model):
+            self._publish(events.ModelSharded(num_units=len(units), layers=Counter(units[1:])))
+
+    def _tell_of_shortened_warmup(self) -> None:
+        # The command that starts the run cannot know this: with `run.epochs` the number of steps follows from the
+        # dataset, which only workers build.
+        num_steps = self._worker.num_steps
+        wanted = getattr(self._config.schedule, "warmup_steps", 0)
+        in_force = warmup_in_force(self._config.schedule, num_steps)
+        if in_force < wanted:
+            self._publish(events.WarmupShortened(before=wanted, after=in_force, num_steps=num_steps))
+
+    @property
+    def is_left_on_one_node(self) -> bool:
+        """Return whether the run moved from several nodes to one node.
+
+        Only the leader knows the nodes of the last attempt; other ranks return False.
+        """
+        return self._past.num_nodes > 1 and self._snapshots is not None and self._snapshots.num_nodes == 1
+
+    def ran(self, result: StepResult) -> None:
+        """Record that this rank finished a step.
+
+        Its loss is only known after the next exchange between ranks.
+        """
+        if self._world.leader and self._digest_trigger.due(result.step):
+            # The digest cannot wait: when the step's line is written, later steps have changed the weights.
+            self._world.progress.mark("digest")
+            self._digests[result.step] = weights_digest(self._worker.model)
+        self._world.progress.enter("collective", result.step)
+        self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
+        for profile in self._profiler.step(result.step):
+            self._runtime.publish(profile.of_attempt(self._world.attempt))
+        for event in self._worker.compiled.news():
+            self._publish(event)
+        if self._started is not None:
+            restored, timer = self._started
+            self._started = None
+            timer.mark("first_step")
+            self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
+
+    def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
+        """Publish the attempt's start, with nodes and GPUs of its ranks if known."""
+        known: dict[str, Any] = {"step_s": round(step_s, 4), "num_samples": len(self._worker.dataset)}
+        if self._snapshots is not None and self._snapshots.nodes:
+            known["nodes"] = self._snapshots.nodes
+        if self._worker.gpus:
+            known["gpus"] = tuple(gpu.name for gpu in self._worker.gpus)
+        self._publish(event.model_copy(update=known))
+
+    def _new_acts_s(self) -> dict[str, float]:
+        """Return the seconds that each act between steps took since the last call."""
+        before = self._acts_s
+        self._acts_s = {act: self._world.progress.spent_s(act) for act in ACTS}
+        return {act: seconds - before[act] for act, seconds in self._acts_s.items()}
+
+    def commit(self, steps: Iterable[StepStats]) -> None:
+        """Write the ledger lines and figures of steps that all ranks have finished."""
+        # `steps` raises at the first bad step. The `finally` still writes the good steps before it.
+        lines: list[tuple[StepStats, StepTimes]] = []
+        try:
+            for stats in steps:
+                result, times = self._ran.pop(stats.step)
+                if stats.step in self._plan.skip:
+                    # The lines so far are written first, so that the line of the skipped step keeps its place.
+                    self._ledger.commit(lines)
+                    lines.clear()
+                    self._write_as_planned(stats.step)
+                    continue
+                if stats.step in self._digests:
+                    stats = replace(stats, weights=self._digests.pop(stats.step))
+                lines.append((stats, times))
+                if self._world.leader:  # other ranks never log, so their meters would grow without end
+                    self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
+                    if stats.step % self._config.logging.every_steps == 0:
+                        self._log(stats, result.lr)
+        finally:
+            self._ledger.commit(lines)
+
+    def _write_as_planned(self, step: int) -> None:
+        samples_digest = self._worker.loader.digest(*self._plan.positions(step))
+        self._ledger.as_planned(step, samples_digest, self._digests.pop(step, ""))
+
+    def _log(self, stats: StepStats, lr: float) -> None:
+        """Write a step's figures, and show the figures every `_SHOW_EVERY_S` seconds."""
+        total_steps = self._worker.num_steps
+        at_risk = self._at_risk(stats.step)
+        log = events.Log(
+            attempt=self._world.attempt,
+            step=stats.step,
+            total_steps=total_steps,
+            loss=stats.loss,
+            lr=lr,
+            grad_norm=stats.grad_norm,
+            unit="samples" if stats.count == stats.num_samples else "tok",
+            memory_bytes=_memory_bytes(self._worker.precision.device),
+            world_size=self._world.size,
+            metrics=stats.metrics,
+            at_risk=at_risk,
+            **self._meters.snapshot(total_steps - stats.step),
+        )
+        self._figures.write([log.stamped().to_line()])
+        self._trackers.record(log)
+        if time.monotonic() - self._shown_s >= _SHOW_EVERY_S:
+            self._shown_s = time.monotonic()
+            self._publish(log)
+
+    def _at_risk(self, step: int) -> dict[str, int]:
+        if self._snapshots is None:
+            return {}
+        at_risk = self._snapshots.at_risk(step, self._committed)._asdict()
+        if events.Snapshot.name in self._told_once:
+            self._tell_once(events.AtRisk(step=step, **at_risk))
+        return at_risk
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a validation after `step`.
+
+        Without held-out samples there are no metrics, and nothing is recorded.
+        """
+        if not metrics:
+            return
+        self._metrics = metrics
+        event = events.Validation(step=step, metrics=metrics)
+        if self._world.leader:
+            self._trackers.record(event)
+        self._publish(event)
+
+    def figures(self, step: int, values: dict[str, float]) -> None:
+        """Send figures of the user's hooks to the trackers."""
+        self._trackers.scalars(step, values)
+
+    def gradient_norms(self, result: StepResult) -> None:
+        """Send the distribution of the parameters' gradient norms to the trackers.
+
+        This is a collective if gradients are sharded.
+        """
+        # A skipped step has no gradient norms.
+        if result.grad_norms is not None and not result.overflowed:
+            norms = unsharded(result.grad_norms)
+            self._world.groups.gate()
+            # The norms were taken before the sums were divided by the true count, the total norm after it. This brings
+            # the norms to the scale of the total norm.
+            norms = norms * (result.grad_norm / torch.linalg.vector_norm(norms))
+            self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
+
+    def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
+        """Publish the first snapshot, or the refusal of one, in this attempt.
+
+        Later events of the same kind are dropped, because snapshots are frequent.
+        """
+        if event is not None:
+            self._tell_once(event)
+
+    def _tell_once(self, event: events.Event) -> None:
+        if event.name not in self._told_once:
+            self._told_once.add(event.name)
+            self._publish(event)
+
+    def checkpoints(self, news: list[events.Event]) -> None:
+        """Publish the events of this rank's checkpoint writer."""
+        # Every rank publishes its own events: the disk of a single rank may be full.
+        for event in news:
+            if isinstance(event, events.Checkpoint):
+                self._committed = event.step
+            self._runtime.publish(event.of_attempt(self._world.attempt))
+
+    def end(self, outcome: Outcome, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
+        """Close the attempt, and write the summary if the run has ended.
+
+        Args:
+            outcome: how the attempt ended.
+            whole: the whole model on a rank that has it, for the sample of the task.
+            state: this rank's tensors of the state, whose digests enter the summary.
+        """
+        self._world.progress.enter("end")
+        acts_s = {f"{act}_s": round(seconds, 4) for act, seconds in self._new_acts_s().items()}
+        self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step, **acts_s))
+        # The trackers stay open while the attempt closes, because the sample is drawn after everything else is closed.
+        # Removing them here also keeps `leave` from closing them on another thread.
+        trackers, self._trackers = self._trackers, Trackers([])
+        self._worker.close_attempt()
+        if outcome.kind == "resized":
+            trackers.close()
+            return
+        # Every rank computes the digests, because this is a collective if state is sharded.
+        hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
+        if whole is None:  # the state is sharded, so the digests used collectives and must pass the gate
+            self._world.groups.gate()
+        if self._world.leader:
+            summary = self._summary(outcome, hashes)
+            self._directory.write_summary(summary)
+            sample = _sample(self._worker.task, whole, self._worker.precision.device)
+            if sample:
+                summary["sample"] = sample
+                self._directory.write_summary(summary)
+                trackers.text(outcome.step, "sample", sample)
+            trackers.close()
+            self._publish(events.Finished(summary=summary))
+
+    def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:
+        units = self._worker.units_per_sample
+        # A long ledger takes a while to read. The mark shows the watchdog that this rank makes progress meanwhile,
+        # since other ranks wait for it.
+        totals = read_totals(self._directory, lambda: self._world.progress.mark("end"))
+        newest = Catalog(self._directory.store).newest()
+        return {
+            "status": outcome.kind,
+            "ended_early": self._worker.hooks.ended_early or None,
+            "step": outcome.step,
+            "samples": totals.samples,
+            "tokens": totals.samples * units if units > 1 else None,
+            "metrics": self._metrics,
+            **hashes,
+            "attempts": self._world.attempt,
+            "lost_steps": totals.num_lost,
+            **goodput(totals),
+            "last_checkpoint": self._directory / path_of(newest) if newest else None,
+        }
+
+    def _publish(self, event: events.Event) -> None:
+        if self._world.leader:
+            self._runtime.publish(event.of_attempt(self._world.attempt))
+
+
+def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | None:
+    """Return the text that the task's `sample` draws from the model, if any."""
+    sample = getattr(task, "sample", None)
+    if sample is None or model is None:
+        return None
+    # A sample drawn with dropout would make the model look worse than it is.
+    model.eval()
+    text: str | None = sample(model, device)
+    return text
+
+
+def _meters(config: Config, worker: WorkerState) -> Meters:
+    flops_of = getattr(worker.model, "flops_per_sample", None)
+    flops_per_sample = flops_of() if flops_of else None
+    dtype = worker.precision.compute_dtype
+    return Meters(flops_per_sample, total_peak_flops(worker.gpus, dtype, config.precision.tf32))
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,135 @@
+"""Gather the data of the report from a run's files.
+
+Curves of long runs are thinned out to the number of points that a person can see.
+"""
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Self
+
+from steadfast.run import events
+from steadfast.run.directory import METRICS, RunDirectory
+from steadfast.run.ledger import Totals
+from steadfast.storage.jsonl import is_count, is_number, read_lines
+from steadfast.telemetry.goodput import TimeLedger, read_totals
+from steadfast.telemetry.interruptions import Interruption, read_interruptions
+
+_MOST_POINTS = 3000  # points of one curve
+_MOST_EVENTS = 1000  # events of one kind
+_CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
+
+
+class Curve:
+    """Figures by step, thinned out on the way.
+
+    If a step was done again, its last figures count.
+    """
+
+    def __init__(self, most_points: int = _MOST_POINTS) -> None:
+        self._most_points = most_points
+        self._stride = 1
+        self._num_seen = 0
+        self.steps: list[int] = []
+        self.rows: list[dict[str, float]] = []
+
+    def add(self, step: int, row: dict[str, float]) -> None:
+        """Add the figures of a step.
+
+        If the step was added before, its old figures and those of later steps are dropped first.
+        """
+        again = bisect_left(self.steps, step)
+        del self.steps[again:], self.rows[again:]
+        self._num_seen += 1
+        if self._num_seen % self._stride:
+            return
+        self.steps.append(step)
+        self.rows.append(row)
+        if len(self.steps) > self._most_points:
+            del self.steps[::2], self.rows[::2]
+            self._stride *= 2
+
+    def column(self, name: str) -> list[float]:
+        """Return one figure of each step, NaN if unknown."""
+        return [row.get(name, float("nan")) for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Time that a rank spent by itself in the steps of an attempt."""
+
+    attempt: int
+    rank: int
+    node: str  # "" if unknown
+    gpu: str  # "" on CPUs
+    own_ms: float  # mean of one step
+    of_median: float  # `own_ms` divided by the median of the attempt's ranks
+    last: float  # share of the checks in which other ranks waited longest for this rank, 0 to 1
+
+
+@dataclass
+class Course:
+    """Data of a run that the report shows."""
+
+    directory: RunDirectory
+    totals: Totals
+    ledger: TimeLedger
+    interruptions: list[Interruption]
+    figures: Curve = field(default_factory=Curve)
+    validations: Curve = field(default_factory=Curve)
+    told: dict[type[events.Event], list[Any]] = field(default_factory=dict)  # the events that the page needs, by kind
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> Self:
+        """Read the data of a run from its directory."""
+        totals = read_totals(directory)
+        redone_s = {attempt: span.redone_s for attempt, span in totals.spans.items()}
+        interruptions = read_interruptions(directory.all_events(), redone_s)
+        course = cls(directory, totals, TimeLedger(totals, directory.all_events()), interruptions)
+        for event in directory.all_events():
+            course._learn(event)
+        for line in read_lines(directory.store, METRICS):
+            course._add_figures(line)
+        return course
+
+    def _learn(self, event: events.Event) -> None:
+        if isinstance(event, events.Validation):
+            self.validations.add(event.step, dict(event.metrics))
+        elif len(self.told.setdefault(type(event), [])) < _MOST_EVENTS:
+            self.told[type(event)].append(event)
+
+    def _add_figures(self, line: dict[str, Any]) -> None:
+        row = {name: float(line[name]) for name in _CURVES if is_number(line.get(name))}
+        if is_count(line.get("step")):
+            self.figures.add(line["step"], row)
+
+    def ranks(self) -> list[Rank]:
+        """Return the times of each attempt's ranks, in the order of attempts and ranks."""
+        told: dict[int, list[events.RankTimes]] = {}
+        for event in self.told.get(events.RankTimes, []):
+            told.setdefault(event.attempt, []).append(event)
+        starts = {event.attempt: event for event in self.told.get(events.AttemptStarted, [])}
+        found: list[Rank] = []
+        for attempt, times in told.items():
+            found += _ranks(attempt, times, starts.get(attempt))
+        return found
+
+
+def _ranks(attempt: int, told: list[events.RankTimes], start: events.AttemptStarted | None) -> list[Rank]:
+    nodes: dict[int, str] = {}
+    for node, ranks in ((start.nodes if start else None) or {}).items():
+        nodes.update(dict.fromkeys(ranks, node))
+    gpus = (start.gpus if start else None) or ()
+    num_steps = sum(event.num_steps for event in told) or 1
+    num_looks = sum(sum(event.last) for event in told) or 1
+    own_ms = []
+    for rank in range(len(told[0].own_ms)):
+        own_ms.append(sum(event.own_ms[rank] * event.num_steps for event in told) / num_steps)
+    typical_ms = median(own_ms) or math.inf
+    found = []
+    for rank, each_ms in enumerate(own_ms):
+        last = sum(event.last[rank] for event in told) / num_looks
+        gpu = gpus[rank] if gpus else ""
+        found.append(Rank(attempt, rank, nodes.get(rank, ""), gpu, each_ms, each_ms / typical_ms, last))
+    return found

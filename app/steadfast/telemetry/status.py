@@ -1,0 +1,192 @@
+"""Status of a run, read from its directory on any machine."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from steadfast.run.directory import METRICS, RunDirectory
+from steadfast.run.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Checkpoint,
+    Event,
+    Failure,
+    Finished,
+    Log,
+    RankTimes,
+    RunStarted,
+    Snapshot,
+    Validation,
+    Waiting,
+    parse_event,
+)
+from steadfast.run.owner import Owner, read_owner
+from steadfast.storage.jsonl import last_lines
+from steadfast.telemetry.goodput import goodput, read_totals
+from steadfast.telemetry.interruptions import Interruption, read_interruptions
+
+_SILENT_S = 20.0  # length of the owner's lease
+_GOODPUT_EVERY = 30  # the wait between two readings of the ledger, as a multiple of the time that a reading takes
+_NUM_LATEST = 8
+_SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # events that other parts of the status show
+
+
+@dataclass(frozen=True)
+class Node:
+    """Machine with its ranks of the newest attempt.
+
+    The other fields have one entry for each of these ranks, and are () if unknown.
+    """
+
+    node: str
+    ranks: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
+    own_ms: tuple[float, ...] = ()  # time of a step that the rank spends by itself
+    last: tuple[float, ...] = ()  # share of the checks in which other ranks waited longest for the rank, 0 to 1
+
+
+@dataclass(frozen=True)
+class Status:
+    """Status of a run at one moment. Unknown values are None."""
+
+    uri: str
+    state: str  # "running", "starting", "waiting for workers", "finished", "stopped", "failed", "killed", "silent"
+    host: str | None  # host of the command, or of the last command
+    pid: int | None
+    heard_s: float | None  # seconds since the command renewed its claim, by this machine's clock
+    attempt: int
+    step: int
+    step_age_s: float | None
+    nodes: tuple[Node, ...]  # () if unknown
+    log: Log | None  # the newest figures
+    metrics: dict[str, float] | None  # of the newest validation
+    checkpoint: Checkpoint | None
+    interruptions: tuple[Interruption, ...]
+    latest: tuple[Event, ...]
+    goodput: dict[str, float] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as a document for JSON."""
+        found: dict[str, Any] = dict(vars(self))
+        found["log"] = self.log.to_line() if self.log else None
+        found["checkpoint"] = self.checkpoint.to_line() if self.checkpoint else None
+        found["nodes"] = [vars(node) for node in self.nodes]
+        found["interruptions"] = [vars(each) for each in self.interruptions]
+        found["latest"] = [event.to_line() for event in self.latest]
+        return found
+
+
+class StatusReader:
+    """Reads the status of one run repeatedly."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self._goodput: dict[str, float] | None = None
+        self._read_again_s = 0.0
+
+    def read(self, brief: bool = False) -> Status:
+        """Return the current status of the run.
+
+        Args:
+            brief: leave out the goodput, because a long ledger takes long to read.
+
+        Raises:
+            OSError: storage cannot be read.
+        """
+        events = list(self.directory.all_events())
+        owner = read_owner(self.directory.store)
+        last_line = self.directory.last_step_line()
+        now_s = time.time()
+        return Status(
+            uri=self.directory.uri,
+            state=state_of(events, owner, self.directory.summary()),
+            host=owner.host if owner else None,
+            pid=owner.pid if owner else None,
+            heard_s=owner.age_s if owner and owner.renewed else None,
+            attempt=owner.attempt if owner else 0,
+            step=int(last_line.get("step", 0)),
+            step_age_s=now_s - last_line["time_s"] if "time_s" in last_line else None,
+            nodes=_nodes(events),
+            log=_last_log(self.directory),
+            metrics=_last_metrics(events),
+            checkpoint=_last(events, Checkpoint),
+            interruptions=tuple(read_interruptions(events)),
+            latest=tuple(event for event in events if not isinstance(event, _SHOWN_ABOVE))[-_NUM_LATEST:],
+            goodput=None if brief else self._read_goodput(),
+        )
+
+    def _read_goodput(self) -> dict[str, float]:
+        # A long ledger takes a minute to read, so readings are limited to a thirtieth of the time.
+        if self._goodput is None or time.monotonic() >= self._read_again_s:
+            began_s = time.monotonic()
+            self._goodput = goodput(read_totals(self.directory))
+            self._read_again_s = time.monotonic() + _GOODPUT_EVERY * (time.monotonic() - began_s)
+        return self._goodput
+
+
+def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, Any] | None) -> str:
+    """Return the state of a run from its events, owner and summary."""
+    if summary is not None:
+        return str(summary["status"])
+    if owner is None or owner.gone:
+        # A failed command records a fatal failure. A command without that record was killed.
+        failed = any(isinstance(event, Failure) and event.fatal for event in _of_last_command(events))
+        return "failed" if failed else "killed"
+    if owner.age_s > _SILENT_S:
+        return "silent"
+    for event in reversed(events):
+        match event:
+            case AttemptStarted():
+                return "running"
+            case Waiting():
+                return "waiting for workers"
+            case AttemptEnded() | RunStarted():
+                return "starting"
+    return "starting"
+
+
+def _of_last_command(events: Sequence[Event]) -> Sequence[Event]:
+    for index in reversed(range(len(events))):
+        if events[index].name == "run_started":
+            return events[index:]
+    return events
+
+
+def _last(events: Sequence[Event], kind: type) -> Any:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
+    started: AttemptStarted | None = _last(events, AttemptStarted)
+    if started is None or started.nodes is None:
+        return ()
+    times: RankTimes | None = _last(events, RankTimes)
+    nodes = []
+    for name, ranks in started.nodes.items():
+        node = Node(name, ranks)
+        if started.gpus:
+            node = replace(node, gpus=tuple(started.gpus[rank] for rank in ranks if rank < len(started.gpus)))
+        if times is not None and times.attempt == started.attempt and max(ranks, default=0) < len(times.own_ms):
+            num_looks = sum(times.last) or 1
+            own_ms = tuple(times.own_ms[rank] for rank in ranks)
+            node = replace(node, own_ms=own_ms, last=tuple(times.last[rank] / num_looks for rank in ranks))
+        nodes.append(node)
+    return tuple(nodes)
+
+
+def _last_metrics(events: Sequence[Event]) -> dict[str, float] | None:
+    for event in reversed(events):
+        if isinstance(event, Validation):
+            return dict(event.metrics)
+        if isinstance(event, Finished):
+            return dict(event.summary.get("metrics") or {}) or None
+    return None
+
+
+def _last_log(directory: RunDirectory) -> Log | None:
+    for line in reversed(last_lines(directory.store, METRICS)):
+        event = parse_event(line)
+        if isinstance(event, Log):
+            return event
+    return None

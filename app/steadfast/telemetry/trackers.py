@@ -1,0 +1,189 @@
+"""Trackers of figures: protocol, builders, and an in-memory twin for tests."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any, Protocol
+
+from steadfast.config import Config, TensorBoardConfig, WandbConfig, dump_config
+from steadfast.config.target import bind_target
+from steadfast.errors import ConfigError
+from steadfast.run.events import Log, Validation
+from steadfast.storage import Store
+from steadfast.telemetry.background import Background
+from steadfast.telemetry.past import Past
+from steadfast.telemetry.tensorboard import TensorBoardTracker
+from steadfast.telemetry.wandb import WandbTracker
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Destination of metrics.
+
+    Built-in trackers return from every call at once. A tracker of the user is called on its own background thread, so
+    its calls may take time.
+    """
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Store one number for each tag."""
+        ...
+
+    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
+        """Store the distribution of many numbers."""
+        ...
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Store a text of several lines. A tracker of the user may lack this method."""
+        ...
+
+    def close(self) -> None:
+        """Write pending values and close the tracker."""
+        ...
+
+
+class OwnTracker:
+    """Calls a tracker of the user on a background thread.
+
+    The tracker may be slow, raise or hang without an effect on training.
+
+    Args:
+        name: name of the tracker in warnings.
+        build: returns the tracker. It is called on the background thread too, because some libraries tie a run to the
+            thread that opened it.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+        self._build = build
+        self._tracker: Any = None
+        self._background = Background(name)
+        self._background.submit(self._open)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._background.submit(lambda: self._tracker.scalars(step, values))
+
+    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
+        self._background.submit(lambda: self._tracker.histogram(step, tag, values))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        def call() -> None:
+            if hasattr(self._tracker, "text"):
+                self._tracker.text(step, tag, text)
+
+        self._background.submit(call)
+
+    def close(self) -> None:
+        self._background.close(self._end)
+
+    def _open(self) -> None:
+        self._tracker = self._build()
+
+    def _end(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+
+
+class MemoryTracker:
+    """In-memory tracker for tests: `values[tag][step]`, `histograms[tag][step]`, `texts[tag][step]`."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        self.histograms: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+        self.texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        self.closed = False
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for tag, value in values.items():
+            self.values[tag][step] = value
+
+    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
+        self.histograms[tag][step] = list(values)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        self.texts[tag][step] = text
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Trackers:
+    """All trackers of an attempt, possibly none."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def record(self, event: Log | Validation) -> None:
+        """Store an event's figures as `train/…`, `speed/…` and `validation/…`."""
+        self.scalars(event.step, event.figures())
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.scalars(step, values)
+
+    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
+        for tracker in self._trackers:
+            tracker.histogram(step, tag, values)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        for tracker in self._trackers:
+            tracker.text(step, tag, text)
+
+    def begin(self, config: Config, step: int, past: Past) -> None:
+        """Store configuration and interruptions of the run, before an attempt's first step."""
+        public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
+        self.text(step, "configuration", dump_config(public))
+        counts: dict[str, float] = {
+            "events/failures": past.num_failures,
+            "events/resizes": past.num_resizes,
+            "events/restarts": past.num_restarts,
+        }
+        self.scalars(step, counts)
+        if past.interruptions:
+            self.text(step, "events", "\n".join(past.interruptions))
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def leave(self) -> None:
+        """Close the trackers of a failed attempt on another thread.
+
+        The next attempt does not wait for a slow service.
+        """
+        if self._trackers:
+            Thread(target=self.close, name="trackers").start()
+
+
+def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
+    """Build the trackers of one attempt.
+
+    Args:
+        run: the configuration of the run.
+        store: the run directory, in which each tracker has a folder.
+        first_step: the first step of the attempt.
+
+    Raises:
+        ConfigError: a tracker of the user cannot be loaded, or does not take its arguments.
+    """
+    trackers: list[Tracker] = []
+    for config in run.trackers:
+        try:
+            if isinstance(config, TensorBoardConfig):
+                trackers.append(TensorBoardTracker(store, first_step))
+            elif isinstance(config, WandbConfig):
+                trackers.append(WandbTracker(config, run, store))
+            else:
+                arguments = {"location": store.uri, "first_step": first_step, **config.args}
+                trackers.append(OwnTracker(config.target, bind_target(config.target, arguments, "trackers")))
+        # A wrong name or argument ends the run, because the next attempt would fail in the same way. An unreachable
+        # service only turns the tracker off.
+        except ConfigError:
+            raise
+        except Exception as error:
+            _warn(getattr(config, "target", config.kind), error)
+    return Trackers(trackers)
+
+
+def _warn(name: str, error: Exception) -> None:
+    _log.warning("%s is off until the next attempt, training goes on: %s", name, error)

@@ -1,0 +1,154 @@
+"""Training loop of one worker for one attempt."""
+
+from typing import Any
+
+from torch import nn
+
+from steadfast.balance.shares import build_balance
+from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.restore import restore
+from steadfast.checkpoint.snapshots import Snapshots
+from steadfast.components.microbatch_size import fix_microbatch_size
+from steadfast.components.periodic import Periodic
+from steadfast.components.probes import Probes
+from steadfast.components.schedule import build_schedule
+from steadfast.components.task_check import check_task
+from steadfast.components.validate import Validator
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.faults.guard import Guard
+from steadfast.faults.inject import Faults
+from steadfast.faults.recompute import build_recompute
+from steadfast.global_step import GlobalStepper
+from steadfast.parallel import Parallel, build_parallel
+from steadfast.plan import Plan
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import past_losses
+from steadfast.step import Stepper
+from steadfast.tasks.own import GlobalTask
+from steadfast.telemetry.recorder import Recorder
+from steadfast.telemetry.startup import StartupTimer
+from steadfast.world.control import ControlChannel
+from steadfast.world.runtime import Outcome, Runtime, World
+
+
+def train(
+    config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, timer: StartupTimer
+) -> Outcome:
+    """Run one attempt, from building the model to its end.
+
+    Every attempt begins in the same way, whatever ended the last one.
+    """
+    # Build. `worker` keeps objects of the process across attempts; everything else belongs to this attempt.
+    parallel = build_parallel(config.parallel, world, worker.precision)
+    model, state = worker.prepare(world.amendments, parallel)
+    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
+    snapshots = Snapshots(world, worker.memory(directory), parallel, state, worker.fingerprint + worker.base)
+    timer.mark("built")
+
+    # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.
+    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
+    world.progress.resume(restored.step)
+    checkpoints.reserve(state)
+
+    # Plan. Cut each step into microbatches of the run's size, and assign the microbatches to ranks.
+    fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
+    plan = worker.plan(world)
+    probes = _build_probes(config, runtime, world, directory, plan, worker)
+    check_task(config, worker, world, parallel, model)
+    stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
+    validator = Validator(config, worker, parallel, world)
+    timer.mark("restored")
+
+    # Step until the run or the attempt ends. All ranks learn of a request after the same step.
+    guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
+    recorder = Recorder(config, directory, runtime, world, plan, worker)
+    recorder.begin(restored, timer, snapshots)
+    worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
+
+    def save(step: int, ending: Outcome | None = None) -> None:
+        recorder.commit(guard.accept(control.drain()))  # the last message shows whether this state is finite
+        probes.enter("checkpoint")
+        worker.hooks.on_checkpoint()
+        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending)
+        recorder.checkpoints(checkpoints.news())
+
+    periodic = Periodic(world.leader, worker.num_steps)
+    periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
+    periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
+    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node), save)
+    periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
+    control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
+    batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))
+    while worker.step < worker.num_steps and not control.ending:
+        result = stepper.step(worker.step + 1, batches)
+        worker.advance_to(result.step)
+        recorder.ran(result)
+        requests = periodic.requests(worker.hooks.signals(probes.signals(runtime.signals())))
+        recorder.commit(guard.accept(control.exchange(result, requests)))
+        periodic.run(worker.step, control)
+        recorder.checkpoints(checkpoints.news())
+
+    # Leave. Under DDP the survivors carry the state to the next world; a sharded state is written and copied.
+    recorder.commit(guard.accept(control.drain()))
+    outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
+    recorder.validation(outcome.step, validator.at_end(outcome, model))
+    if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
+        save(outcome.step, ending=outcome)
+    recorder.snapshot(snapshots.hand_over(outcome, worker.current(state)))
+    worker.hooks.end(outcome, world)
+    recorder.end(outcome, parallel.whole(model), worker.current(state))
+    return outcome
+
+
+def _build_probes(
+    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState
+) -> Probes:
+    """Return fault injection and timing.
+
+    A collective if workers are weighted by label, which changes `plan`.
+    """
+    num_ahead = worker.loader.num_ahead
+    balance = build_balance(config.batch.balance, config.parallel.kind, plan, num_ahead, world, runtime)
+    return Probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
+
+
+def _build_stepper(
+    config: Config,
+    runtime: Runtime,
+    world: World,
+    plan: Plan,
+    worker: WorkerState,
+    parallel: Parallel,
+    model: nn.Module,
+    probes: Probes,
+) -> Stepper:
+    twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
+    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
+    stepper: Stepper = kind(
+        model,
+        worker.optimizer,
+        probes.task(worker.task),
+        parallel,
+        worker.precision,
+        build_schedule(config.schedule, worker.num_steps),
+        plan,
+        world,
+        units_per_sample=worker.units_per_sample,
+        counts_vary=worker.counts_vary,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.run.seed,
+        exact=config.run.exact,
+        coupled=config.task.coupled,
+        compiled=worker.compiled,
+        recompute=twice,
+    )
+    return stepper
+
+
+def _build_guard(
+    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState, step: int
+) -> Guard:
+    units_per_sample = None if worker.counts_vary else worker.units_per_sample
+    losses = past_losses(directory.store, step)
+    return Guard(config, runtime, world, plan, worker.loader, units_per_sample, losses)

@@ -1,0 +1,111 @@
+"""Device of this process: selection, numerics, and the GPUs of all ranks."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from steadfast.errors import UsageError
+
+_CPU = torch.device("cpu")
+
+# Settings that make sums repeat in the same order. cuBLAS: a separate workspace for each stream (its manual, "Results
+# reproducibility"). NCCL: one algorithm and protocol for all message sizes; the switch of NVLink SHARP would add in the
+# order of arrival. The libraries read them at their first use, long after a worker has begun.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+class Gpu(NamedTuple):
+    """Properties of a rank's GPU that all ranks need."""
+
+    name: str  # from `torch.cuda.get_device_name`
+    has_bf16: bool  # in hardware: a T4 or V100 only emulates it, slower than fp32
+
+
+def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
+    """Return the GPU that Ray has assigned, or the CPU."""
+    # torch alone does not know: Ray does not hide a machine's GPUs from a worker without a GPU.
+    if not gpu_ids or not torch.cuda.is_available():
+        return _CPU
+    return _current(0)  # Ray shows a worker only its own GPU
+
+
+def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
+    """Return the device of a rank under torchrun.
+
+    Args:
+        wanted: the configured `scaling.gpus_per_worker`.
+
+    Raises:
+        UsageError: this machine has fewer GPUs than ranks.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == 0 or (wanted == "auto" and num_gpus == 0):
+        return _CPU
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_ranks > num_gpus:
+        raise UsageError(
+            f"torchrun has started {num_ranks} rank(s) on this machine, which has {num_gpus} GPU(s): each rank needs a "
+            "GPU of its own. Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0"
+        )
+    return _current(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _current(index: int) -> torch.device:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def cores_of_a_worker() -> int:
+    """Return this machine's cores per worker, at least 1."""
+    # Assumes one worker for each of its GPUs.
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not num_workers:
+        # Not from torch, because Ray shows a worker only its own GPU.
+        num_workers = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
+
+
+def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None = None) -> None:
+    """Set the numerics of this process, before its first product and collective.
+
+    Args:
+        tf32: round the factors of fp32 products to 10 bits, on tensor cores.
+        deterministic: give the same bits each time. Variables of `DETERMINISTIC` that the user has set keep their
+            values.
+        num_threads: number of CPU threads, which sums are divided among; None leaves it to the environment.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    # The older names are used, which torch keeps consistent with the newer `fp32_precision`. After the newer ones are
+    # set, `torch.get_float32_matmul_precision` and `torch.backends.cudnn.flags` raise, and user code may call them.
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32  # torch's default leaves it on for convolutions
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def variables_kept() -> tuple[str, ...]:
+    """Return the user's deviations from `DETERMINISTIC`, as NAME=VALUE."""
+    return tuple(f"{name}={os.environ[name]}" for name in DETERMINISTIC if os.environ.get(name) != DETERMINISTIC[name])
+
+
+def gather_gpus(device: torch.device, size: int, control: dist.ProcessGroup) -> tuple[Gpu, ...]:
+    """Return every rank's GPU, () on CPUs. A collective on GPUs."""
+    if device.type != "cuda":
+        return ()
+    own = Gpu(torch.cuda.get_device_name(device), torch.cuda.is_bf16_supported(including_emulation=False))
+    gpus: list[Any] = [None] * size
+    dist.all_gather_object(gpus, own, group=control)
+    return tuple(gpus)

@@ -1,0 +1,397 @@
+"""Process groups of one attempt, and their abort after a loss.
+
+tests/unit/test_torch_internals.py checks the private names of torch.distributed that this module uses.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
+
+from steadfast.world.communicator import Communicator, GlooCommunicator, NcclCommunicator, arrived
+from steadfast.world.timeouts import Timeouts
+
+_SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
+_POLL_S = 0.0005
+_RELEASE_S = 1.0  # if an abort can release waiting threads at all, it does so within this time
+# Settings of torch.distributed.ProcessGroupNCCL, whose abort "should be used with TORCH_NCCL_ASYNC_ERROR_HANDLING
+# turned off".
+_IN_PROCESS_RECOVERY = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+_abandoned: list[tuple[dist.ProcessGroup, ...]] = []
+
+# Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text distinguishes from a bug.
+# If the peer has ended: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer", or "reset" for "closed".
+# If it is silent: "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation".
+# After the latter, every further collective of the group: "Application timeout caused pair closure".
+# The text does not distinguish a dead peer from an unreachable one; the coordinator knows which workers live.
+_MARKS = ("/gloo/", "caused pair closure")
+# Texts of gloo, NCCL and their stores that an error of user code may contain too.
+_COMMON_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
+# Texts of torch and NCCL for a failure of this rank's own GPU.
+_DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
+# Code that calls collectives: this program, and the parts of torch through which C++ raises, `loss.backward()`
+# included.
+_TORCH = Path(torch.__file__).parent
+_CALLERS = (
+    Path(__file__).parents[1],
+    *(_TORCH / part for part in ("distributed", "nn/parallel", "autograd", "_ops.py")),
+)
+
+
+class PeerLost(Exception):
+    """Failure of a collective whose peer is gone, which ends the attempt."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one attempt."""
+
+    control: dist.ProcessGroup  # gloo, of the whole world, for host data
+    communicator: Communicator  # for tensors on the device
+    store: dist.Store  # of this attempt alone
+    sockets: dict[int, int]  # descriptor -> inode of each socket that gloo has opened
+    aborted: threading.Event  # set before a communicator is aborted
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # whose memory the communicator reaches
+    axes: list[Communicator] = field(default_factory=list)  # for parts of the world, see `split`
+    sides: list[dist.ProcessGroup] = field(default_factory=list)
+    under_way: list[dist.Work] = field(default_factory=list)  # collectives that may be incomplete at the attempt's end
+
+    @classmethod
+    def form(
+        cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
+    ) -> Self:
+        """Form the groups of gloo and the device's communicator. A collective.
+
+        Raises:
+            PeerLost: a member did not come, or died meanwhile.
+            RuntimeError: this rank's device has failed, or has no memory left.
+        """
+        before = _open_sockets()
+        prefixed = dist.PrefixStore(f"attempt-{generation}", store)
+        # Torch names groups in the store by this count, which keeps rising after a failure to form. A survivor would
+        # then wait for new workers under another name than theirs, without end.
+        _world.group_count = 0
+        aborted = threading.Event()
+        try:
+            prefixed.set(f"here/{rank}", "")
+            prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
+            control = dist.new_group(backend="gloo", timeout=timeouts.connect)
+            # Recorded before NCCL connects, because NCCL closes its own sockets.
+            sockets = _opened_since(before)
+            communicator = connect(device, aborted, timeouts)
+        except (RuntimeError, dist.DistError) as error:
+            _destroy(abort=True)  # a group may have formed already
+            if is_own_fault(error):
+                raise
+            raise PeerLost(f"forming a world of {size} failed: {error}") from error
+        for group in (None, control):
+            _set_pg_timeout(timeouts.collective, group)
+        return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
+
+    def gate(self) -> None:
+        """Wait for all collectives, whose results are valid from here on.
+
+        Raises:
+            PeerLost: the groups have been aborted, so results may be garbage.
+        """
+        # In this order: `aborted` is set before any collective is cut short, so results are complete while it is not
+        # set.
+        for communicator in self._communicators:
+            communicator.synchronize()
+        if self.aborted.is_set():
+            raise PeerLost("the world was aborted")
+
+    def split(self, replica_size: int, device: torch.device) -> tuple[Communicator, Communicator]:
+        """Form communicators for each replica and each part of the model.
+
+        A collective.
+
+        Args:
+            replica_size: number of neighbouring ranks that together hold one model.
+
+        Returns:
+            This rank's communicator across replicas, and the one within its replica.
+
+        Raises:
+            PeerLost: a member died meanwhile.
+        """
+        size = dist.get_world_size()
+        across = [range(part, size, replica_size) for part in range(replica_size)]
+        within = [range(first, first + replica_size) for first in range(0, size, replica_size)]
+        before = _open_sockets()
+        try:
+            # Torch requires that every rank forms all groups, in the same order.
+            formed = [connect_part(ranks, device, self.aborted, self.timeouts) for ranks in (*across, *within)]
+        except (RuntimeError, dist.DistError) as error:
+            if is_own_fault(error):
+                raise
+            raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
+        if device.type != "cuda":  # NCCL closes its own sockets
+            self.sockets.update(_opened_since(before))
+        mine = [communicator for communicator in formed if communicator is not None]
+        self.axes.extend(mine)
+        return mine[0], mine[1]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Return whether the communicator reaches the memory of a tensor."""
+        return tensor.device.type == self.device.type
+
+    @property
+    def across(self) -> Communicator:
+        """Return the communicator of ranks with the same part of the model."""
+        return self.axes[0] if self.axes else self.communicator
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [self.communicator, *self.axes]
+
+    def side_group(self) -> dist.ProcessGroup:
+        """Form another gloo group of the world, for long transfers. A collective."""
+        before = _open_sockets()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        self.sockets.update(_opened_since(before))
+        self.sides.append(group)
+        return group
+
+    def abort(self) -> None:
+        """Make all running collectives raise, here and at the peers.
+
+        Any thread may call it.
+        """
+        self.aborted.set()
+        # Communicators come first, because NCCL's kernels spin on the device until the abort.
+        for communicator in self._communicators:
+            communicator.abort()
+        # Gloo's own abort and shutdown release no waiting thread, and its sockets stay open while any object, such as a
+        # traceback, refers to the group. So the sockets are shut down directly.
+        for descriptor, inode in list(self.sockets.items()):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                _shut(descriptor, inode)
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Wait for collectives in which ranks may only send or receive.
+
+        Raises:
+            RuntimeError: a collective has failed.
+            PeerLost: the groups have been aborted, so received data may be garbage.
+        """
+        works = list(works)
+        try:
+            for work in works:
+                if not arrived(work, self.aborted):
+                    raise PeerLost("the world was aborted")
+                work.wait()
+        except (RuntimeError, PeerLost):
+            self._abandon_if_stuck(works)
+            raise
+
+    def destroy(self) -> None:
+        """Destroy all groups, so that this process can join another world."""
+        # Collectives that an abort has left running may still write to gradients, which the next attempt uses.
+        left = [*self.under_way]
+        for communicator in self._communicators:
+            with contextlib.suppress(RuntimeError):
+                communicator.synchronize()
+            left += communicator.under_way
+        self._abandon_if_stuck(left)
+        _destroy(abort=self.aborted.is_set())
+
+    def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
+        # Destroying a group waits for its threads. A group with a stuck thread is kept until the process ends.
+        until_s = time.monotonic() + _RELEASE_S
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() >= until_s:
+                axes = [communicator.group for communicator in self.axes]
+                _abandoned.append((_get_default_group(), self.control, *self.sides, *axes))
+                return
+            time.sleep(_POLL_S)
+
+
+def serve_store(host: str) -> dist.TCPStore:
+    """Serve a store for one world, on one address of this machine."""
+    # Torch's server has no authentication and lists its keys to any client, so secret names would not help. It listens
+    # on one interface only, which is the loopback if all workers are local.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    # The store closes the descriptor that it is given.
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Communicator:
+    """Connect the communicator of a device over all ranks. A collective."""
+    if device.type != "cuda":
+        return GlooCommunicator(_get_default_group(), aborted)
+    communicator = _connect_nccl(range(dist.get_world_size()), device, timeouts)
+    assert communicator is not None
+    return communicator
+
+
+def connect_part(
+    ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
+) -> Communicator | None:
+    """Connect some ranks, and return None on the rest. A collective of all ranks."""
+    if device.type == "cuda":
+        return _connect_nccl(ranks, device, timeouts)
+    group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
+    if dist.get_rank() not in ranks:
+        return None
+    _set_pg_timeout(timeouts.collective, group)
+    return GlooCommunicator(group, aborted)
+
+
+def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts) -> Communicator | None:
+    # Connected here, where a death ends in an error after a while, and not by the first collective, which would wait
+    # for ever. Non-blocking, or neither an abort nor a time-out could end it.
+    bound_s = timeouts.form.total_seconds()
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(bound_s))
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking = 0
+    options._timeout = timeouts.form  # or torch warns that the argument below is another one
+    # Given its device, the group connects now.
+    group = dist.new_group(list(ranks), timeouts.form, "nccl", pg_options=options, device_id=device)
+    if dist.get_rank() not in ranks:
+        return None
+    backend = group._get_backend(device)
+    first = torch.zeros(1, device=device)
+    group.allreduce([first]).wait()
+    torch.cuda.current_stream().synchronize()
+    # Not before: where connecting fails, the abort waits for the group's time-out.
+    backend._set_default_timeout(timeouts.collective)
+    return NcclCommunicator(group, lambda: _abort_soon(backend, timeouts.silence_s), 2 * timeouts.silence_s)
+
+
+def _abort_soon(backend: Any, limit_s: float) -> None:
+    # Torch's abort waits for up to the group's time-out, and the limit of a collective is half an hour.
+    backend._set_default_timeout(timedelta(seconds=limit_s))
+    backend.abort()
+
+
+def recover_in_process() -> None:
+    """Disable torch's own reaction to NCCL failures, before the first group.
+
+    Torch's watchdog would end this process, which is to survive its peers, up to a minute after their death.
+    """
+    for name, value in _IN_PROCESS_RECOVERY.items():
+        os.environ.setdefault(name, value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that this rank lacks memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return _names_device(error) and "out of memory" in str(error).lower()
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an error is a failure of this rank's device or memory."""
+    return is_out_of_memory(error) or _names_device(error)
+
+
+def _names_device(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_MARKS)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Return whether an error means an unreachable peer, not a bug."""
+    if isinstance(error, PeerLost):
+        return True
+    if is_own_fault(error):
+        return False  # NCCL reports failures of the device too
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    if any(mark in text for mark in _MARKS):
+        return True
+    return any(mark in text for mark in _COMMON_MARKS) and _raised_by_caller(error)
+
+
+def _raised_by_caller(error: BaseException) -> bool:
+    """Return whether the code that raised an error calls collectives, if known."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return True
+    file = Path(frames[-1].f_code.co_filename)
+    return any(file.is_relative_to(caller) for caller in _CALLERS)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this machine's network interface with an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # the interface is down, or has no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def prefer_interface_of(address: str) -> None:
+    """Set the network interface of gloo and NCCL, unless the user has."""
+    # A host's own name often resolves to its loopback, and gloo would listen there.
+    if interface := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" excludes interfaces that merely begin so
+
+
+def _destroy(abort: bool) -> None:
+    if not dist.is_initialized():
+        return
+    # In torch's order. Torch itself stops at the first group that raises, which would leave the default group.
+    for group in sorted(_world.pg_names, key=lambda each: _world.pg_names[each], reverse=True):
+        if abort:  # otherwise the end of a communicator that is still connecting waits for its peers
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        with contextlib.suppress(RuntimeError):
+            group.shutdown()
+    _world.pg_names.clear()  # so that torch does not shut the groups down again
+    dist.destroy_process_group()
+
+
+def _open_sockets() -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found
+
+
+def _opened_since(before: dict[int, int]) -> dict[int, int]:
+    return dict(_open_sockets().items() - before.items())
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    # A descriptor that was closed meanwhile may belong to another file by now.
+    if os.fstat(descriptor).st_ino == inode:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            # Shutting down a listener would end the process, because gloo's thread raises an uncaught exception.
+            if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                duplicate.shutdown(socket.SHUT_RDWR)

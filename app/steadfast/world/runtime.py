@@ -1,0 +1,147 @@
+"""Interface of a worker to its launcher.
+
+The interface provides worlds to train in, signals, and publication of events. `orchestration` implements it for Ray,
+`launch/torchrun.py` for torchrun.
+"""
+
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from steadfast.plan import Amendments
+from steadfast.run.events import Event
+from steadfast.world.clock import build_clock
+from steadfast.world.groups import Groups
+from steadfast.world.progress import Progress
+from steadfast.world.timeouts import Timeouts
+
+_DEFAULT = Timeouts()
+
+# Requests that any rank may make of all ranks, see `Signals`.
+STOP = "stop"
+LEAVE = "leave"
+CHECKPOINT = "checkpoint"
+FINISH = "finish"
+
+
+@dataclass(frozen=True)
+class World:
+    """Workers of one attempt, and this worker's place among the ranks.
+
+    The ranks are arranged on two axes. `replica_size` neighbouring ranks together hold one model and form a replica.
+    There are `replicate` replicas.
+    """
+
+    rank: int
+    size: int
+    attempt: int
+    groups: Groups
+    amendments: Amendments = field(default_factory=Amendments)
+    progress: Progress = field(default_factory=Progress)  # belongs to the process, and remembers earlier attempts
+    node: str = field(default_factory=socket.gethostname)  # machine, whose loss includes this worker
+    replica_size: int = 1
+
+    @property
+    def replicate(self) -> int:
+        return self.size // self.replica_size
+
+    @property
+    def part(self) -> int:
+        """Return this rank's part of the model, of `replica_size` parts."""
+        return self.rank % self.replica_size
+
+    @property
+    def in_first_replica(self) -> bool:
+        return self.rank < self.replica_size
+
+    @property
+    def leader(self) -> bool:
+        """Return whether this rank writes ledger, manifests, trackers and summary."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Requests to the run from outside, effective once all ranks agree."""
+
+    stop: bool = False  # end the run at the next agreed step, resumable
+    leave: bool = False  # end this attempt at the next agreed step; another world follows
+    finish: bool = False  # end the run at the next agreed step as if it were its last
+    checkpoint: bool = False  # write a checkpoint, because no worker with the state will be in the next world
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of an attempt for a worker; after "resized" another world follows."""
+
+    kind: Literal["finished", "stopped", "resized"]
+    step: int
+
+    @classmethod
+    def of(cls, step: int, num_steps: int, requested: Collection[str]) -> Self:
+        """Return the end of an attempt after `step`, from the agreed requests."""
+        if step == num_steps or FINISH in requested:
+            return cls("finished", step)
+        # A run that is to stop needs no other world, even if a worker has to leave as well.
+        if LEAVE in requested and STOP not in requested:
+            return cls("resized", step)
+        return cls("stopped", step)
+
+    def needs_checkpoint(self, survivors_hold_all: bool, requested: Collection[str]) -> bool:
+        """Return whether the state must be written, for lack of survivors."""
+        carried = self.kind == "resized" and survivors_hold_all and CHECKPOINT not in requested
+        return self.step > 0 and not carried
+
+
+class Runtime(Protocol):
+    """Services that a worker needs from its launcher."""
+
+    device: torch.device
+
+    def next_world(self) -> World | None:
+        """Return the next formed world, or None if this worker may end."""
+
+    def signals(self) -> Signals:
+        """Return the current requests to the run."""
+
+    def publish(self, event: Event) -> None:
+        """Record and show an event."""
+
+    def failed(self, step: int, error: BaseException) -> bool:
+        """Record why an attempt failed after `step`; return whether this worker continues.
+
+        Raises `error` if it ends the run.
+        """
+
+
+def publish_once(event: Event, runtime: Runtime, world: World) -> None:
+    """Publish an event that all ranks know, on the leader only."""
+    if world.leader:
+        runtime.publish(event.of_attempt(world.attempt))
+
+
+def form_world(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    attempt: int,
+    device: torch.device,
+    amendments: Amendments | None = None,
+    timeouts: Timeouts = _DEFAULT,
+    progress: Progress | None = None,
+    node: str | None = None,
+) -> World:
+    """Form the process groups of an attempt over `store`. A collective.
+
+    Raises:
+        PeerLost: a member did not come, or died while the groups formed.
+    """
+    groups = Groups.form(store, rank, size, attempt, device, timeouts)
+    place = rank, size, attempt, groups
+    world = World(*place, amendments or Amendments(), progress or Progress(), node or socket.gethostname())
+    world.progress.begin(attempt, rank, build_clock(device))
+    return world
