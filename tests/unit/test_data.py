@@ -19,6 +19,7 @@ from steadfast.data.datasets import TextDataset, TokensDataset, build_dataset
 from steadfast.data.loader import Loader, num_loader_processes
 from steadfast.data.order import SampleOrder, build_order, samples_digest
 from steadfast.errors import ConfigError, DataError
+from steadfast.models.gpt import Gpt
 from steadfast.plan import Microbatch
 
 CPU = torch.device("cpu")
@@ -194,6 +195,28 @@ def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
         load_target("mine:x", "model.target")
     assert caught.value.__cause__ is not None  # for -v
     assert "mine" not in sys.modules
+
+
+def test_a_users_package_called_app_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "net.py").write_text("def build(): return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_target("app.net:build")() == 3
+    with pytest.raises(ConfigError, match=r"no module app\.nothing"):
+        load_target("app.nothing:build")
+    for name in ("app", "app.net"):
+        del sys.modules[name]
+
+
+def test_a_target_with_the_former_name_of_this_package_is_loaded_with_advice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "app", None)  # as if no such package were installed
+    assert load_target("app.models.gpt:Gpt") is Gpt
+    assert caplog.messages == [
+        "app.models.gpt is called steadfast.models.gpt since version 0.3: change the configuration"
+    ]
 
 
 @pytest.mark.parametrize("target", ["steadfast.net:build", "steadfast.models:build"])

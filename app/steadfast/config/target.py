@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 import operator
 import os
 import sys
@@ -10,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from steadfast.config.base import Target
 from steadfast.errors import ConfigError, Problem
+
+_log = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).parents[1]
 # Objects that `live_targets` has given a name. `load_target` finds both objects and import paths, so the builders of a
@@ -35,10 +39,10 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
         sys.path.insert(0, here)
     name, _, attribute = target.partition(":")
     if name.startswith("<"):
-        what = f'"{target}" was an object of the program that called steadfast.fit(); only such a program can resume it'
-        raise _refusal(path, what)
+        origin = f'"{target}" was an object of the program that called steadfast.fit()'
+        raise _refusal(path, f"{origin}; only such a program can go on with it")
     try:
-        module = importlib.import_module(name)
+        module = _import(name)
     except (Exception, SystemExit) as error:  # the import runs the user's code, which may be a script that exits
         raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
     try:
@@ -48,6 +52,22 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
     if not callable(found):
         raise _refusal(path, f'"{target}" is a {type(found).__name__}, which cannot be called')
     return found  # type: ignore[no-any-return]
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Until version 0.2 this package was called app. Runs and configurations of that time name its modules.
+        if not name.startswith("app.") or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        renamed = f"steadfast.{name.removeprefix('app.')}"
+        try:
+            module = importlib.import_module(renamed)
+        except ModuleNotFoundError:
+            raise error from None
+        _log.warning("%s is called %s since version 0.3: change the configuration", name, renamed)
+        return module
 
 
 def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from steadfast.config import ClusterConfig
 from steadfast.config.variables import given_variables, taken_variables
 
+_PACKAGE = Path(__file__).parents[1]
 _NOT_CODE = [".git", ".venv", "runs", "__pycache__"]
 
 
@@ -15,6 +17,8 @@ def runtime_env(cluster: ClusterConfig) -> dict[str, Any]:
     """Return the runtime environment of a run, for `ray.init`. Raises ConfigError."""
     found: dict[str, Any] = {}
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    # Every node imports this version of the package, whether the version comes from a checkout or a wheel.
+    found["py_modules"] = [str(_PACKAGE)]
     if "working_dir" not in job.get("runtime_env", {}):  # otherwise `ray job submit --working-dir` has set it
         # Ray copies the directory to every node, also to later ones, and workers import from the copy.
         found |= {"working_dir": os.getcwd(), "excludes": _NOT_CODE}
