@@ -177,8 +177,8 @@ class MemoryServer:
         self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
 
     def _reserve(self, num_bytes: int, count: int) -> None:
-        """Allocate buffers until `count` are free."""
-        with contextlib.suppress(OSError):  # a later `take` reports the error
+        """Make room for `count` buffers, beside those that hold something."""
+        with contextlib.suppress(OSError):  # whoever takes one will be told
             for _ in range(count - len(self._free_buffers(num_bytes))):
                 self._make(num_bytes)
 

@@ -72,7 +72,7 @@ class NodeMemory(Protocol):
         ...
 
     def reserve(self, num_bytes: int, count: int) -> None:
-        """Allocate `count` buffers in the background, if possible; callable from any thread."""
+        """Make room for so many buffers while something else is done. From any thread; nothing happens if it fails."""
         ...
 
     def commit(self, buffer: Buffer, label: Label) -> None:
@@ -128,7 +128,7 @@ class ProcessMemory:
         return Buffer(len(self._tensors) - 1, self._tensors[-1])
 
     def reserve(self, num_bytes: int, count: int) -> None:
-        pass  # only the first copy takes longer without a reservation
+        pass  # the first copy may take longer than the others
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:
@@ -186,7 +186,7 @@ class SharedMemory:
         return Buffer(number, self._map(number, descriptor, answer["bytes"]))
 
     def reserve(self, num_bytes: int, count: int) -> None:
-        # A separate connection, because the training thread uses the other one.
+        # Over a connection of its own: the other one is the training thread's.
         asking = SharedMemory(self._name, 0, 0.0)
         asking._arguments = self._arguments
 
@@ -260,7 +260,7 @@ class SharedMemory:
             raise OSError("an answer without memory")
         try:
             if number not in self._mapped:
-                # Populated at once: finding pages here is faster than during a copy, for which training waits.
+                # Populated at once: a page is found faster here than when training waits for its copy.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 _check_size(descriptor, num_bytes)
                 memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
@@ -317,8 +317,8 @@ class SharedMemory:
         return connection
 
     def close(self) -> None:
-        """Disconnect, and leave the copies to later workers."""
-        self._mapped.clear()  # another server would number its buffers anew
+        """Leave the copies to others."""
+        self._mapped.clear()  # another server counts its buffers anew
         if self._connection is not None:
             self._connection.close()
             self._connection = None

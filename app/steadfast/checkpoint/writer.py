@@ -95,7 +95,7 @@ class Writer:
         self._skip = skip
 
     def reserve(self, shards: Sequence[Shard]) -> None:
-        """Allocate memory for the first `put` of such shards, on another thread."""
+        """Make room for the first `put` of such shards, on a thread of its own."""
         threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
 
     def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:

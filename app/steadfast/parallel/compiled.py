@@ -1,4 +1,4 @@
-"""Compilation of a model's repeated layers by torch.compile, for training only.
+"""Compilation by torch.compile: the repeated layers of a model, one shape of their inputs, in training alone.
 
 Only one shape of inputs is compiled. The functions that layers share are compiled, not the layers. So one compilation
 serves all layers of a class, and the models of later attempts, because torch finds compiled code by the function.
@@ -59,7 +59,7 @@ class CompiledBlocks:
         if eager not in self._forwards:
             compiled = _compile(eager)
 
-            # The name is that of the class's method, so that an unpickled layer has the forward of its class.
+            # Of this name, so that a layer that is pickled comes back with the forward of its class.
             def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
                 return (compiled if self._is_running else eager)(block, *args, **named)
 
