@@ -149,5 +149,5 @@ def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
 def test_workers_that_the_chosen_grid_has_no_work_for_are_refused() -> None:
     config = parse_config(AUTO)
     assert _scaled(config, (2, 9), 3).scaling.num_workers == (2, 3)
-    with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* as .*auto was chosen"):
+    with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* because .*auto was resolved"):
         _scaled(config, (4, 9), 3)
