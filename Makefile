@@ -83,6 +83,7 @@ check: .venv/.dev
 	$(BIN)/ruff format --check app cluster main.py tests
 	$(BIN)/mypy --strict app cluster tests main.py
 	PYTHONPATH=app $(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 # The pages that are made from the code: docs/events.md and docs/reference.md.
 docs: .venv/.dev

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,6 @@ from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
 
 # Tests share the machine with each other and with the processes that they start, which inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Programs that tests start import the package of this checkout.
-os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "app")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

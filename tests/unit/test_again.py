@@ -16,9 +16,9 @@ PROGRAM = """
 import sys
 from steadfast.launch.again import Comebacks
 before = Comebacks.of_this_process()
-print(before.in_a_row, before.furthest_step, before.num_workers, sys.argv[1:], flush=True)
-if before.in_a_row < 2:
-    before.after("Ray", 7, (1, 2) if before.in_a_row == 0 else None).come_back()
+print(before.restarts_without_progress, before.last_step, before.num_workers, sys.argv[1:], flush=True)
+if before.restarts_without_progress < 2:
+    before.after("Ray", 7, (1, 2) if before.restarts_without_progress == 0 else None).come_back()
 print(before.token)
 """
 

@@ -101,7 +101,7 @@ def test_names_that_the_architecture_names_are_in_the_code() -> None:
 
 def test_the_floors_are_those_of_the_contract() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    picture = re.search(r"```text\n(cli .*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
+    picture = re.search(r"```text\n(__main__ .*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
     assert picture
     drawn = [line.partition("  ")[0].replace(" · ", " | ") for line in picture[1].splitlines()]
     assert drawn == contracts[0]["layers"]

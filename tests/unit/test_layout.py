@@ -1,6 +1,7 @@
 """Rules of the layout that import contracts (`make check`) cannot say."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ def test_an_upward_import_breaks_the_contract(tmp_path: Path) -> None:
     for name in ("app", "pyproject.toml"):
         subprocess.run(["cp", "-r", str(APP.parents[1] / name), str(tmp_path)], check=True)
     check = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    env = {**os.environ, "PYTHONPATH": "app"}
+    assert subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, check=False).returncode == 0
     with (tmp_path / "app/steadfast/plan.py").open("a") as plan:
         plan.write("\nfrom steadfast.train import train\n")
-    broken = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
+    broken = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert broken.returncode == 1
     assert "steadfast.plan -> steadfast.train" in broken.stdout
 

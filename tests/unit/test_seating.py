@@ -11,7 +11,7 @@ from steadfast.orchestration.seating import seat
 
 
 @pytest.mark.parametrize(
-    ("members", "world", "unit", "num_replicas", "expected"),
+    ("members", "world", "replica_size", "num_replicas", "expected"),
     [
         # A letter is a node. By node, and the first stays the first.
         ("a1 b1 a2 b2", "", 1, 4, "a1 a2 b1 b2"),
