@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument(
-        "--audit", action="store_true", help="what audit.recompute costs in an exact run, by so many checks as pairs"
+        "--audit", action="store_true", help="what recompute.every costs in an exact run, by so many checks as pairs"
     )
     parser.add_argument("--parts", action="store_true", help="time the pieces instead")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ from tests.command import Command, Running, descendants
 
 _SILENCE_S = 2.0
 _DRAIN_S = 15.0
-_LIMITS = f"recovery={{silence_s: {_SILENCE_S}, stall_s: {_SILENCE_S}}}"
+_LIMITS = f"recovery={{silence_s: {_SILENCE_S}, hang_limit_s: {_SILENCE_S}}}"
 _WORDS = [
     "run.steps=10000000",
     "scaling.num_workers=[1,2]",

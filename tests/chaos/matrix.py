@@ -78,6 +78,6 @@ TRAINING = (
     "scaling={num_workers: [1, 3], gpus_per_worker: 0}",
     "validation.every=null",
     f"checkpoint.every={SNAPSHOT_STEPS} steps",
-    f"recovery={{silence_s: {LIMIT_S}, stall_s: 3}}",  # stall_s far below its default: all steps here take alike
+    f"recovery={{silence_s: {LIMIT_S}, hang_limit_s: 3}}",  # far below its default: all steps here take alike
     "trackers=[]",
 )

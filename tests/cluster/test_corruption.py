@@ -13,7 +13,7 @@ from tests.command import Commands
 
 STEPS, STEP = 60, 20
 WORDS = [f"run.steps={STEPS}", "run.deterministic=true", "checkpoint.every=1000 minutes"]
-CHECKED = 'audit.recompute="10 steps"'
+CHECKED = 'recompute.every="10 steps"'
 
 
 def check_of(size: int) -> Check:

@@ -36,7 +36,7 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
 
 @pytest.mark.timeout(240)
 def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> None:
-    running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery={silence_s: 3, stall_s: 3}")
+    running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery={silence_s: 3, hang_limit_s: 3}")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
     silent, _ = running.worker_pids("SlotWorker")
     os.kill(silent, signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_ctrl_c_between_two_worlds_writes_what_the_survivor_holds(on_head: Comma
 )
 def test_a_worker_that_hangs_is_named_and_replaced_and_the_others_go_on(on_head: Commands, phase: str) -> None:
     hang = f"faults.inject=[{{kind: hang_at, step: 60, rank: 1, phase: {phase}}}]"
-    words = (FOR_EVER, "scaling.num_workers=[1,2]", "checkpoint.every=25 steps", "recovery.stall_s=3")
+    words = (FOR_EVER, "scaling.num_workers=[1,2]", "checkpoint.every=25 steps", "recovery.hang_limit_s=3")
     running = on_head().start(*words, hang)
     running.wait_for_step(1, timeout_s=150)  # on a busy machine a start takes as long as all that follows
     found = running.wait_for_event("hang")

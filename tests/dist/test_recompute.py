@@ -23,7 +23,7 @@ from tests.dist.reference import reference
 from tests.dist.small import small
 from tests.events import event_lines
 
-EVERY_STEP = ("run.deterministic=true", 'audit.recompute="1 step"')
+EVERY_STEP = ("run.deterministic=true", 'recompute.every="1 step"')
 STEP = 5  # of the flip
 # In fp64: of a gradient's lowest bit, of what the embedding puts out, of a weight of the first layer norm.
 FLIPS = {
@@ -72,7 +72,7 @@ def test_it_is_named_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Undisturbed, where: str, who: str
 ) -> None:
     """The second world has the odd one in it again, with what the others have given it."""
-    words = (*undisturbed.words, 'audit.recompute="1 step"')
+    words = (*undisturbed.words, 'recompute.every="1 step"')
     check = check_of(small(tmp_path), STEP, 3)
     rank, fault = flip(small(tmp_path), who, where, size=3)
     config = small(tmp_path, *words, fault)
@@ -115,7 +115,7 @@ def test_in_an_exact_run_the_others_come_to_the_bits_of_an_undisturbed_one(tmp_p
     for number, (where, who) in enumerate((("gradient", "owner"), ("activation", "second"), ("weight", "owner"))):
         folder = tmp_path / str(number)
         rank, fault = flip(small(folder), who, where, size=3)
-        config = small(folder, *words, 'audit.recompute="1 step"', fault)
+        config = small(folder, *words, 'recompute.every="1 step"', fault)
         run = drill(config, worlds=[3, [each for each in range(3) if each != rank]])
         assert [(event["step"], event["rank"]) for event in corruptions(config)] == [(STEP, rank)]
         check_identical(run, expected)
@@ -123,7 +123,7 @@ def test_in_an_exact_run_the_others_come_to_the_bits_of_an_undisturbed_one(tmp_p
 
 def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp_path: Path) -> None:
     oom = "faults.inject=[{kind: oom_at, step: 3, rank: 0, times: 1}]"
-    config = small(tmp_path, "precision.kind=fp32", "run.exact=true", 'audit.recompute="1 step"', oom)
+    config = small(tmp_path, "precision.kind=fp32", "run.exact=true", 'recompute.every="1 step"', oom)
     run = drill(config, worlds=[3, 3])
     assert [reason.partition(",")[0] for reason in run.told("nothing_to_compare", "reason")] == ["memory has run out"]
 
@@ -131,7 +131,7 @@ def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp
 def test_the_first_rank_is_replaced_like_any_other_though_it_leads(tmp_path: Path, undisturbed: Undisturbed) -> None:
     step = next(step for step in range(2, 14) if check_of(small(tmp_path), step, 3).owner == 0)
     _, fault = flip(small(tmp_path), "owner", "weight", size=3, step=step)
-    config = small(tmp_path, *undisturbed.words, 'audit.recompute="1 step"', fault)
+    config = small(tmp_path, *undisturbed.words, 'recompute.every="1 step"', fault)
     run = drill(config, worlds=[3, 3])
     assert [event["rank"] for event in corruptions(config)] == [0]
     assert run.told("restore", "source") == ["rank 1"]
@@ -144,7 +144,7 @@ def test_two_ranks_tell_by_the_one_that_comes_to_two_results(tmp_path: Path) -> 
     for who in ("owner", "second"):
         folder = tmp_path / who
         rank, fault = flip(small(folder), who, "gradient", size=2)
-        config = small(folder, *words, 'audit.recompute="1 step"', fault)
+        config = small(folder, *words, 'recompute.every="1 step"', fault)
         run = drill(config, worlds=[2, 2])
         (told,) = corruptions(config)
         assert (told["step"], told["rank"]) == (STEP, rank)
@@ -161,7 +161,7 @@ def test_of_two_ranks_with_different_weights_nobody_is_blamed_and_the_run_ends(t
         drill(config, worlds=[2, 2])
     both = r"TrainingError: step 5: rank \d \(host .*\) and rank \d \(host .*\) came to different gradients"
     assert failed.match(both)
-    for part in ("each to the same twice", "three workers", "scaling.num_workers", "audit.recompute=null"):
+    for part in ("each to the same twice", "three workers", "scaling.num_workers", "recompute.every=null"):
         assert part in str(failed.value)
     (told,) = corruptions(config)
     assert told["step"] == STEP
@@ -201,7 +201,7 @@ def test_a_check_in_every_step_finds_nothing_and_changes_nothing(tmp_path: Path,
     """Not a bit, nor a line of the ledger: all is as in a run without."""
     words = ("precision.kind=fp32", "run.deterministic=true", *words)
     without = drill(small(tmp_path / "without", *words), worlds=[3, 2], leave_after=[6])
-    config = small(tmp_path / "with", *words, 'audit.recompute="1 step"')
+    config = small(tmp_path / "with", *words, 'recompute.every="1 step"')
     checked = drill(config, worlds=[3, 2], leave_after=[6])
     assert corruptions(config) == []
     check_identical(checked, without)

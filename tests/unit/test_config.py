@@ -118,17 +118,19 @@ BAD = [
      "x.yaml:1: batch.microbatch_size: auto measures one GPU, and parallel.kind=data_parallel trains on several: give "
      "a number"),
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
-    ("run: {deterministic: true}\naudit: {recompute: 5 minutes}", "x.yaml:2: audit.recompute: must be in steps, such "
+    ("recovery: {stall_s: 3}", "x.yaml:1: recovery.stall_s: unknown key; the key is called recovery.hang_limit_s now"),
+    ("audit: {recompute: 5 steps}", "x.yaml:1: audit: unknown key; the key audit.recompute is called recompute.every now"),
+    ("run: {deterministic: true}\nrecompute: {every: 5 minutes}", "x.yaml:2: recompute.every: must be in steps, such "
      'as "100 steps", because all workers must check the same steps, found "5 minutes"'),
-    ("run: {seed: 1}\naudit: {recompute: 100 steps}", "x.yaml:2: audit.recompute: needs run.deterministic=true or "
+    ("run: {seed: 1}\nrecompute: {every: 100 steps}", "x.yaml:2: recompute.every: needs run.deterministic=true or "
      "run.exact=true: otherwise two workers round differently"),
     *[("run: {exact: true}\nscaling: {num_workers: 1}\nparallel: " + parallel, "x.yaml:3: parallel: must be "
        "{kind: ddp} with run.exact, which sums integers in its own gradient buckets")
       for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
     ("run: {exact: true}\nprecision: {kind: fp16}", "x.yaml:2: precision: must not be of kind fp16 with run.exact"),
     ("run: {exact: true}\ncompile: blocks", "x.yaml:2: compile: must be none with run.exact: compiled code may "),
-    *[("run: {deterministic: true}\nscaling: {num_workers: 1}\naudit: {recompute: 1 step}\nparallel: " + parallel,
-       "x.yaml:3: audit.recompute: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
+    *[("run: {deterministic: true}\nscaling: {num_workers: 1}\nrecompute: {every: 1 step}\nparallel: " + parallel,
+       "x.yaml:3: recompute.every: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
        "buckets it compares") for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
     ("faults: {inject: [{kind: flip_at, step: 7, where: wieght}]}", "x.yaml:1: faults.inject.0.where: must be "
      "'gradient', 'activation' or 'weight', found \"wieght\"; nearest is weight"),

@@ -249,7 +249,7 @@ def play(
     async def tell() -> Worlds:
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
-        recovery = RecoveryConfig(silence_s=silence_s, stall_s=silence_s, max_failures=max_failures)
+        recovery = RecoveryConfig(silence_s=silence_s, hang_limit_s=silence_s, max_failures=max_failures)
         subject = kind(recovery, ScalingConfig(num_workers=(1, 3)), directory, Ownership.claim(directory.store), 3)
         worlds = Worlds(subject, directory)
         await story(worlds)

@@ -271,3 +271,11 @@ def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_
     said: list[str] = []
     assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, said.append)
     assert said == [f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations"]
+
+
+def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {exact: true}\nrecovery: {stall_s: 7}\naudit: {recompute: 5 steps}\n")
+    config = RunDirectory(LocalStore(tmp_path)).stored_config()
+    assert config is not None
+    assert config.recovery.hang_limit_s == 7
+    assert str(config.recompute.every) == "5 steps"

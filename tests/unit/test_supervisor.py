@@ -109,7 +109,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World],
     async def tell() -> World:
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
-        recovery = RecoveryConfig(stall_s=STALL_S)
+        recovery = RecoveryConfig(hang_limit_s=STALL_S)
         subject = Coordinator(
             recovery,
             ScalingConfig(num_workers=(1, len(names))),

@@ -61,7 +61,7 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
         (["cluster.address=local", "recovery={mode: slots, silence_s: 9}"], 1, ["cluster.address", "recovery.mode"]),
         (["scaling={spares: 1, cpus_per_worker: 2}"], 2, ["scaling.spares", "scaling.cpus_per_worker"]),
         (["scaling.cpus_per_worker=2", "run.exact=true"], 2, []),
-        (["run.exact=true", "audit.recompute=5 steps"], 1, ["audit.recompute (it needs a second worker)"]),
+        (["run.exact=true", "recompute.every=5 steps"], 1, ["recompute.every (it needs a second worker)"]),
     ],
 )
 def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_size: int, expected: list[str]) -> None:

@@ -50,7 +50,7 @@ def test_how_long_a_guess_is_waited_for(
 def test_to_wait_costs_no_less_than_being_wrong_would(guess: Guess) -> None:
     for lost_steps in (1, 100, 10_000):
         price = Price(3.0, lost_steps, 0.7)
-        assert patience_s(guess, 3.0, price, stall_s=0.1) >= price.seconds
+        assert patience_s(guess, 3.0, price, hang_limit_s=0.1) >= price.seconds
 
 
 def started(step: int, source: str, seconds: float = 1.0) -> events.AttemptStarted:

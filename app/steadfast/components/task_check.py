@@ -199,8 +199,8 @@ def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Modul
 def _refuse_what_needs_each_loss(config: Config) -> None:
     problems: list[Problem] = []
     why = "with a task that has embed and loss(embeddings): no microbatch has a loss of its own"
-    if config.audit.recompute is not None:
-        problems.append(Problem("", "audit.recompute", f"must be null {why}"))
+    if config.recompute.every is not None:
+        problems.append(Problem("", "recompute.every", f"must be null {why}"))
     if config.batch.balance == "speed":
         problems.append(Problem("", "batch.balance", f"must be even or weights by label {why}"))
     if problems:

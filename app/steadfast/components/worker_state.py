@@ -218,7 +218,7 @@ class WorkerState:
             self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
-        if self._config.audit.recompute is not None or self._config.run.exact:
+        if self._config.recompute.every is not None or self._config.run.exact:
             self.kinds = self._gather_kinds(world)
         if self._config.run.exact:
             refuse_mixed(self.kinds)

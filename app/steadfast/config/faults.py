@@ -87,7 +87,7 @@ class FlipAt(Fault):
     microbatch: NonNegativeInt = 0
     """the index of the microbatch among the worker's microbatches of the step, from 0"""
     during: Literal["step", "recompute"] = "step"
-    """recompute strikes when the worker repeats another rank's microbatch for audit.recompute; step strikes in the
+    """recompute strikes when the worker repeats another rank's microbatch for recompute.every; step strikes in the
     worker's own microbatches"""
 
 

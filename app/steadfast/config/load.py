@@ -23,10 +23,15 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 QUOTED = re.compile(r"'(.*?)'")  # a name in pydantic's list of expected values
 # Pydantic adds the member of a union to the keys of an error, although the configuration has no such key.
 UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES, *ORDERS)
+# Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
+# read.
+_RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
 # Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
 # equivalent instead.
 _OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
+    **{former: f"the key is called {name} now" for former, name in _RENAMED.items()},
+    "audit": "the key audit.recompute is called recompute.every now",
     "data.shuffle": _OWN_ORDER,
     "data.sampler": _OWN_ORDER,
     "data.batch_sampler": _OWN_ORDER,
@@ -56,12 +61,17 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     raise ConfigError([Problem(file, "", what)])
 
 
-def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] = ()) -> Config:
+def parse_config(
+    text: str, file: str = "config.yaml", overrides: Sequence[str] = (), former_names: bool = False
+) -> Config:
     """Return the configuration that `text` holds.
 
-    `file` names the text in errors, and its stem is the default name of the run. Raises ConfigError.
+    `file` names the text in errors, and its stem is the default name of the run. `former_names` says whether former
+    names of keys are read too. Raises ConfigError.
     """
     document = Document(text, file)
+    if former_names:
+        _rename_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
     tree = {key: value for key, value in document.tree.items() if value is not None}
@@ -78,6 +88,17 @@ def parse_config(text: str, file: str = "config.yaml", overrides: Sequence[str] 
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _rename_keys(tree: dict[str, Any]) -> None:
+    for former, name in _RENAMED.items():
+        former_section, former_key = former.split(".")
+        section, key = name.split(".")
+        values = tree.get(former_section)
+        if isinstance(values, dict) and former_key in values:
+            tree.setdefault(section, {})[key] = values.pop(former_key)
+            if not values:
+                del tree[former_section]
 
 
 def dump_config(config: Config) -> str:

@@ -670,20 +670,20 @@ class LoggingConfig(Section):
         return every
 
 
-class AuditConfig(Section):
+class RecomputeConfig(Section):
     """Checks of a run's own computation during training."""
 
-    recompute: Interval | None = None
+    every: Interval | None = None
     """how often, as in "100 steps", a second worker computes one microbatch again, to compare the gradients bit by bit:
     a worker that computes wrongly is named and replaced, and its node gets no worker for a while; null for never. Needs
     run.deterministic or run.exact, ddp with its own reducer, and workers with the same model of GPU or processor"""
 
-    @field_validator("recompute")
+    @field_validator("every")
     @classmethod
-    def counted_in_steps(cls, recompute: Every | None) -> Every | None:
-        if recompute is not None and recompute.unit != "steps":
+    def counted_in_steps(cls, every: Every | None) -> Every | None:
+        if every is not None and every.unit != "steps":
             raise ValueError('must be in steps, such as "100 steps", because all workers must check the same steps')
-        return recompute
+        return every
 
 
 class ProfileConfig(Section):
@@ -731,7 +731,7 @@ class RecoveryConfig(Section):
     """seconds without a heartbeat after which a worker counts as dead if its machine does not answer either; if the
     machine answers, a warning is reported. The limit is eight times as long before a worker's first world; a closed
     connection is noticed at once. Raise it for an unreliable network"""
-    stall_s: PositiveFloat = 60.0
+    hang_limit_s: PositiveFloat = 60.0
     """seconds that a rank may block the others before it is ended, with a warning after 3 s. The real limit is longer
     if a phase usually takes longer or if a wrong verdict would cost more: five times this if steps would be lost, and
     ten times if no rank waits for another. Raise it if ranks pause regularly, for a slow file system for example"""
@@ -828,7 +828,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-    audit: AuditConfig = AuditConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     profile: ProfileConfig = ProfileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     faults: FaultsConfig = FaultsConfig()
@@ -928,20 +928,20 @@ class Config(Section):
             raise ValueError("must be none with run.exact: compiled code may round differently on another machine")
         return section
 
-    @field_validator("audit")
+    @field_validator("recompute")
     @classmethod
-    def what_is_compared_is_reproducible(cls, audit: AuditConfig, info: ValidationInfo) -> AuditConfig:
+    def what_is_compared_is_reproducible(cls, recompute: RecomputeConfig, info: ValidationInfo) -> RecomputeConfig:
         parallel = info.data.get("parallel", DdpConfig())
-        if audit.recompute is None:
-            return audit
-        context = {"key": "audit.recompute"}
+        if recompute.every is None:
+            return recompute
+        context = {"key": "recompute.every"}
         if not (isinstance(parallel, DdpConfig) and parallel.reducer == "steadfast"):
             message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
             raise PydanticCustomError("rule", message, context)
         if not info.data.get("run", RunConfig()).reproducible:
             message = "needs run.deterministic=true or run.exact=true: otherwise two workers round differently"
             raise PydanticCustomError("rule", message, context)
-        return audit
+        return recompute
 
     @field_validator("compile")
     @classmethod

@@ -30,11 +30,11 @@ Recomputing = Callable[[int], AbstractContextManager[object]]
 
 _REMEDY = (
     "Test memory and processors of both machines, or give the same command again with three workers "
-    "(scaling.num_workers): of three it can be told which one is wrong. audit.recompute=null compares nothing"
+    "(scaling.num_workers): of three it can be told which one is wrong. recompute.every=null compares nothing"
 )
 _NOT_DETERMINISTIC = (
     "So what is computed follows from more than the samples, step and seed: an operation that is not deterministic, "
-    "randomness of the model's own, or machines that differ in libraries. audit.recompute=null compares nothing"
+    "randomness of the model's own, or machines that differ in libraries. recompute.every=null compares nothing"
 )
 
 
@@ -188,7 +188,7 @@ def build_recompute(
     Args:
         kinds: kind of hardware of each rank; ranks of one kind compute equal bits.
     """
-    every = config.audit.recompute
+    every = config.recompute.every
     if every is None or adds_parts_by_themselves(config, world):
         return Recompute()
     assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"

@@ -13,7 +13,7 @@ from statistics import median
 from steadfast.run import events
 from steadfast.run.events import Event
 
-# Multiples of `recovery.stall_s`.
+# Multiples of `recovery.hang_limit_s`.
 _LAST_HOLDER = 5  # if ending the suspects would lose steps
 _OWN_CODE = 10  # if no rank waits for another rank
 _REMEMBERED = 5  # newest starts of attempts that the median is taken of
@@ -42,7 +42,7 @@ class Price:
         return self.reform_s + self.lost_steps * self.step_s
 
 
-def patience_s(guess: Guess, usual_s: float, price: Price, stall_s: float, stretch: float = 1.0) -> float:
+def patience_s(guess: Guess, usual_s: float, price: Price, hang_limit_s: float, stretch: float = 1.0) -> float:
     """Return the seconds to wait before suspects are ended.
 
     Args:
@@ -51,13 +51,13 @@ def patience_s(guess: Guess, usual_s: float, price: Price, stall_s: float, stret
     """
     if guess is Guess.UNREACHABLE and not price.lost_steps:
         return usual_s * stretch  # a dead machine is almost certain, and a wrong verdict would lose no steps
-    least_s = stall_s
+    least_s = hang_limit_s
     if guess is Guess.UNREACHABLE:
         least_s = usual_s
     elif guess is Guess.SLOW:
-        least_s = _OWN_CODE * stall_s
+        least_s = _OWN_CODE * hang_limit_s
     elif price.lost_steps:
-        least_s = _LAST_HOLDER * stall_s
+        least_s = _LAST_HOLDER * hang_limit_s
     return max(least_s, usual_s, price.seconds) * stretch
 
 

@@ -37,7 +37,7 @@ from steadfast.world.timeouts import Timeouts
 _RAY_KEYS = {
     "cluster": ("address", "pip"),
     "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
-    "recovery": ("mode", "max_failures", "stall_s"),
+    "recovery": ("mode", "max_failures", "hang_limit_s"),
 }
 # torchrun's default run id. With it a restart looks like another command.
 _NO_RUN_ID = "none"
@@ -270,8 +270,8 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
         found += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
     if config.run.exact:  # an exact run uses `cpus_per_worker` as the number of threads
         found = [key for key in found if key != "scaling.cpus_per_worker"]
-    if config.audit.recompute is not None and world_size == 1:
-        found.append("audit.recompute (it needs a second worker)")
+    if config.recompute.every is not None and world_size == 1:
+        found.append("recompute.every (it needs a second worker)")
     return found
 
 

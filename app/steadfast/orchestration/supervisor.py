@@ -70,7 +70,7 @@ class Supervisor:
         self._directory = directory
         self._ownership = ownership
         self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
-        self._stall_s = recovery.stall_s
+        self._hang_limit_s = recovery.hang_limit_s
         self._timeouts = Timeouts(recovery.silence_s)
         self._told_since_s: float | None = None  # beginning of the last shortage that was reported
         self._costs = Costs()
@@ -127,7 +127,7 @@ class Supervisor:
         if guess is Guess.UNREACHABLE and not silence.nobody_heard:
             price = Price()  # the state on a dead machine is lost, and a longer wait does not save it
         stretch = max(silence.stretch, self._stretches.get(name, 1.0))
-        limit_s = patience_s(guess, self._timeouts.silence_s, price, self._stall_s, stretch)
+        limit_s = patience_s(guess, self._timeouts.silence_s, price, self._hang_limit_s, stretch)
         if guess is Guess.UNREACHABLE:
             # If all workers are silent, this machine may be the one that is cut off. The workers end after `lease_s`
             # too, so there is no reason to wait longer.
@@ -250,7 +250,7 @@ class Supervisor:
         abort = hang.guess is not Guess.STUCK and self._run.heartbeats.commands.aborted != attempt
         stretch = max([self._lateness.stretch, *(self._stretches.get(name, 1.0) for name in world)])
         price = self.price(() if abort else hang.members)
-        limit_s = patience_s(hang.guess, hang.usual_s, price, self._stall_s, stretch)
+        limit_s = patience_s(hang.guess, hang.usual_s, price, self._hang_limit_s, stretch)
         if self._told is None:
             places = {name: _place(world[name]) for name in hang.members}
             self._told = _Told(hang, attempt, places, now_s)

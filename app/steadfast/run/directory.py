@@ -282,7 +282,7 @@ class RunDirectory:
             raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
         if not text.strip():  # an empty file would mean a run of defaults
             raise StorageError(f"{self / _CONFIG} is empty. Restore the file, or choose another run.name")
-        return parse_config(text, self / _CONFIG)
+        return parse_config(text, self / _CONFIG, former_names=True)
 
     def write_config(self, config: Config) -> None:
         self.store.commit(_CONFIG, dump_config(config).encode())

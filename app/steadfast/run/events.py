@@ -723,12 +723,12 @@ class Corruption(Event):
 
 
 class NothingToCompare(Event):
-    """`audit.recompute` has no second rank to compare with.
+    """`recompute.every` has no second rank to compare with.
 
     The event comes once per run for each reason.
     """
 
-    wording = "audit.recompute compares nothing: {reason}"
+    wording = "recompute.every compares nothing: {reason}"
 
     reason: str  # why no rank can be compared
 

@@ -135,7 +135,7 @@ class Recorder:
 
     def _tell_of_nothing_to_compare(self) -> None:
         kinds = self._worker.kinds
-        if self._config.audit.recompute is None:
+        if self._config.recompute.every is None:
             return
         if adds_parts_by_themselves(self._config, self._world):
             reason = "memory has run out, and run.exact adds up the gradients of parts of microbatches"
