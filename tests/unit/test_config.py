@@ -119,7 +119,7 @@ BAD = [
      "a number"),
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
     ("recovery: {stall_s: 3}", "x.yaml:1: recovery.stall_s: unknown key; the key is called recovery.hang_limit_s now"),
-    ("audit: {recompute: 5 steps}", "x.yaml:1: audit: unknown key; the key audit.recompute is called recompute.every now"),
+    ("audit: {recompute: 5 steps}", "x.yaml:1: audit: unknown key; the key audit.recompute is called recompute.every"),
     ("run: {deterministic: true}\nrecompute: {every: 5 minutes}", "x.yaml:2: recompute.every: must be in steps, such "
      'as "100 steps", because all workers must check the same steps, found "5 minutes"'),
     ("run: {seed: 1}\nrecompute: {every: 100 steps}", "x.yaml:2: recompute.every: needs run.deterministic=true or "
