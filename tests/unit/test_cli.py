@@ -28,7 +28,7 @@ TAKES = {
     "config": ["SECTION"],
     "report": ["RUN", "--storage PLACE"],
     "audit": ["RUN", "--samples N", "--json", "--trust-code", "--storage PLACE"],
-    "verify": ["RUN", "--json", "--storage PLACE"],
+    "compare": ["RUN", "--json", "--storage PLACE"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json", "--storage PLACE"],
     "export": ["RUN", "--out FILE", "--step N", "--trust-code", "--storage PLACE"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
@@ -134,8 +134,13 @@ RUN_VERBS = {
     "doctor": ["doctor", "ddp"],
     "export": ["export", "ddp", "--out", "x.pt"],
     "audit": ["audit", "ddp"],
-    "verify": ["verify", "ddp", "ddp"],
+    "compare": ["compare", "ddp", "ddp"],
 }
+
+
+def test_the_former_name_of_a_verb_is_refused_with_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["verify", "ddp", "other"]) == 2
+    assert capsys.readouterr().err == "error: the verb verify is called compare now\n"
 
 
 @pytest.mark.parametrize("verb", RUN_VERBS)
@@ -147,7 +152,7 @@ def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
 
     def open_run(name: str, storage: str = "runs") -> None:
         found.append(str(Path(storage, name)))
-        if len(found) == (2 if verb == "verify" else 1):
+        if len(found) == (2 if verb == "compare" else 1):
             raise UsageError("far enough")
 
     monkeypatch.setattr(f"steadfast.commands.{verb}.find_run", open_run)

@@ -177,7 +177,7 @@ def finished(tmp_path: Path) -> Path:
         ["audit", "--samples", "100"],
         ["doctor"],
         ["export", "--out", "x.pt"],
-        ["verify", "other"],
+        ["compare", "other"],
         ["status"],
     ],
 )

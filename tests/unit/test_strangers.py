@@ -59,7 +59,7 @@ def test_no_verb_shows_control_characters_or_takes_markup(tmp_path: Path, capsys
     owner = json.loads((place / "run" / "owner.json").read_text())
     (place / "run" / "owner.json").write_text(json.dumps({**owner, "host": EVIL}))
     commands = [["status", place / "run"], ["status", "--storage", place], ["report", place / "run"]]
-    commands += [["verify", place / "run", place / "[red]"], ["audit", place / "run"], ["doctor", place / "run"]]
+    commands += [["compare", place / "run", place / "[red]"], ["audit", place / "run"], ["doctor", place / "run"]]
     commands += [["status", place / "gone"]]
     shown = ""
     for words in commands:
@@ -171,7 +171,7 @@ def test_times_and_counts_that_cannot_be_end_no_verb(
         append(folder / "metrics.jsonl", {**log, key: value})
     append(folder / "metrics.jsonl", {**log, "loss": value, "grad_norm": value, "total_steps": 0})
     (folder / "summary.json").write_text(json.dumps({"status": "finished", "step": value, "metrics": {"loss": value}}))
-    for words in (["status"], ["report"], ["doctor"], ["audit", "--samples", "64"], ["verify", str(folder)]):
+    for words in (["status"], ["report"], ["doctor"], ["audit", "--samples", "64"], ["compare", str(folder)]):
         assert main(0.0, [words[0], str(folder), *words[1:]]) in (0, 1, 2)
     capsys.readouterr()
     assert main(0.0, ["status", str(folder), "--json"]) == 0

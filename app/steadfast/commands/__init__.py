@@ -17,7 +17,7 @@ class Verb(NamedTuple):
 
 _EXPORT = "write the weights of a checkpoint, by default the newest, as .safetensors or .pt, or for from_pretrained"
 _DOCTOR = "check the machines before a run; with RUN, read all its checkpoints and verify their digests"
-_VERIFY = "compare samples, losses and weights of two runs, and show the first step that differs and its workers"
+_COMPARE = "compare samples, losses and weights of two runs, and show the first step that differs and its workers"
 _CHAOS = "inject every fault into this application, stock Ray Train and torchrun on this machine, and compare"
 
 VERBS = {
@@ -30,6 +30,6 @@ VERBS = {
     "doctor": Verb("look", "doctor [RUN]", _DOCTOR),
     "export": Verb("look", "export RUN --out FILE [--format hf]", _EXPORT),
     "audit": Verb("prove", "audit RUN [--json]", "prove from its ledger that a run used every sample as planned"),
-    "verify": Verb("prove", "verify RUN_A RUN_B [--json]", _VERIFY),
+    "compare": Verb("prove", "compare RUN_A RUN_B [--json]", _COMPARE),
     "chaos": Verb("prove", "chaos [--minutes N]", _CHAOS),
 }

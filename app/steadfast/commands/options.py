@@ -75,6 +75,8 @@ def is_override(word: str) -> bool:
 
 def unknown_verb(word: str) -> UsageError:
     """Return the error for a word that should be a verb."""
+    if word == "verify":
+        return UsageError("the verb verify is called compare now")
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
 
 

@@ -658,7 +658,7 @@ class LoggingConfig(Section):
     gradient_norms_every: Interval | None = None
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
     weights_digest_every: Interval | None = None
-    """how often the ledger gets a digest of the trained weights, in steps or epochs, for `verify`; null for never, or
+    """how often the ledger gets a digest of the trained weights, in steps or epochs, for `compare`; null for never, or
     for every 100 steps with run.exact. The digest takes the leader a second or two per GB; not with fsdp, because no
     worker has all weights"""
 

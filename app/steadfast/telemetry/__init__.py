@@ -1,1 +1,1 @@
-"""Measurement and reporting of a run: recorder, trackers, console, status, report, audit and verify."""
+"""Measurement and reporting of a run: recorder, trackers, console, status, report, audit and compare."""

@@ -1,4 +1,4 @@
-"""`verify` on runs that were trained: one that was disturbed at a known step parts from the other there."""
+"""`compare` on runs that were trained: one that was disturbed at a known step parts from the other there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from steadfast.components.hook import HookContext
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from steadfast.telemetry.verify import verify
+from steadfast.telemetry.compare import compare
 from tests.dist import drill as drills
 from tests.dist.drill import Drilled
 from tests.dist.small import small
@@ -26,7 +26,7 @@ from tests.dist.test_rollback import wait_for_storage
 ROOT = Path(__file__).parents[2]
 EVERY_4 = "logging.weights_digest_every=4 steps"
 EVERY_STEP = "logging.weights_digest_every=1 steps"
-DISTURB = "hooks=[{target: 'tests.dist.test_verify:Disturb', args: {step: 6}}]"
+DISTURB = "hooks=[{target: 'tests.dist.test_compare:Disturb', args: {step: 6}}]"
 # Left out at step 6, with a checkpoint before it to go back to.
 SPIKE = ["faults.inject=[{kind: nan_at, step: 6, rank: 1}]", "checkpoint.every=2 steps"]
 drill = partial(drills.drill, patch=wait_for_storage)
@@ -64,7 +64,7 @@ def command(storage: Path, *words: str) -> tuple[int, dict[str, Any]]:
     for name in words[:2]:
         Ownership.claim(directory(storage, name).store).release()
     runs = [str(storage / name) for name in words[:2]]
-    line = [sys.executable, "main.py", "verify", *runs, "--json", *words[2:]]
+    line = [sys.executable, "main.py", "compare", *runs, "--json", *words[2:]]
     answer = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert not answer.stderr
     found: dict[str, Any] = json.loads(answer.stdout)
@@ -80,7 +80,7 @@ def test_a_digest_is_that_of_the_weights_behind_its_step(tmp_path: Path) -> None
     assert list(digests(short)) == list(range(1, 9))
     assert len(set(digests(short).values())) == 8
     assert digests(short)[8] == digests(whole)[8] == short.summary["model_sha256"][:32]
-    found = verify(directory(tmp_path, "whole"), directory(tmp_path, "short"))
+    found = compare(directory(tmp_path, "whole"), directory(tmp_path, "short"))
     assert (found.first, found.last_steps, found.weights, found.weights_same) == (None, (14, 8), 2, 8)
 
 
@@ -111,7 +111,7 @@ def test_a_weight_that_was_changed_shows_in_the_next_loss_and_the_next_digest(tm
 def test_with_a_digest_of_each_step_the_changed_step_itself_is_named(tmp_path: Path) -> None:
     run(tmp_path, "one", [2], EVERY_STEP)
     run(tmp_path, "other", [2], EVERY_STEP, DISTURB)
-    found = verify(directory(tmp_path, "one"), directory(tmp_path, "other"))
+    found = compare(directory(tmp_path, "one"), directory(tmp_path, "other"))
     assert found.first is not None
     assert (found.first.step, list(found.first.values)) == (6, ["weights"])
     assert (found.weights_same, found.weights_differ) == (5, 6)
@@ -120,7 +120,7 @@ def test_with_a_digest_of_each_step_the_changed_step_itself_is_named(tmp_path: P
 def test_a_step_that_was_left_out_is_the_difference(tmp_path: Path) -> None:
     run(tmp_path, "one", [2], EVERY_STEP)
     run(tmp_path, "other", [2, 2], EVERY_STEP, *SPIKE)
-    found = verify(directory(tmp_path, "one"), directory(tmp_path, "other"))
+    found = compare(directory(tmp_path, "one"), directory(tmp_path, "other"))
     assert found.first is not None
     assert (found.first.step, found.first.values["skipped"]) == (6, (False, True))
     ours, theirs = found.first.ran
@@ -133,7 +133,7 @@ def test_a_step_that_was_left_out_is_the_difference(tmp_path: Path) -> None:
 def test_other_workers_give_other_sums_and_the_losses_of_fp64_tell_no_more(tmp_path: Path) -> None:
     run(tmp_path, "one", [2])
     run(tmp_path, "other", [2, 3], leave_after=[4])
-    found = verify(directory(tmp_path, "one"), directory(tmp_path, "other"))
+    found = compare(directory(tmp_path, "one"), directory(tmp_path, "other"))
     assert found.shared_otherwise == 6
     assert found.weights == 0
     assert 0 < found.largest_rounding < 1e-9

@@ -1,4 +1,4 @@
-"""`verify RUN_A RUN_B`: compare two runs, and show the first difference."""
+"""`compare RUN_A RUN_B`: compare two runs, and show the first difference."""
 
 import math
 from argparse import ArgumentParser, Namespace
@@ -11,7 +11,7 @@ from steadfast.storage.documents import json_line
 from steadfast.units import in_ranges, node_name, plural, printable
 
 if TYPE_CHECKING:
-    from steadfast.telemetry.verify import Comparison, Difference, Ran
+    from steadfast.telemetry.compare import Comparison, Difference, Ran
 
 Rows = dict[str, str]
 
@@ -25,14 +25,14 @@ def run(options: Namespace) -> int:
     """Print the comparison. Return 1 if the runs differ, else 0."""
     take_storage(options)
     if len(options.runs) != 2:
-        raise UsageError("verify takes two runs, for example: verify ddp other")
+        raise UsageError("compare takes two runs, for example: compare ddp other")
     if options.cluster:
         return run_on_cluster(options)
-    from steadfast.telemetry.verify import verify
+    from steadfast.telemetry.compare import compare
 
     one, other = (find_run(name, options.storage) for name in options.runs)
     with reading(one):
-        found = verify(one, other)
+        found = compare(one, other)
     if options.json:
         print(json_line({"runs": [one.uri, other.uri], **found.to_line()}))
     else:
@@ -65,7 +65,7 @@ def _in_words(first: "Difference") -> str:
 
 
 def _value(name: str, ours: Any, theirs: Any) -> str:
-    from steadfast.telemetry.verify import relative_difference
+    from steadfast.telemetry.compare import relative_difference
 
     match name:
         case "line":

@@ -141,7 +141,7 @@ class Comparison:
             self.first = Difference(step, values, (_ran(lines[0]), _ran(lines[1])))
 
 
-def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
+def compare(one: RunDirectory, other: RunDirectory) -> Comparison:
     """Compare two runs up to the last step of the shorter run.
 
     Raises:

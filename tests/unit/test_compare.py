@@ -1,4 +1,4 @@
-"""`verify`: each way in which two ledgers can part, and what is no difference."""
+"""`compare`: each way in which two ledgers can part, and what is no difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steadfast.run.events import AttemptStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream
-from steadfast.telemetry.verify import Comparison, HeldLines, relative_difference, verify
+from steadfast.telemetry.compare import Comparison, HeldLines, compare, relative_difference
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
@@ -60,12 +60,12 @@ class Pair:
     def theirs(self) -> list[Line]:
         return self.lines[1]
 
-    def verify(self) -> Comparison:
+    def compare(self) -> Comparison:
         for directory, lines in zip(self.directories, self.lines, strict=True):
             directory.store.delete(STEPS)
             with closing(open_stream(directory.store, STEPS)) as stream:
                 stream.write(lines)
-        return verify(*self.directories)
+        return compare(*self.directories)
 
     def configure(self, *overrides: str) -> None:
         """Give the second run another configuration."""
@@ -86,7 +86,7 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def test_equal_runs(pair: Pair) -> None:
-    found = pair.verify()
+    found = pair.compare()
     assert found == Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
 
 
@@ -123,7 +123,7 @@ def test_the_first_difference_is_named(pair: Pair, name: str) -> None:
     breaks, step, values, weights = PARTED[name]
     breaks(pair.theirs)
     pair.theirs[-1]["loss"] = 99.0  # is not the first
-    found = pair.verify()
+    found = pair.compare()
     assert found.first is not None
     assert (found.first.step, found.first.values) == (step, values)
     assert (found.weights_same, found.weights_differ) == weights
@@ -131,7 +131,7 @@ def test_the_first_difference_is_named(pair: Pair, name: str) -> None:
 
 def test_all_that_differs_in_the_first_step_is_named(pair: Pair) -> None:
     pair.theirs[5].update(num_samples=11, samples_digest="b", loss=4.0, weights="c", overflow=True)
-    found = pair.verify().first
+    found = pair.compare().first
     assert found is not None
     assert list(found.values) == ["num_samples", "samples_digest", "overflow", "loss", "weights"]
 
@@ -144,7 +144,7 @@ def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair, capsys: pytest.Cap
     for attempt, nodes in ((1, {red: (0, 1)}), (3, {red: (0,), blue: (1, 2)})):
         event = AttemptStarted(attempt=attempt, step=4, source="rank 0", world_size=3, nodes=nodes, **times)
         pair.directories[1].record(event)
-    found = pair.verify().first
+    found = pair.compare().first
     assert found is not None
     ours, theirs = found.ran
     assert ours is not None
@@ -156,7 +156,7 @@ def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair, capsys: pytest.Cap
         "shares": [2, 2, 2],
         "nodes": {red: [0], blue: [1, 2]},
     }
-    assert main(0.0, ["verify", *(directory.uri for directory in pair.directories)]) == 1
+    assert main(0.0, ["compare", *(directory.uri for directory in pair.directories)]) == 1
     shown = capsys.readouterr().out
     with_nodes = "with 2, 2, 2 microbatches on node aaaaaaaa (rank 0), node bbbbbbbb (ranks 1-2)"
     assert f"B: attempt 3: 3 workers {with_nodes}\n" in shown
@@ -166,12 +166,12 @@ def test_steps_that_were_done_again_count_as_they_were_the_last_time(pair: Pair)
     wrong = [line(step, loss=9.0, weights="0", samples_digest="0", skipped=True) for step in range(6, 9)]
     again = [line(step, 2) for step in range(6, 11)]
     pair.lines[1] = [*pair.theirs[:5], *wrong, *again]
-    assert pair.verify().first is None
+    assert pair.compare().first is None
     # A leader that was cut off writes its last lines after its successor's first ones.
     pair.lines[1] = [*pair.theirs[:4], *again[:3], pair.theirs[4], *wrong, *again[3:]]
-    assert pair.verify() == Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
+    assert pair.compare() == Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
     again[1]["loss"] = 4.0
-    found = pair.verify().first
+    found = pair.compare().first
     assert found is not None
     assert (found.step, list(found.values)) == (7, ["loss"])
 
@@ -179,28 +179,28 @@ def test_steps_that_were_done_again_count_as_they_were_the_last_time(pair: Pair)
 def test_a_longer_run_is_compared_as_far_as_the_other_has_come(pair: Pair) -> None:
     pair.lines[1] = [line(step) for step in range(1, 15)]
     pair.theirs[11]["loss"] = 9.0
-    assert pair.verify() == Comparison((10, 14), steps=10, losses=10, weights=3, weights_same=9)
+    assert pair.compare() == Comparison((10, 14), steps=10, losses=10, weights=3, weights_same=9)
 
 
 def test_a_step_whose_message_was_lost_has_no_loss_to_compare(pair: Pair) -> None:
     pair.theirs[5] = line(6, confirmed=False, loss=None)
     del pair.theirs[5]["weights"]
     pair.lines[0][5]["overflow"] = True
-    assert pair.verify() == Comparison((10, 10), steps=10, unconfirmed=1, losses=9, weights=2, weights_same=9)
+    assert pair.compare() == Comparison((10, 10), steps=10, unconfirmed=1, losses=9, weights=2, weights_same=9)
     pair.theirs[5]["samples_digest"] = "0"
-    assert pair.verify().first is not None
+    assert pair.compare().first is not None
 
 
 def test_losses_that_other_workers_have_summed_differ_by_rounding(pair: Pair) -> None:
     pair.theirs[3:] = [line(step, 2, (2, 2, 2)) for step in range(4, 11)]
     pair.theirs[4]["loss"] *= 1 + 1e-10
     pair.theirs[6]["loss"] *= 1 + 2e-15
-    found = pair.verify()
+    found = pair.compare()
     assert found.first is None
     assert (found.rounded, found.rounded_since, found.shared_otherwise) == (2, 5, 4)
     assert found.largest_rounding == pytest.approx(1e-10, rel=1e-3)
     pair.theirs[7]["loss"] *= 1 + 2e-9
-    parted = pair.verify().first
+    parted = pair.compare().first
     assert parted is not None
     assert parted.step == 8
 
@@ -208,61 +208,61 @@ def test_losses_that_other_workers_have_summed_differ_by_rounding(pair: Pair) ->
 def test_losses_that_the_same_workers_have_summed_have_the_same_bits(pair: Pair) -> None:
     pair.theirs[4:] = [line(step, 2, (2, 2, 2)) for step in range(5, 11)]
     pair.theirs[3]["loss"] *= 1 + 1e-15  # before any other workers had a hand in it
-    found = pair.verify().first
+    found = pair.compare().first
     assert found is not None
     assert found.step == 4
 
 
 def test_other_shares_are_other_sums(pair: Pair) -> None:
     pair.theirs[3] = line(4, 1, (4, 2), loss=3.25 * (1 + 1e-15))
-    found = pair.verify()
+    found = pair.compare()
     assert found.first is None
     assert found.shared_otherwise == 4
 
 
 def test_the_states_that_runs_end_with_are_compared_too(pair: Pair) -> None:
     pair.ended("a", "a")
-    assert pair.verify().ends == {"model_sha256": ("a", "a")}
+    assert pair.compare().ends == {"model_sha256": ("a", "a")}
     pair.ended("a", "b")
-    found = pair.verify()
+    found = pair.compare()
     assert found.first is not None
     assert (found.first.step, found.first.values) == (10, {"model_sha256": ("a", "b")})
     pair.directories[1].write_summary({"status": "stopped", "step": 9, "metrics": {}, "model_sha256": "b"})
-    assert pair.verify().ends == {}
+    assert pair.compare().ends == {}
 
 
 def test_configurations_that_make_other_runs_are_told(pair: Pair) -> None:
     pair.configure("run.seed=2", "optimizer.lr=1e-2", "run.name=other", "logging.every_steps=3")
-    changes = {change.key: (change.old, change.new, change.identity) for change in pair.verify().changes}
+    changes = {change.key: (change.old, change.new, change.identity) for change in pair.compare().changes}
     assert changes == {"run.seed": (1, 2, True), "optimizer.lr": (1e-3, 1e-2, False)}
 
 
 def test_an_exact_run_is_told_beside_one_that_is_not(pair: Pair) -> None:
     pair.configure("run.exact=true")
-    assert [change.key for change in pair.verify().changes] == ["run.exact"]
+    assert [change.key for change in pair.compare().changes] == ["run.exact"]
 
 
 def test_a_size_of_microbatches_that_was_chosen_is_the_one_compared(pair: Pair) -> None:
     pair.configure("batch.microbatch_size=auto")
     pair.directories[1].write_microbatch_size(2)
-    assert pair.verify().changes == []
+    assert pair.compare().changes == []
     pair.directories[1].write_microbatch_size(4)
-    assert [change.key for change in pair.verify().changes] == ["batch.microbatch_size"]
+    assert [change.key for change in pair.compare().changes] == ["batch.microbatch_size"]
 
 
 def test_runs_without_configurations_are_compared_by_their_ledgers(pair: Pair) -> None:
     Path(pair.directories[0] / "config.yaml").unlink()
-    assert pair.verify().changes == []
+    assert pair.compare().changes == []
 
 
 def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.lines = [[line(step) for step in range(1, 3000)] for _ in pair.lines]
     pair.lines[1][2000]["weights"] = "0"
-    expected = pair.verify()
+    expected = pair.compare()
     assert expected.weights_differ == 2001
-    monkeypatch.setattr("steadfast.telemetry.verify._CHUNK", 7)
+    monkeypatch.setattr("steadfast.telemetry.compare._CHUNK", 7)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 5000)
-    assert pair.verify() == expected
+    assert pair.compare() == expected
 
 
 def test_what_is_no_line_of_ours_is_passed_over(tmp_path: Path) -> None:
@@ -291,17 +291,17 @@ def test_what_is_no_number_is_far_from_every_number() -> None:
 def test_without_a_step_in_common_there_is_nothing_to_compare(pair: Pair) -> None:
     pair.lines[1] = []
     with pytest.raises(UsageError, match=r"a has reached step 10, .*b step 0"):
-        pair.verify()
+        pair.compare()
     pair.lines = [[line(1), line(4)], [line(2), line(3)]]
     with pytest.raises(UsageError, match="no step is in both ledgers"):
-        pair.verify()
+        pair.compare()
 
 
 def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs[3:] = [line(step, 2, (2, 2, 2), loss=(3 + 1 / step) * (1 + 1e-12)) for step in range(4, 11)]
     pair.ended("a", "a")
-    pair.verify()
-    assert main(0.0, ["verify", *pair.uris]) == 0
+    pair.compare()
+    assert main(0.0, ["compare", *pair.uris]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
@@ -319,8 +319,8 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
     pair.configure("run.seed=2", "optimizer.lr=1e-2")
     for each in pair.theirs[5:]:
         each.update({"weights": "f" * 32} if "weights" in each else {"loss": each["loss"] * 1.5})
-    pair.verify()
-    assert main(0.0, ["verify", *pair.uris]) == 1
+    pair.compare()
+    assert main(0.0, ["compare", *pair.uris]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
@@ -335,7 +335,7 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
         "other differences of the configurations:",
         "  optimizer.lr: 0.001 and 0.01",
     ]
-    assert main(0.0, ["verify", *pair.uris, "--json"]) == 1
+    assert main(0.0, ["compare", *pair.uris, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["runs"], found["same"], found["weights_same"], found["weights_differ"]) == (pair.uris, False, 3, 6)
     assert found["first"]["step"] == 6
@@ -347,8 +347,8 @@ def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.C
     for each in pair.theirs:
         each.pop("weights", None)
     pair.theirs[2].update(loss=None, confirmed=False)
-    pair.verify()
-    assert main(0.0, ["verify", *pair.uris]) == 0
+    pair.compare()
+    assert main(0.0, ["compare", *pair.uris]) == 0
     said = capsys.readouterr().out
     assert "losses    9 compared; 1 step unconfirmed" in said
     assert "weights   not compared: no step has a digest of the weights in both runs" in said
@@ -358,17 +358,17 @@ def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.C
     ("runs", "said"),
     [
         (["nowhere", "there"], "/nowhere"),
-        (["a"], "verify takes two runs, for example: verify ddp other"),
-        (["a", "b", "c"], "verify takes two runs"),
+        (["a"], "compare takes two runs, for example: compare ddp other"),
+        (["a", "b", "c"], "compare takes two runs"),
     ],
 )
 def test_bad_usage(runs: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["verify", *runs]) == 2
+    assert main(0.0, ["compare", *runs]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_runs_without_steps_are_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["verify", *pair.uris]) == 2
+    assert main(0.0, ["compare", *pair.uris]) == 2
     assert "no step is in both ledgers, so there is nothing to compare" in capsys.readouterr().err
 
 
