@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import traceback
 import uuid
 from dataclasses import asdict, dataclass, replace
@@ -69,6 +70,7 @@ class RayRuntime:
         self._place: WorldAssignment | None = None  # the last one
         self._store: dist.TCPStore | None = None  # of the newest world, if this worker leads it; it ends with this
         self._world: World | None = None
+        self._aborted = threading.Event()  # of the newest world, also while it forms
 
         # What batch.balance may weigh this machine by.
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
@@ -170,6 +172,9 @@ class RayRuntime:
             return None
 
     def _form(self, place: WorldAssignment) -> World:
+        self._aborted = threading.Event()
+        if self._commands.aborted == place.attempt or self._heartbeats.ended:  # which has come a moment before
+            self._aborted.set()
         try:
             # A leader that has died refuses at once, and a TCPStore would go on trying for twice its time-out.
             socket.create_connection(place.store, self._timeouts.silence_s).close()
@@ -186,6 +191,7 @@ class RayRuntime:
             self._timeouts,
             self._progress,
             self._member.node,
+            self._aborted,
         )
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
@@ -220,6 +226,7 @@ class RayRuntime:
         # which forms it, looks at the commands afterwards.
         if commands is None or commands.aborted == self._attempt:
             self._store = None  # which frees those who still form it
+            self._aborted.set()
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()

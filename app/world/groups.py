@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,9 +80,19 @@ class Groups:
 
     @classmethod
     def form(
-        cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        generation: int,
+        device: torch.device,
+        timeouts: Timeouts,
+        aborted: threading.Event | None = None,
     ) -> Self:
         """Form the default group and the control group, both of gloo, and the communicator of the device. A collective.
+
+        Args:
+            aborted: set by another thread to end the first collectives of the device, too.
 
         Raises:
             PeerLost: a member did not come, or died while forming.
@@ -92,7 +103,7 @@ class Groups:
         # Torch names groups in the store by this count, which goes on where forming has failed. A survivor would then
         # look for newcomers under another name than theirs, for ever.
         _world.group_count = 0
-        aborted = threading.Event()
+        aborted = aborted or threading.Event()
         try:
             prefixed.set(f"here/{rank}", "")
             prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
@@ -238,7 +249,7 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
     """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
     if device.type != "cuda":
         return GlooCommunicator(_get_default_group(), aborted)
-    communicator = _connect_nccl(range(dist.get_world_size()), device, timeouts)
+    communicator = _connect_nccl(range(dist.get_world_size()), device, aborted, timeouts)
     assert communicator is not None
     return communicator
 
@@ -248,7 +259,7 @@ def connect_part(
 ) -> Communicator | None:
     """Return the communicator of some ranks, connected; None if this one is not among them. A collective of all."""
     if device.type == "cuda":
-        return _connect_nccl(ranks, device, timeouts)
+        return _connect_nccl(ranks, device, aborted, timeouts)
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
     if dist.get_rank() not in ranks:
         return None
@@ -256,11 +267,14 @@ def connect_part(
     return GlooCommunicator(group, aborted)
 
 
-def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts) -> Communicator | None:
-    # Connected here, where a death ends in an error after a while, and not by the first collective, which would wait
-    # for ever. Non-blocking, or neither an abort nor a time-out could end it.
-    bound_s = timeouts.form.total_seconds()
-    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(bound_s))
+def _connect_nccl(
+    ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
+) -> Communicator | None:
+    # Non-blocking. Torch knows of a blocking communicator only once it is connected: until then neither an abort nor a
+    # limit could end it, and where a rank does not come NCCL waits for it without one.
+    limit = timeouts.first_collectives(len(ranks))
+    # How long the first launch waits for a connection, under a lock that an abort takes. Torch reads it once.
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(limit.total_seconds()))
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0
     options._timeout = timeouts.form  # or torch warns that the argument below is another one
@@ -269,12 +283,11 @@ def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts
     if dist.get_rank() not in ranks:
         return None
     backend = group._get_backend(device)
-    first = torch.zeros(1, device=device)
-    group.allreduce([first]).wait()
-    torch.cuda.current_stream().synchronize()
-    # Not before: where connecting fails, the abort waits for the group's time-out.
     backend._set_default_timeout(timeouts.collective)
-    return NcclCommunicator(group, lambda: _abort_soon(backend, timeouts.silence_s), 2 * timeouts.silence_s)
+    abort = partial(_abort_soon, backend, timeouts.silence_s)
+    communicator = NcclCommunicator(group, abort, 2 * timeouts.silence_s)
+    communicator.connect(device, limit.total_seconds(), aborted)
+    return communicator
 
 
 def _abort_soon(backend: Any, limit_s: float) -> None:

@@ -30,6 +30,11 @@ class Timeouts:
         # All of them are there when it begins. One that falls silent is declared dead long before the others give up.
         return timedelta(seconds=4 * self.silence_s)
 
+    def first_collectives(self, size: int) -> timedelta:
+        """Return the limit for the first collectives of `size` ranks, in which NCCL connects them."""
+        # Longer than it takes until a death is known, which ends them sooner.
+        return timedelta(seconds=(4 + size / 50) * self.silence_s)
+
     @property
     def lease_s(self) -> float:
         """Return for how long a worker goes on without hearing from the coordinator."""
