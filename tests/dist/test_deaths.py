@@ -19,7 +19,16 @@ from app.run.directory import RunDirectory
 from app.run.ledger import History
 from app.world.groups import Groups
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
-from tests.dist.deaths import Plot, Survived, Undisturbed, plot, survive, undisturbed, validation_losses
+from tests.dist.deaths import (
+    Plot,
+    Survived,
+    Undisturbed,
+    plot,
+    survive,
+    undisturbed,
+    validation_losses,
+    with_a_death_in_connect,
+)
 from tests.dist.gang import MemberFailed
 from tests.dist.like_nccl import Death
 from tests.dist.reference import Reference, reference
@@ -69,6 +78,13 @@ def calm(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_no_death_leaves_garbage(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
     config = config_of(tmp_path, kind)
     check(config, survive(config, plot(seed, NUM_COLLECTIVES[kind]), several_buckets), calm)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_death_while_a_world_connects_ends_the_run(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
+    config = config_of(tmp_path, kind)
+    plotted = with_a_death_in_connect(plot(seed, NUM_COLLECTIVES[kind]), seed)
+    check(config, survive(config, plotted, several_buckets), calm)
 
 
 @pytest.mark.parametrize(
