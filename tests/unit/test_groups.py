@@ -309,3 +309,33 @@ def test_the_limit_for_connecting_grows_with_the_world() -> None:
     timeouts = Timeouts()
     assert timeouts.first_collectives(2) >= timeouts.form
     assert timeouts.first_collectives(512) > 3 * timeouts.first_collectives(2)
+
+
+def test_nccl_s_groups_wait_briefly_while_they_form_and_long_from_their_first_collective_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    options = SimpleNamespace(config=SimpleNamespace(blocking=1))
+    backend = SimpleNamespace(_set_default_timeout=lambda limit: calls.append(f"{limit.total_seconds():g} s"))
+
+    class Group(FakeGroup):
+        def _get_backend(self, device: torch.device) -> Any:
+            return backend
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            calls.append("sum")
+
+    def new_group(ranks: list[int], limit: timedelta, kind: str, pg_options: Any, device_id: torch.device) -> Any:
+        assert pg_options._timeout == limit
+        calls.append(f"{kind} of {len(ranks)}: {limit.total_seconds():g} s, blocking={pg_options.config.blocking}")
+        return Group()
+
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(NcclCommunicator, "_mark", lambda _: lambda: True)
+    formed = groups._connect_nccl(range(100), torch.device("cpu"), threading.Event(), Timeouts(silence_s=5.0))
+    assert isinstance(formed, NcclCommunicator)
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30"
+    assert calls == ["nccl of 100: 20 s, blocking=0", "1800 s", "sum", "sum"]
