@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from torch import Tensor, nn
 
 from app.checkpoint.state import sha256
@@ -34,6 +35,9 @@ from tests.dist.gang import Gang, Member
 from tests.dist.like_nccl import CONNECTING, Death, behave_like_nccl
 from tests.events import event_lines
 
+# Of plots of three deaths each. A test of them has 96 deaths more with DEATH_PLOTS=36 and -m slow than its first 12.
+_NUM_QUICK, _NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))
+SEEDS = [*range(_NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_NUM_QUICK, _NUM_PLOTS))]
 JOINING: tuple[list[int], ...] = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
 _LOOK_S = 0.005
 _MOMENTS = ("before it is launched", "while it runs", "when it is done")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from app.run.ledger import History
 from app.world.groups import Groups
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
 from tests.dist.deaths import (
+    SEEDS,
     Plot,
     Survived,
     Undisturbed,
@@ -36,9 +36,6 @@ from tests.dist.small import small
 
 # Collectives of an attempt's first steps, with the broadcasts to a newcomer before them.
 NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}
-# Plots of three deaths each. With DEATH_PLOTS=36 and -m slow there are 192 deaths more than the first 24.
-NUM_QUICK, NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))
-SEEDS = [*range(NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(NUM_QUICK, NUM_PLOTS))]
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:

@@ -15,7 +15,7 @@ from app.parallel import Parallel
 from app.parallel.dtensor import local
 from app.storage import LocalStore
 from tests.dist.checks import check_equal, check_identical, check_run, check_weights
-from tests.dist.deaths import Plot, plot_replicas, survive, with_a_death_in_connect
+from tests.dist.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
 from tests.dist.drill import Members, drill
 from tests.dist.reference import reference
 from tests.dist.small import small
@@ -99,7 +99,7 @@ def test_no_death_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> N
         assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 36))])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_death_while_replicas_connect_ends_the_run(seed: int, tmp_path: Path) -> None:
     config = small(tmp_path, HSDP, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
     plotted = with_a_death_in_connect(plot_replicas(seed, NUM_COLLECTIVES), seed, NUM_COMMUNICATORS)
