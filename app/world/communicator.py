@@ -13,7 +13,7 @@ from torch import Tensor
 
 _LOOK_S = 0.05  # how often who waits for gloo looks at `aborted`
 _POLL_S = 0.001
-_BUCKET_BYTES = 25 * 2**20  # of gradients, as most buckets are
+_BUCKET_BYTES = 25 * 2**20  # size of most buckets of gradients
 _POLL_S = 0.001
 # A gradient's bucket, as most are: NCCL connects each algorithm when it is first wanted, and size and type say which.
 _BUCKET = 25 * 2**20 // 4, torch.float32
@@ -127,19 +127,19 @@ class NcclCommunicator:
     def connect(self, device: torch.device, limit_s: float, aborted: threading.Event) -> None:
         """Connect to all ranks by first collectives. A collective.
 
-        Where that fails, the communicator is aborted: neither a connecting nor a failed one can be ended otherwise.
+        On failure the communicator is aborted, since the shutdown of a connecting or failed communicator raises.
 
         Raises:
             RuntimeError: a rank is gone or late, `aborted` was set, or this rank's device has failed.
         """
         until_s = time.monotonic() + limit_s
-        # NCCL connects an algorithm when it is first wanted. So these are of the sizes and the type that steps use.
+        # NCCL connects an algorithm at its first use. With the sizes and the type of a step, no step connects one.
         bucket = torch.zeros(_BUCKET_BYTES // 4, dtype=torch.float32, device=device)
         try:
             self.sum(bucket[:1])
             self.sum(bucket)
             self.broadcast(bucket, 0)
-            # If a rank dies between its connection and its first kernel, the kernels of the others wait for ever.
+            # If a rank dies between its connection and its first kernel, the kernels of other ranks wait for ever.
             are_complete = self._mark()
             while not are_complete():
                 if aborted.wait(_POLL_S):
@@ -185,7 +185,7 @@ class NcclCommunicator:
         threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
 
     def _mark(self) -> Callable[[], bool]:
-        """Return a function that says whether all collectives that are under way are complete."""
+        """Return a check of whether all collectives launched so far are complete."""
         self.wait()
         event = torch.cuda.Event()
         event.record()

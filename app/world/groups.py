@@ -92,7 +92,7 @@ class Groups:
         """Form the default group and the control group, both of gloo, and the communicator of the device. A collective.
 
         Args:
-            aborted: set by another thread to end the first collectives of the device, too.
+            aborted: event by which another thread ends the first collectives of the device.
 
         Raises:
             PeerLost: a member did not come, or died while forming.
@@ -270,10 +270,11 @@ def connect_part(
 def _connect_nccl(
     ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
 ) -> Communicator | None:
-    # Non-blocking. Torch knows of a blocking communicator only once it is connected: until then neither an abort nor a
-    # limit could end it, and where a rank does not come NCCL waits for it without one.
+    # Torch registers a blocking communicator only after it has connected. Before that, an abort does not reach the
+    # communicator, and NCCL waits for a missing rank without a limit. So the communicator is non-blocking.
     limit = timeouts.first_collectives(len(ranks))
-    # How long the first launch waits for a connection, under a lock that an abort takes. Torch reads it once.
+    # The first launch waits so long for the connection, under a lock that an abort takes too. Torch reads the variable
+    # once per process.
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(limit.total_seconds()))
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0

@@ -31,8 +31,8 @@ class Timeouts:
         return timedelta(seconds=4 * self.silence_s)
 
     def first_collectives(self, size: int) -> timedelta:
-        """Return the limit for the first collectives of `size` ranks, in which NCCL connects them."""
-        # Longer than it takes until a death is known, which ends them sooner.
+        """Return the limit for the first collectives of `size` ranks, during which NCCL connects the ranks."""
+        # A death that the coordinator knows of ends them sooner.
         return timedelta(seconds=(4 + size / 50) * self.silence_s)
 
     @property

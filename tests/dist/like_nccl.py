@@ -81,7 +81,7 @@ class _Work(dist.Work):
 
 @dataclass
 class Fate:
-    """Of a process in one world: where it dies, if it does, and how far it has come with all of its groups."""
+    """What a process meets in one world: the place of its death, and how far its groups have come."""
 
     death: Death | None
     num_communicators: int = 0

@@ -377,4 +377,4 @@ def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:
     command = f"cd {tmp_path}/gone && rmdir ../gone && {sys.executable} {ROOT}/main.py --config ddp.yaml"
     answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert answer.returncode == 2
-    assert answer.stderr == "error: the working directory has been deleted; change to one that is there\n"
+    assert answer.stderr == "error: the working directory has been deleted; change to one that exists\n"
