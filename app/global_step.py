@@ -1,4 +1,4 @@
-"""One optimizer step of a task whose loss is over the embeddings of the whole global batch."""
+"""Optimizer step of a loss over the whole global batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,18 +22,19 @@ from app.tasks.own import GlobalTask
 
 @dataclass
 class GlobalStepper(Stepper):
-    """Stepper by the method of GradCache (Gao et al. 2021, arXiv:2101.06983), over ranks as over microbatches.
+    """Stepper by the method of GradCache, applied to ranks and microbatches.
 
     First every rank embeds its microbatches without gradients, and the embeddings of all ranks are gathered in the
-    order of the grid. Then each rank computes the loss of the whole table and its gradient, the same on all ranks. At
-    last each rank embeds its microbatches again, with the same random draws, and the backward of each microbatch
-    continues from its rows of that gradient. So the loss sees the whole global batch, whatever the number of workers.
+    order of the grid. Then each rank computes the loss of the whole table and its gradient, which is the same on all
+    ranks. At last each rank embeds its microbatches again, with the same random draws, and the backward of each
+    microbatch continues from its rows of that gradient. So the loss sees the whole global batch, whatever the number of
+    workers. Source: Gao et al. 2021, arXiv:2101.06983.
     """
 
-    task: GlobalTask  # or the wrapper that injects faults into one
+    task: GlobalTask  # or the wrapper that injects faults into a task
     _begin: int = field(default=0, init=False)  # position of the first sample of the step
     _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
-    _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # of each tensor of the embeddings
+    _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # one per tensor of the embeddings
 
     def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         own = list(islice(batches, self.plan.num_forwards(step, self.world.rank)))
@@ -58,13 +59,14 @@ class GlobalStepper(Stepper):
         return embeddings
 
     def _differentiate(self, step: int, embeddings: Embeddings) -> None:
-        """Take the loss of the embeddings of all ranks, and its gradient. A collective."""
+        """Compute the loss of all ranks' embeddings and its gradient. A collective."""
         self.world.progress.mark("gradients")
         whole = embeddings.gather(self.world.groups)
         wanted = [tensor for tensor in embeddings.tensors if tensor.is_floating_point()]
+        # The gathered tables become leaves with gradients, at which the first backward stops.
         for tensor in wanted:
             tensor.requires_grad_()
-        # Randomness of the loss is that of a microbatch behind the last one.
+        # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
         behind = Microbatch(step, sum(self.plan.shares), self._begin, self._begin)
         seed_generators(self.seed, behind, self.precision.device)
         sums = self.task.loss_of_embeddings(whole)
@@ -75,9 +77,11 @@ class GlobalStepper(Stepper):
         self._sums = replace(sums, loss_sum=sums.loss_sum.detach())
 
     def _loss_of(self, part: Part) -> Sums:
-        """Return a loss of value 0 whose gradient is that of the step's loss by way of this part's embeddings.
+        """Return a loss of value 0 with the gradient of this part.
 
-        The value, count and metrics of the step are those of the grid's first microbatch, which one rank runs.
+        The gradient is that of the step's loss through the embeddings of this part.
+
+        The grid's first microbatch, which one rank runs, carries the value, count and metrics of the step.
         """
         row = self._row(part)
         inner = self._sums.loss_sum.new_zeros(())
@@ -86,6 +90,8 @@ class GlobalStepper(Stepper):
             if gradient is not None:
                 rows = gradient[row : row + part.num_samples]
                 inner = inner + (tensor.to(rows.dtype) * rows).sum()
+        # The derivative of `inner` by an embedding is that embedding's row of the loss's gradient, so the backward
+        # continues the chain rule. The difference has the value 0 and the same derivative.
         nothing = inner - inner.detach()
         if part.microbatch.index == 0 and part.first == 0 and part.weight:
             return replace(self._sums, loss_sum=nothing + self._sums.loss_sum)

@@ -1,4 +1,4 @@
-"""Save what a worker holds when an exception ends the run, or takes the worker out of the run."""
+"""Save a worker's state when an exception ends the run or the worker."""
 
 import contextlib
 
@@ -18,14 +18,14 @@ from app.run.directory import RunDirectory
 from app.world.groups import is_peer_loss
 from app.world.runtime import Runtime, World
 
-_LIMIT_S = 60.0  # in which a checkpoint must be written
+_LIMIT_S = 60.0  # time in which a checkpoint must be written
 # After these errors the state is on storage or with a survivor, or the state cannot be trusted.
 _OWN = BadStep | OutOfMemory | SteadfastError
-_ENDS = "run-ends"  # in the store of a world: tells the peers of an exception that the run ends
+_ENDS = "run-ends"  # key in the store of a world, set to inform the peers of an exception that the run ends
 
 
 def announce_end(world: World, error: BaseException) -> None:
-    """Tell the other ranks that an exception of the user's code, raised on this rank, ends the run."""
+    """Inform all ranks that an exception of user code ends the run."""
     if not isinstance(error, _OWN | Corrupted) and not is_peer_loss(error):
         with contextlib.suppress(RuntimeError):  # the store is gone
             world.groups.store.set(_ENDS, "")
@@ -40,20 +40,20 @@ def rescue(
     error: BaseException,
     raised: bool,
 ) -> None:
-    """Write a checkpoint of the newest step that the ranks still hold, or record why there is none.
+    """Write a checkpoint of the newest held step, or record why not.
 
     Each rank writes its own part of the state. If parts of that step are missing, the ranks write the copies in the
     memory of the nodes.
 
     Args:
-        error: what ended the attempt for this worker.
-        raised: whether `Runtime.failed` raised the error. If it did not, a worker whose own code failed leaves a run
-            that goes on, and a worker that lost a peer belongs to a run that has ended.
+        error: the exception that ended the attempt for this worker.
+        raised: whether `Runtime.failed` raised the error. If False, and the worker's own code failed, the run continues
+            without this worker; if False, and the worker lost a peer, the run has ended.
     """
     parallel = build_parallel(config.parallel, world, worker.precision)
     is_peer = is_peer_loss(error)
     if is_peer:
-        # If the run goes on, it does so with the state of survivors, or with copies in memory.
+        # A run that continues restores the state of survivors or the copies in memory, and needs no checkpoint.
         wanted = not raised or _announced(world) or _stopping(runtime)
     else:
         wanted = _is_trusted(error, world, parallel) and (raised or not parallel.survivors_hold_all)
@@ -73,7 +73,7 @@ def rescue(
             if memory is not None and (event := parts.save_copies(memory, state)):
                 runtime.publish(event.of_attempt(world.attempt))
     except Superseded:
-        return  # who has taken the run over may be writing the same steps
+        return  # the command that has taken over the run may be writing the same steps
     except (StorageError, OSError) as refused:
         reason = str(refused)
     for news in parts.news():
@@ -83,7 +83,7 @@ def rescue(
 
 
 def _save(parts: Parts, step: int, state: State, world: World, at_once: bool, others_follow: bool) -> str:
-    """Save the state of `step` with the other ranks, and return why it is not; "" if it is."""
+    """Save the state of `step` with all ranks; return "" or the obstacle."""
     if world.progress.phase == "update":
         return "the exception came while the weights were being updated"
     if parts.save_part(step, state, _LIMIT_S, at_once, others_follow):
@@ -98,21 +98,24 @@ def _announced(world: World) -> bool:
 
 
 def _stopping(runtime: Runtime) -> bool:
-    with contextlib.suppress(SteadfastError):  # the run is another command's by now
+    with contextlib.suppress(SteadfastError):  # another command owns the run by now
         return runtime.signals().stop
     return False
 
 
 def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
-    """Return whether this rank holds a right state after an error that is not the loss of a peer."""
+    """Return whether this rank's state is correct after an error.
+
+    The error is not the loss of a peer.
+    """
     if isinstance(error, Corrupted):
-        # All ranks raise it. One of those that compute rightly writes, if it holds all of the state.
+        # All ranks raise Corrupted. A rank that computed correctly writes, if it holds all of the state.
         return parallel.survivors_hold_all and error.witness == world.rank
     return not isinstance(error, _OWN)
 
 
 def _is_finite(state: State, worker: WorkerState) -> bool:
-    # Parameters, not buffers: a mask may hold infinities.
+    # Only parameters are checked, because a buffer such as a mask may hold infinities.
     names = {name for name, _ in worker.model.named_parameters()}
     learned = [tensor for name, tensor in state["model"].items() if name in names]
     learned += flatten(state.get("optimizer", {})).values()

@@ -30,7 +30,7 @@ from app.world.sums import summation
 
 @dataclass
 class Stepper:
-    """What a step needs and an attempt does not change."""
+    """Runs the optimizer steps of one attempt."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -40,11 +40,11 @@ class Stepper:
     schedule: Schedule
     plan: Plan
     world: World
-    units_per_sample: int  # what a sample counts if nothing of it is masked
-    counts_vary: bool  # samples are masked, so the true count has to be asked of all ranks
+    units_per_sample: int  # count of a sample in which nothing is masked
+    counts_vary: bool  # samples are masked, so the ranks must add up the true count
     max_grad_norm: float | None
     seed: int
-    exact: bool  # the result is the same to the bit, whoever runs which microbatches
+    exact: bool  # the result has the same bits, whichever ranks run which microbatches
     coupled: bool  # samples of a microbatch share a forward, because their losses depend on each other
     compiled: CompiledBlocks
     recompute: Recompute = field(default_factory=Recompute)
@@ -56,20 +56,20 @@ class Stepper:
         self._summation = summation(self.exact)
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
-        """Run this rank's microbatches of `step`, sum the gradients of all ranks, and update the weights."""
+        """Run this rank's microbatches of `step` and update the weights."""
         if step in self.plan.skip:
             nothing = torch.zeros(self._summation.width + 2, dtype=torch.float64)
             return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=self._summation)
         began_s = perf_counter()
         waited_s = self.world.progress.spent_s("loader")
-        # Each microbatch's loss sum is divided by the count that the step would have if nothing were masked, which
-        # keeps gradients in range. nominal = samples of the global batch * units of a sample
+        # Dividing each microbatch's loss sum by the count of a step without masking keeps gradients in range.
+        # nominal = samples of the global batch * units of a sample
         nominal = self.plan.global_size * self.units_per_sample
         totals = Totals(self.precision.device, self._summation)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
-        # A survivor of a step that breaks does it again: its forwards must not count twice in running statistics.
+        # A survivor of a failed step runs that step again, and its forwards must count once in running statistics.
         with self._buffers.undone_on_failure():
             self.recompute.begin(step, lambda fetched: self._run_apart(fetched, nominal))
             self._buffers.begin()
@@ -88,9 +88,9 @@ class Stepper:
             lr = set_learning_rates(self.optimizer, self.schedule, step)
         self.world.progress.mark("update")
         self._statistics.finish()
-        # A step in which everything is masked has no gradient to follow, and decay or momentum alone would still move
-        # the weights. To look costs nothing: the device has just been waited for. A count of NaN is no count either,
-        # and ends the run once its message is read.
+        # A step in which everything is masked has no gradient, and weight decay or momentum alone would still move the
+        # weights. Reading the count is free here, because the host has just waited for the device. A count of NaN
+        # compares false too, and ends the run once its message is read.
         overflowed = bool(global_count > 0) and self.precision.update(self.optimizer, grad_norm)
         self.parallel.clear_gradients(self.optimizer)
         names = self._metric_names or ()
@@ -117,12 +117,13 @@ class Stepper:
     def _run_microbatch(
         self, fetched: Fetched, nominal: int, totals: Totals, last: bool
     ) -> tuple[Tensor, Tensor | int]:
-        """Run forwards and backwards, and add to `totals`; the gradients travel behind the `last` one of a step.
+        """Run a microbatch's forwards and backwards, and add to `totals`.
 
-        Returns the sum of its losses, (), and their count.
+        The gradients are summed over ranks after the `last` microbatch of a step. Returns the sum of the microbatch's
+        losses, (), and their count.
 
         Raises:
-            OutOfMemory: memory has run out in one of them.
+            OutOfMemory: a forward or backward has run out of memory.
         """
         seed_generators(self.seed, fetched.microbatch, self.precision.device)
         parts = self._parts_of(fetched)
@@ -139,34 +140,34 @@ class Stepper:
         return loss_sum, count
 
     def _run_apart(self, fetched: Fetched, nominal: int) -> tuple[Tensor, Tensor | int]:
-        """Run a microbatch that counts for nothing: all that it leaves is its gradient, added to those that are there.
+        """Run a microbatch of which only the gradient remains.
 
-        Returns the sum of its losses, (), and their count.
+        The gradient is added to the existing gradients. Returns the sum of the losses, (), and their count.
         """
-        # Another stepper has statistics of its own, so that those of this step do not hear of it.
+        # A copied stepper has running statistics of its own, so those of this step do not change.
         apart = replace(self, recompute=Recompute())
         with self._buffers.undone():
             return apart._run_microbatch(fetched, nominal, Totals(self.precision.device, self._summation), last=False)
 
     def _look_at(self, loss_sum: Tensor, count: Tensor | int, last: bool) -> None:
-        """Look at the gradient of a microbatch that was held back for it; then it goes the way of the others."""
+        """Digest the gradient of a held-back microbatch, then release the gradient."""
         self.recompute.take(loss_sum, count)
         with self.parallel.synchronize(self.model, last):
-            pass  # which takes up what is in the buckets
+            pass  # leaving the context handles the gradients that are in the buckets
 
     def _parts_of(self, fetched: Fetched) -> list[Part]:
-        """Return what each forward of a microbatch runs."""
+        """Cut a microbatch into the parts that run in one forward each."""
         size = self.world.amendments.forward_size
         num_parts = 1
         if size is not None:
-            # Where a forward is a collective, all ranks run as many, also for a microbatch that is shorter than others.
+            # A forward of a sharded model is a collective, so all ranks must run as many, even for a short microbatch.
             start, stop = fetched.microbatch.start, fetched.microbatch.stop
             longest = self.plan.microbatch_size if self.plan.shard > 1 else stop - start
             num_parts = -(-longest // size)
         return list(split(fetched, size, num_parts))
 
     def _run(self, part: Part, nominal: int, last: bool) -> Sums:
-        # Weight 0 is for a pad, which keeps a rank in step with the others' collectives.
+        # A pad has weight 0: it makes this rank run the same collectives as its peers.
         unchanged = nullcontext() if part.weight else self._buffers.undone()
         is_full = part.num_samples == (self.world.amendments.forward_size or self.plan.microbatch_size)
         with unchanged, self.compiled.running(is_full), self.parallel.synchronize(self.model, last):
@@ -183,38 +184,44 @@ class Stepper:
         return self.task.loss(self.model, part.batch)
 
     def _whole_gradient(self, step: int, totals: Totals, nominal: int) -> tuple[int | Tensor, Tensor, Tensor]:
-        """Make gradients those of the whole step: summed, divided by its count, and clipped. A collective.
+        """Complete the gradients of a step: sum, divide by its count, clip.
+
+        A collective.
 
         Returns:
-            That count; the norm of the whole gradient before clipping, (); and those of its parts, as they are sharded.
+            the count of the step; the norm of the whole gradient before clipping, (); and the norms of the parameters'
+            gradients, sharded as the parameters are.
         """
         self.world.progress.mark("gradients")
         global_count = self._global_count(step, totals.count)
-        # Asked once only: an exchange of objects takes longer than the step of a small model.
+        # Agreed on once, because an exchange of objects takes longer than the step of a small model.
         if self._metric_names is None:
             self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
         self._buffers.send(self.world.groups)
         if self.exact and self._buffers.changing:
             raise TrainingError(
-                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, which is then that of "
-                "the leader's microbatches, and so follows from the number of workers. Take run.exact=false"
+                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
+                "from the leader's microbatches, and so depends on the number of workers. Set run.exact=false"
             )
         self._statistics.send(self.world.groups.communicator)
         self.world.groups.communicator.wait()
         self.recompute.compare()
         self.parallel.store_gradients()
-        # ... * nominal / count = the mean over everything that counts, wherever it was computed. Of nothing there is
-        # none, and what is divided then goes nowhere.
+        # gradient * nominal / count = the mean over everything that counts, on all ranks. A count of 0 would divide by
+        # 0; its gradients are 0 and are not applied.
         correction = nominal / (global_count + (global_count == 0))
         grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
-        # Only gradients that are whole go into the weights. No collective may follow in the step: a survivor whose peer
-        # is lost in one would hold the weights of this step and go on from the one before, doing this one twice.
+        # Only complete gradients may change the weights. No collective may follow in the step: a survivor that loses a
+        # peer in one would already hold the weights of this step, and would apply the step a second time.
         self.world.groups.gate()
         self.parallel.detach_unused()
         return global_count, grad_norm, grad_norms
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
-        """Return what the whole step counts. A collective where samples are masked, whose sum is there after a wait."""
+        """Return the count of the whole step.
+
+        A collective if samples are masked; the count is then complete after a wait.
+        """
         if not self.counts_vary:
             return self.plan.num_samples_in(step) * self.units_per_sample
         global_count = count.clone()

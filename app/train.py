@@ -1,4 +1,4 @@
-"""The page: one attempt at the run, as one worker sees it."""
+"""Training loop of one worker for one attempt."""
 
 from typing import Any
 
@@ -35,20 +35,23 @@ from app.world.runtime import Outcome, Runtime, World
 def train(
     config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, timer: StartupTimer
 ) -> Outcome:
-    """Run one attempt. Whatever ended the last one, this one begins the same way: build, restore, step, leave."""
-    # Build. `worker` brings what this process still has from the last world; all else belongs to this one.
+    """Run one attempt, from building the model to its end.
+
+    Every attempt begins in the same way, whatever ended the last one.
+    """
+    # Build. `worker` keeps objects of the process across attempts; everything else belongs to this attempt.
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
     checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
     snapshots = Snapshots(world, worker.memory(directory), parallel, state, worker.fingerprint + worker.base)
     timer.mark("built")
 
-    # Restore a survivor's state, a copy in memory, a checkpoint or step 0, whichever is newest; on every rank the same.
+    # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.
     restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
-    # Cut each step into microbatches, whose size is the run's, and share them out: which rank runs which.
+    # Plan. Cut each step into microbatches of the run's size, and assign the microbatches to ranks.
     fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
     plan = worker.plan(world)
     probes = _build_probes(config, runtime, world, directory, plan, worker)
@@ -57,14 +60,14 @@ def train(
     validator = Validator(config, worker, parallel, world)
     timer.mark("restored")
 
-    # Step until the run or the attempt ends. All ranks are told of every request at the same step.
+    # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
     recorder = Recorder(config, directory, runtime, world, plan, worker)
     recorder.begin(restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
     def save(step: int, ending: Outcome | None = None) -> None:
-        recorder.commit(guard.accept(control.drain()))  # the last message says whether this state is finite
+        recorder.commit(guard.accept(control.drain()))  # the last message shows whether this state is finite
         probes.enter("checkpoint")
         worker.hooks.on_checkpoint()
         checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending)
@@ -86,7 +89,7 @@ def train(
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())
 
-    # Leave. Survivors carry a state that one of them has all of to the next world; any other is written and copied.
+    # Leave. Under DDP the survivors carry the state to the next world; a sharded state is written and copied.
     recorder.commit(guard.accept(control.drain()))
     outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
     recorder.validation(outcome.step, validator.at_end(outcome, model))
@@ -101,7 +104,10 @@ def train(
 def _build_probes(
     config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState
 ) -> Probes:
-    """Return faults and timing. A collective where workers are weighted by label, which changes `plan`."""
+    """Return fault injection and timing.
+
+    A collective if workers are weighted by label, which changes `plan`.
+    """
     num_ahead = worker.loader.num_ahead
     balance = build_balance(config.batch.balance, config.parallel.kind, plan, num_ahead, world, runtime)
     return Probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)

@@ -1,4 +1,4 @@
-"""A worker process: it outlives attempts."""
+"""Worker process, which lives through several attempts."""
 
 import gc
 import traceback
@@ -21,7 +21,7 @@ from app.world.runtime import Outcome, Runtime
 
 
 def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome | None:
-    """Be a worker until the run ends, or this worker is not needed any more (None)."""
+    """Run a worker to the end; return None if not needed."""
     worker = start_worker(config, runtime)
     if worker is None:
         return None
@@ -32,12 +32,12 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
 
 
 def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
-    """Return a worker with its data and model; None if these cannot be built, after the runtime was told of it."""
+    """Return a worker with data and model, or None after a failure."""
     try:
         num_threads = config.scaling.cpus_per_worker if config.run.exact else None
         set_numerics(config.precision.tf32, config.run.reproducible, num_threads)
         record_memory_history(config.profile, runtime.device)
-        # Before joining, so that nobody waits for a newcomer's data and model.
+        # Built before joining, so that no running worker waits for a new worker's data and model.
         return WorkerState(config, runtime.device)
     except BaseException as raised:
         runtime.failed(0, as_exception(raised))
@@ -45,7 +45,7 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
 
 
 def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, directory: RunDirectory) -> Outcome | None:
-    """Train in world after world until the run ends, or this worker is not needed any more (None)."""
+    """Train in one world after another; return None if no longer needed."""
     while True:
         timer = StartupTimer()
         world = runtime.next_world()
@@ -62,19 +62,19 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
                 return outcome
         except BaseException as raised:
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
-                raise  # a second Ctrl-C, where the process is not ours
+                raise  # a second Ctrl-C, in a process that belongs to the user
             error = as_exception(raised)
             step = worker.step
             if isinstance(error, Corrupted) and error.rank == world.rank:
-                worker.forget()  # its step too, which is reported all the same
-            # The abort is how the others learn that something is wrong, so it comes once the reason is known.
+                worker.forget()  # also forgets the step, which is reported all the same
+            # The abort informs the other ranks of the failure, so it follows once the reason is recorded.
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):
                     runtime.publish(history)
                 trains_on = runtime.failed(step, error)
             except Exception:
                 announce_end(world, error)
-                world.groups.abort()  # the others need not wait for storage
+                world.groups.abort()  # the other ranks need not wait for storage
                 rescue(config, runtime, world, worker, directory, error, raised=True)
                 raise
             else:
@@ -89,13 +89,13 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             world.groups.destroy()
             worker.close_attempt()
             if runtime.device.type == "cuda":
-                # What is cached for the attempt's streams serves no other stream, and NCCL allocates beside torch.
+                # Memory that torch caches for the attempt's streams serves no other stream, and NCCL allocates its own.
                 gc.collect()
                 torch.cuda.empty_cache()
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    # They hold the model as it was wrapped for this world, and activations.
+    # The frames hold the model as wrapped for this world, and activations.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

@@ -1,1 +1,1 @@
-"""State that outlives an attempt: what it is (state), where it lies (durable), how it comes back (restore)."""
+"""States that outlive an attempt: content, checkpoints, snapshots and restore."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they lie on storage: found, verified, quarantined, committed, retired."""
+"""Checkpoints of a run on storage: find, verify, quarantine, commit, retire."""
 
 from __future__ import annotations
 
@@ -20,22 +20,28 @@ from app.storage.documents import read_document, read_json
 
 _FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
-_MARK = ".quarantined.json"  # after the name of a folder that is not trusted any more
+_MARK = ".quarantined.json"  # appended to the name of a folder that is no longer trusted
 _READ_BYTES = 2**24
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written. The message names the file."""
+    """A checkpoint differs from what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """The checkpoints of a run: folders such as `checkpoints/step-00001200/` that have a manifest in them."""
+    """Checkpoints of a run, which are folders with a manifest.
+
+    Their names are such as `checkpoints/step-00001200/`.
+    """
 
     store: Store
 
     def steps(self) -> list[int]:
-        """List steps with a folder that is not quarantined, newest first. Folders may be unfinished or damaged."""
+        """List steps of folders that are not quarantined, newest first.
+
+        Folders may be unfinished or damaged.
+        """
         names = self.store.list(_FOLDER)
         steps = []
         for name in names:
@@ -44,7 +50,7 @@ class Catalog:
         return sorted(steps, reverse=True)
 
     def quarantined(self) -> dict[int, str]:
-        """Return why checkpoints are not trusted any more, by step."""
+        """Return the reasons for quarantined checkpoints, by step."""
         reasons = {}
         for name in self.store.list(_FOLDER):
             if name.endswith(_MARK):
@@ -53,14 +59,17 @@ class Catalog:
         return reasons
 
     def newest(self) -> int | None:
-        """Return the newest step that is committed, whether or not it turns out to be damaged."""
+        """Return the newest committed step, which may prove to be damaged."""
         for step in self.steps():
             if _MANIFEST in self.store.list(path_of(step)):
                 return step
         return None
 
     def manifest(self, step: int) -> Manifest | None:
-        """Return the manifest of a committed checkpoint. Raises Damaged, or StorageError for another version."""
+        """Return the manifest of a checkpoint, None if not committed.
+
+        Raises Damaged, or StorageError for another version.
+        """
         try:
             manifest = parse_manifest(read_document(self.store, f"{path_of(step)}/{_MANIFEST}"))
             if manifest.step != step:
@@ -74,11 +83,11 @@ class Catalog:
             raise StorageError(f"{self.store.uri}/{path_of(step)}: {error}") from error
 
     def readers(self, manifest: Manifest) -> list[Read]:
-        """Return what reads the files of a checkpoint."""
+        """Return a reader for each file of a checkpoint."""
         return [partial(self.store.read, f"{path_of(manifest.step)}/{name}") for name in manifest.files]
 
     def verify(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Read files, by default all, and compare them with what their writers saw. Raises Damaged if they differ."""
+        """Compare files, by default all, with their digests. Raises Damaged."""
         folder = path_of(manifest.step)
         with ThreadPoolExecutor(4) as threads:
             chosen = manifest.files if names is None else names
@@ -101,14 +110,14 @@ class Catalog:
             raise Damaged(f"{name} has other contents than were written: its sha256 differs")
 
     def quarantine(self, step: int, why: str) -> None:
-        """Have nothing read a checkpoint any more. It stays for whoever wants to look."""
+        """Mark a checkpoint as unusable; the files remain for inspection."""
         mark = json.dumps({"time_s": round(time.time(), 3), "why": why}).encode()
         self.store.commit(f"{path_of(step)}{_MARK}", mark)
 
     def write(self, step: int, name: str, chunks: Iterable[Bytes]) -> str:
-        """Write a file of a checkpoint that is not committed yet. Return its sha256."""
+        """Write a file of an uncommitted checkpoint, and return its sha256."""
         digest = hashlib.sha256()
-        # Hashed on a thread of its own, beside the write: both let go of the GIL.
+        # A thread of its own hashes during the write, because both release the GIL.
         with ThreadPoolExecutor(1) as hasher:
 
             def hashed() -> Iterator[Bytes]:
@@ -120,18 +129,19 @@ class Catalog:
         return digest.hexdigest()
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the folder a checkpoint. If it replaces a damaged one, it is trusted again."""
+        """Make the folder a checkpoint, and end any quarantine."""
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
     def retire(
         self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int], check: Callable[[], None]
     ) -> None:
-        """Delete what need not be kept. `check` is called before each deletion, and may raise.
+        """Delete the checkpoints that retention does not keep.
 
-        Raises Damaged if `newest` is, and OSError if something cannot be deleted; what can be has been.
+        `check` is called before each deletion and may raise. Raises Damaged if `newest` is damaged, and OSError if a
+        deletion fails; all other deletions have been made by then.
         """
-        # Nothing goes before its successor has been read back.
+        # No checkpoint is deleted before its successor has been read back.
         self.verify(newest)
         refused: OSError | None = None
         for names in self._outdated(newest, config, skip):
@@ -145,31 +155,31 @@ class Catalog:
             raise refused
 
     def _outdated(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> list[list[str]]:
-        """Return the names of what need not be kept: in each list the order in which they have to go."""
+        """Return the names to delete: each list holds one checkpoint's, in order."""
         manifests: dict[int, Manifest | None] = {}
         valid: list[Manifest] = []
         for step in reversed(self.steps()):
             manifests[step] = None
             with contextlib.suppress(Damaged, StorageError):
                 manifests[step] = manifest = self.manifest(step)
-                # One that contains an update from a step that is left out by now is worth nothing.
+                # A checkpoint that contains the update of a step left out since then is useless.
                 if manifest and manifest.skipped == skipped_up_to(step, skip):
                     valid.append(manifest)
         keep = {newest.step, *steps_to_keep(config, valid, skip)}
         outdated = []
         for step, found in manifests.items():
-            # Without a manifest it was never committed; if it is newer, it is being written.
+            # A step without a manifest was never committed; if it is newer, it is still being written.
             if step not in keep and (found or step < newest.step):
-                # The manifest first, so that no half-deleted checkpoint looks whole.
+                # The manifest goes first, so that a half-deleted checkpoint never looks complete.
                 outdated.append([f"{path_of(step)}/{_MANIFEST}", path_of(step)])
         leftovers = []
         for name in self.store.list(_FOLDER):
             if name.endswith(_MARK):
                 if _step(name) < min(keep):
                     outdated.append([path_of(_step(name)), f"{_FOLDER}/{name}"])
-            elif _MARK in name:  # its process was killed while it wrote the marker
+            elif _MARK in name:  # the process that wrote this marker was killed meanwhile
                 leftovers.append([f"{_FOLDER}/{name}"])
-        # Beside the newest only what former attempts have left: others of its own may be writing there still.
+        # In the newest folder only files of former attempts are deleted: other ranks may still write files of its own.
         for name in self.store.list(path_of(newest.step)):
             if name.startswith("attempt-") and name < of_attempt(newest.attempt):
                 leftovers.append([f"{path_of(newest.step)}/{name}"])
@@ -181,7 +191,7 @@ def path_of(step: int) -> str:
 
 
 def of_attempt(attempt: int) -> str:
-    """Return how the names of an attempt's files begin; they sort by it."""
+    """Return the prefix of an attempt's files, which sorts by attempt."""
     return f"attempt-{attempt:06d}"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on storage as one attempt sees them: found and read at its start, written while it trains."""
+"""Checkpoints on storage during one attempt: find, load and save."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from app.world.control import any_rank, gather_numbers
 from app.world.runtime import Outcome, World
 
 _POLL_S = 0.05
-_DONE = "checkpoint/{}/done"  # tells the other ranks that their leader has committed a step
+_DONE = "checkpoint/{}/done"  # store key by which the leader reports a committed step to the other ranks
 
 
 class Stored(NamedTuple):
-    """The newest checkpoint, as far as is known."""
+    """The newest known checkpoint."""
 
     step: int  # 0 if there is none
-    age_s: float  # at least; inf if there is none
+    age_s: float  # lower bound; inf if there is none
 
 
 class Checkpoints:
-    """Finds, loads and saves checkpoints in one attempt. `find` is a collective; so is `save` if state is sharded."""
+    """Finds, loads and saves checkpoints in one attempt.
+
+    `find` is a collective; `save` is one if the state is sharded.
+    """
 
     def __init__(
         self,
@@ -53,23 +56,23 @@ class Checkpoints:
         self._directory = directory
         self._catalog = Catalog(directory.store)
         self._world = world
-        self._dataset = dataset  # its fingerprint
+        self._dataset = dataset  # fingerprint of the dataset
         self._base = base  # sha256 of the frozen parameters, if checkpoints leave them out
-        self._newest = 0  # on storage, or on its way there
-        self._writer = writer  # the process's own, which knows of earlier attempts
-        # The leader has all of a replicated state: it reads and writes it alone, and nobody waits for anybody's word.
+        self._newest = 0  # newest step on storage or being written
+        self._writer = writer  # belongs to the process, and knows earlier attempts
+        # Under DDP the leader holds the whole state and writes it alone, without waiting for other ranks.
         self._replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
         self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self._replicated and world.leader)
 
     def newest(self) -> Stored:
-        """Return what is known of the newest checkpoint, read back or not. A collective."""
+        """Return the newest known checkpoint, verified or not. A collective."""
         control = self._world.groups.control
         known = max(gather_numbers(self._writer.committed, control).tolist())
         if known:
             return Stored(int(known), 0.0)
-        # Nobody who is here has written one. Where storage does not say, there is nothing better than what memory has.
+        # No rank of this world has written a checkpoint. If storage does not answer, a snapshot is the best choice.
         newest = [Stored(0, math.inf)]
         if self._world.leader:
             with contextlib.suppress(OSError):
@@ -80,7 +83,7 @@ class Checkpoints:
         return newest[0]
 
     def _owning_command(self) -> str:
-        """Return the token of the command that began this attempt; "" if that cannot be known."""
+        """Return the token of this attempt's command, "" if unknown."""
         with contextlib.suppress(OSError):
             owner = read_owner(self._directory.store)
             if owner and owner.attempt == self._world.attempt:
@@ -88,9 +91,9 @@ class Checkpoints:
         return ""
 
     def find(self) -> tuple[Manifest | None, dict[int, str]]:
-        """Return the manifest of the newest checkpoint that is whole, and why newer ones are damaged, by step.
+        """Find the newest intact checkpoint, and damage of newer ones by step.
 
-        Raises StorageError if it was written over another dataset, or beside another base.
+        Raises StorageError if the checkpoint belongs to another dataset or to other frozen parameters.
         """
         control = self._world.groups.control
         damaged: dict[int, str] = {}
@@ -100,7 +103,7 @@ class Checkpoints:
             manifest = candidate[0]
             if manifest is None:
                 return None, damaged
-            # Nothing is trusted before it has been read back. Each rank reads a part of the files.
+            # A checkpoint is used only after reading it back. Each rank reads a part of the files.
             why = ""
             try:
                 self._catalog.verify(manifest, sorted(manifest.files)[self._world.rank :: self._world.size])
@@ -126,7 +129,7 @@ class Checkpoints:
                 continue
             if manifest is None or manifest.skipped != skipped_up_to(step, self._world.amendments.skip):
                 continue
-            # The state would fit, but the samples that it has seen would be others than the ledger says.
+            # The state would fit the model, but it has seen other samples than the ledger records.
             if manifest.dataset != self._dataset:
                 raise StorageError(
                     f"{self._directory / path_of(step)} was written over another dataset than this one. "
@@ -137,21 +140,21 @@ class Checkpoints:
         return None
 
     def load(self, manifest: Manifest, state: State) -> None:
-        """Fill this rank's part of `state` in place. Raises StorageError if the checkpoint is of another model."""
+        """Fill this rank's part of `state`. Raises StorageError for another model."""
         self._world.progress.enter("load")
         load_shards(self._catalog.readers(manifest), shards_of(state), optional=OPTIONAL)
 
     def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
-        """Return once the state has been copied; at the `ending` of an attempt, once it is on storage.
+        """Copy the state for writing; at an attempt's `ending` also wait.
 
         Raises StorageError if the run ends, and storage takes longer than recovery.wait_s.
         """
         if ending is None:
             self._save(step, state, metrics)
             return
-        # The run's last state has to be on storage. If another world follows, it goes on from what else there is.
+        # The run's last state must reach storage. A following world can restore survivors or snapshots instead.
         with contextlib.suppress(StorageError) if ending.kind == "resized" else contextlib.nullcontext():
-            # While shards are being written, `_save` would leave this state out.
+            # `_save` skips a state while shards are still being written, so wait for these first.
             self.wait_for_commit(self._limit_s)
             self._save(step, state, metrics)
             self.wait_for_commit(self._limit_s)
@@ -159,7 +162,7 @@ class Checkpoints:
     def _save(self, step: int, state: State, metrics: dict[str, float]) -> None:
         if step == self._newest:
             return
-        # Shards are committed once those of all ranks are there, so all ranks must write the same steps.
+        # Shards are committed once all ranks have written theirs, so all ranks must write the same steps.
         if not self._replicated and any_rank(self._writer.busy, self._world.groups.control):
             return
         self._newest = step
@@ -167,38 +170,45 @@ class Checkpoints:
             self.stage(step, state, metrics)
 
     def stage(self, step: int, state: State, metrics: dict[str, float]) -> None:
-        """Copy the state and have it written, without any collective: if it is replicated, or all ranks do the same."""
+        """Copy the state and start its write, without a collective.
+
+        A sharded state becomes a checkpoint only if all ranks call this.
+        """
         shards = shards_to_write(state, replicas=self._replicated or self._world.leader)
         self._writer.put(step, shards, metrics, self)
 
     def reserve(self, state: State) -> None:
-        """Make room for the first copy while training goes on: to touch new memory takes longer than to fill it."""
+        """Allocate the buffer of the first copy while training continues.
+
+        Touching new memory takes longer than filling it.
+        """
         if self._writes:
             self._writer.reserve(shards_to_write(state, replicas=self._replicated or self._world.leader))
 
     def news(self) -> list[events.Event]:
-        """Return what has come of earlier calls of `save`. See `Writer.news`."""
+        """Return the events of earlier calls of `save`. See `Writer.news`."""
         return self._writer.news()
 
     def wait_for_commit(self, limit_s: float) -> None:
-        """Wait until all that was saved is committed. Raises StorageError if that takes longer than `limit_s`."""
+        """Wait until everything is committed. Raises StorageError after `limit_s`."""
         if not self._writer.wait(lambda: self._world.progress.mark("checkpoint"), limit_s):
             raise StorageError(
                 f"the checkpoint of step {self._newest} could not be written to {self._directory.uri} in "
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
-    # The writer's thread calls the rest, in this order, and again where storage refuses. Nothing of `self` changes.
+    # The writer's thread calls the following methods, in this order, and repeats them if storage refuses. So they must
+    # not change `self`.
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
-        """Write this rank's file. Return its name and digest."""
-        # The number differs between all files of a process, so that none is written over that a manifest may list.
+        """Write this rank's file, and return its name and digest."""
+        # The number differs between all files of a process, so no file overwrites one that a manifest may list.
         name = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}-{number:04d}.safetensors"
         sha256 = self._catalog.write(pending.step, name, pending.chunks())
         return name, FileDigest(sha256, pending.buffer.num_bytes)
 
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
-        """Write the manifest, on the leader. Other ranks return None once it has."""
+        """Write the manifest on the leader; return None elsewhere after the commit."""
         files = self._gather_files(pending)
         if not (self._replicated or self._world.leader):
             return None
@@ -222,19 +232,19 @@ class Checkpoints:
         )
 
     def _check_owner(self, step: int, attempt: int) -> None:
-        """Raise Superseded if the run is not this command's any more, or a later attempt than `attempt` has begun."""
-        # A process that was cut off may find others at work when it comes back. Its own attempt may be a later one than
-        # that of the copy: a leader brings to storage what it had no time to write before.
+        """Raise Superseded if another command or a later attempt owns the run."""
+        # A process that was cut off may return after another has taken over. Its own attempt may be later than that of
+        # the copy, because a leader may write a copy that an earlier attempt had no time to write.
         owner = read_owner(self._directory.store)
         if owner and owner.attempt > attempt:
             who = f"attempt {owner.attempt} on {owner.host}"
             raise Superseded(f"{who} has taken over; step {step} is not committed")
-        # Where a run has been deleted and begun anew, attempts count from 1 again.
+        # A deleted run that has begun anew counts attempts from 1 again, so the token is compared as well.
         if self._command and (owner is None or owner.token != self._command):
-            raise Superseded(f"the run is another command's by now, or deleted; step {step} is not committed")
+            raise Superseded(f"another command owns the run, or it was deleted; step {step} is not committed")
 
     def _gather_files(self, pending: PendingWrite) -> dict[str, FileDigest]:
-        """Return the files of all ranks on the leader. The others return once it has committed them."""
+        """Return all ranks' files on the leader; wait for the commit elsewhere."""
         assert pending.file is not None
         name, digest = pending.file
         if self._replicated:
@@ -246,7 +256,7 @@ class Checkpoints:
             store.set(keys[self._world.rank], json.dumps([name, digest.sha256, digest.bytes]))
             while not store.check(keys if self._world.leader else [_DONE.format(pending.step)]):
                 pending.check()
-                # Asked again and again, because the store's own wait would keep it from all other threads.
+                # Polled, because a wait in the store would block all other threads that use the store.
                 time.sleep(_POLL_S)
             if self._world.leader:
                 for key in keys:
@@ -257,7 +267,7 @@ class Checkpoints:
         return files
 
     def finish(self, pending: PendingWrite, manifest: Manifest) -> events.Event:
-        """Tell the other ranks of the commit, and delete older checkpoints. Return the event that tells of it."""
+        """Report the commit to all ranks, delete old checkpoints, return the event."""
         seconds = time.monotonic() - pending.began_s
         if not self._replicated:
             with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
@@ -267,15 +277,15 @@ class Checkpoints:
             self._catalog.retire(manifest, self._config, self._world.amendments.skip, pending.check)
         except Damaged as error:
             self._catalog.quarantine(pending.step, str(error))
-            why = f"{error}, and was written a moment ago"
+            why = f"{error}, although it was written a moment ago"
             if self._replicated:
                 raise OSError(why) from error
-            # There is no other try, since the other ranks have given up their copies.
+            # A retry is impossible, because the other ranks have released their copies.
             return events.CheckpointFailed(step=pending.step, error=why, needed_bytes=0)
         except OSError as error:
-            not_deleted = str(error)  # perhaps it can be deleted after the next checkpoint
+            not_deleted = str(error)  # the next checkpoint tries again to delete it
         except Dropped:
-            pass  # another attempt sees to it
+            pass  # another attempt deletes the old checkpoints
         return events.Checkpoint(
             step=pending.step,
             path=self._directory / path_of(pending.step),
@@ -287,5 +297,5 @@ class Checkpoints:
 
 
 def age_s(manifest: Manifest) -> float:
-    """Return how long ago a checkpoint was committed, by the clock of this machine."""
+    """Return the seconds since a checkpoint's commit, by this machine's clock."""
     return max(0.0, time.time() - manifest.time_s)

@@ -1,6 +1,6 @@
-"""Build the model that a run starts from, and load its weights where they come from a file.
+"""Build the initial model, and load any weights from a file.
 
-That is one of `export`, or what Hugging Face's `save_pretrained` writes.
+Such a file is written by `export` or by Hugging Face's `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from app.run.directory import base
 if TYPE_CHECKING:
     from app.parallel.deferred import InitialValues
 
-# Of a folder of Hugging Face's, in the order of preference; an index names the files that a large model is spread over.
+# Files in a folder of Hugging Face, in order of preference; an index lists the files of a large model.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
-# A file is the user's and may hold anything. Each of these is how a reader, or the model, refuses it.
+# The user's file may hold anything. A reader, or the model, refuses the file with one of these errors.
 _REFUSALS = (
     OSError,
     RuntimeError,
@@ -47,16 +47,16 @@ _REFUSALS = (
 
 
 class Loaded(NamedTuple):
-    """Names that did not fit. Of a strict load there are none."""
+    """Names that did not fit; a strict load has none."""
 
-    missing: tuple[str, ...] = ()  # in the model, and left as they were initialised
-    unexpected: tuple[str, ...] = ()  # in the file, and not used
+    missing: tuple[str, ...] = ()  # in the model but not in the file; these keep their initial values
+    unexpected: tuple[str, ...] = ()  # in the file but not in the model
 
 
 def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
-    """Build the model that a run begins with; the seed, or a file, makes it the same on every rank.
+    """Build the initial model of a run, the same on every rank.
 
-    Weights from a file are read only where no checkpoint holds all that they are needed for.
+    Weights from a file are read here only if checkpoints leave them out; `load_initial` reads them otherwise.
     """
     _seed(config.run.seed)
     model = build_model(config.model)
@@ -64,34 +64,38 @@ def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
 
 
 def build_initial_sharded(config: Config) -> tuple[nn.Module, InitialValues]:
-    """Build the same model without memory for its numbers, which `InitialValues.fill` computes for this rank's shards.
+    """Build the initial model without memory for its parameters.
+
+    `InitialValues.fill` computes the values of this rank's shards.
 
     Raises:
-        NotDeferrable: its construction does not allow it.
+        NotDeferrable: the model cannot be built without memory.
     """
-    from app.parallel.deferred import build_without_memory  # takes a second to import, and sharded models alone need it
+    from app.parallel.deferred import build_without_memory  # the import takes a second, only for sharded models
 
     _seed(config.run.seed)
     return build_without_memory(partial(build_model, config.model))
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)  # the accelerators' generators too
+    torch.manual_seed(seed)  # seeds the generators of accelerators too
     seed_host(seed)
 
 
 def load_initial(model: nn.Module, run: RunConfig) -> Loaded:
-    """Load the weights that a run starts from, if it starts from any. Raises UsageError as `load_weights` does."""
+    """Load the configured starting weights. Raises UsageError as `load_weights` does."""
     if run.init_from is None:
         return Loaded()
     return load_weights(model, base() / run.init_from, run.init_strict)
 
 
 def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
-    """Load the weights at `path`, a file or a folder, into `model`, of which this rank may hold its shards alone.
+    """Load the weights at `path`, a file or a folder, into `model`.
+
+    If the model is sharded, this rank loads its own shards.
 
     Raises:
-        UsageError: they cannot be read or are another model's; or, if not strict, none of them is the model's.
+        UsageError: the weights cannot be read or belong to another model; or, if not strict, no name fits.
     """
     try:
         weights: dict[str, Tensor] = {}
@@ -111,7 +115,10 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return the files to read: one, or all that the index of a folder names."""
+    """Return the files to read at a path.
+
+    A folder may have an index that lists several files.
+    """
     if not path.is_dir():
         return [path]
     for name in _FILES:
@@ -130,14 +137,17 @@ def _read(file: Path) -> dict[str, Tensor]:
     if not isinstance(weights, dict):
         raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")
     for name, tensor in weights.items():
-        is_tensor = isinstance(tensor, Tensor) or str(name).endswith("_extra_state")  # a module's own, of any kind
+        is_tensor = isinstance(tensor, Tensor) or str(name).endswith("_extra_state")  # a module's own data
         if not (isinstance(name, str) and is_tensor):
             raise ValueError(f"it is no state_dict: {name!r} names a {type(tensor).__name__}, not a tensor")
     return weights
 
 
 def _tie(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Add the names that share a parameter with one that is there: Hugging Face writes each parameter once."""
+    """Add the missing names of shared parameters.
+
+    Hugging Face writes each parameter under one name only.
+    """
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(param, []).append(name)

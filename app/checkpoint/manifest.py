@@ -1,4 +1,7 @@
-"""What makes a folder a checkpoint: a list of its files with their digests, written last, and itself signed."""
+"""Manifest of a checkpoint: a signed list of its files and digests.
+
+The manifest is written last, and makes a folder a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`."""
+    """Contents of `manifest.json`."""
 
     step: int
     attempt: int
     world_size: int
     time_s: float  # Unix time of the commit
-    dataset: str  # its fingerprint
+    dataset: str  # fingerprint of the dataset
     files: dict[str, FileDigest]  # by name
-    skipped: list[int] = field(default_factory=list)  # the steps up to this one that are left out of the run
-    metrics: dict[str, float] = field(default_factory=dict)  # of a validation after this very step
-    base: str = ""  # sha256 of the frozen parameters, if they are left out
+    skipped: list[int] = field(default_factory=list)  # steps up to this one that the run has left out
+    metrics: dict[str, float] = field(default_factory=dict)  # of a validation after this step
+    base: str = ""  # sha256 of the frozen parameters, if the checkpoint leaves them out
     version: int = VERSION
 
     @property
@@ -39,23 +42,26 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def check_base(self, base: str, location: str) -> None:
-        """Raise StorageError unless `base` is the sha256 of the frozen parameters that this checkpoint was of."""
+        """Raise StorageError unless `base` is the sha256 of the frozen parameters."""
         if base != self.base:
             raise StorageError(
-                f"{location} holds what was trained on another base than this one: frozen parameters of sha256 "
-                f"{self.base[:12] or 'none'}, not {base[:12] or 'none'}. Bring the former ones back (model.target, "
+                f"{location} was trained on another base than this one: frozen parameters of sha256 "
+                f"{self.base[:12] or 'none'}, not {base[:12] or 'none'}. Restore the former ones (model.target, "
                 "run.init_from), or choose another run.name"
             )
 
     def dump(self) -> bytes:
         content = asdict(self)
         if not self.base:
-            del content["base"]  # which earlier releases do not know
+            del content["base"]  # earlier releases do not know this key
         return json.dumps({**content, "sha256": _digest(content)}, indent=2).encode() + b"\n"
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Return what `Manifest.dump` has dumped. Raises ValueError for damage, StorageError for another version."""
+    """Parse the output of `Manifest.dump`.
+
+    Raises ValueError for damage, StorageError for another version.
+    """
     try:
         content: dict[str, Any] = json.loads(data)
         signature = content.pop("sha256", None)
@@ -68,16 +74,17 @@ def parse_manifest(data: bytes) -> Manifest:
         raise ValueError("manifest.json is damaged") from None
     if version != VERSION and (is_signed or signature is None):  # version 1 was not signed
         raise StorageError(
-            f"its manifest is of version {version}, and this program reads version {VERSION}. Go on with the release "
-            "that wrote it, or choose another run.name"
+            f"its manifest is of version {version}, and this program reads version {VERSION}. Continue with the "
+            "release that wrote it, or choose another run.name"
         )
-    raise ValueError("manifest.json is damaged: its digest is another")
+    raise ValueError("manifest.json is damaged: its digest does not match")
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Return a manifest that is what it seems. Raises ValueError: whoever can write it can sign it as well."""
+    """Return the manifest if its values are valid. Raises ValueError otherwise."""
+    # The digest does not protect from forgery: a program that can write a manifest can also sign one.
     for name, digest in manifest.files.items():
-        # A file of this folder and no other.
+        # The name must be that of a file in this folder.
         if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not _is_count(digest.bytes):
             raise ValueError(name)
     numbers = (manifest.step, manifest.attempt, manifest.world_size, *manifest.skipped)

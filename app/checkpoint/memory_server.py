@@ -1,12 +1,12 @@
-"""Hold the newest state of a run in a machine's memory, outside of the processes that train.
+"""Process that holds snapshots of a run in a machine's memory.
 
-One process a machine, started by the first worker that needs it (`app/checkpoint/node_memory.py`). It owns buffers of
-anonymous shared memory (memfd_create(2)), which workers map, fill and read; it never reads one itself. So whatever
-kills the workers leaves the state behind, and when this process ends, nothing of it is left: no file has a name. It is
-run by its path and imports nothing but the standard library, which keeps it small, and it never touches a GPU.
+Each machine has one such process, which the first worker that needs it starts (`app/checkpoint/node_memory.py`). The
+process owns buffers of anonymous shared memory (memfd_create(2)), which workers map, fill and read. So the snapshots
+survive the death of all workers, and disappear with this process, because no file system has a name for them. The
+process runs this file by its path, imports only the standard library to stay small, and uses no GPU.
 """
 
-# A message is one packet of JSON, at most; a request's answer may carry a file descriptor.
+# A message is one packet of JSON; an answer may carry a file descriptor.
 import contextlib
 import errno
 import fcntl
@@ -27,17 +27,17 @@ from typing import Any
 
 PACKET_BYTES = 2**17
 _TICK_S = 0.5
-_END_S = 2.0  # for the answer to `end`
+_END_S = 2.0  # time to wait for the answer to `end`
 _CONNECTIONS = 4096
 _MOST_TOO_LARGE = 1.25
 _MOST_OF_FREE = 0.8
-_CGROUPS = (  # of version 2, then of version 1: where a container sees its own; files of its limit and its use
+_CGROUPS = (  # cgroup version 2, then 1: folder that a container sees, file of its limit, file of its use
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HASHED_AT_ONCE_BYTES = 2**20
-_IDS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_IDS = struct.Struct("3i")  # layout of SO_PEERCRED: process, user, group
 
 Message = dict[str, Any]
 
@@ -46,8 +46,8 @@ Message = dict[str, Any]
 class _Buffer:
     descriptor: int
     num_bytes: int
-    writer: int | None = None  # descriptor of the connection that fills it, None once it is committed or free
-    # What its writer says that it holds, to which the hashing thread adds "sha256". None while it is filled, or free.
+    writer: int | None = None  # descriptor of the connection that fills the buffer; None if committed or free
+    # Description by the writer, to which the hashing thread adds "sha256"; None while the buffer is filled or free.
     label: Message | None = None
 
     @property
@@ -56,12 +56,12 @@ class _Buffer:
 
 
 class MemoryServer:
-    """Serve the buffers of one run on one machine.
+    """Serves the buffers of one run on one machine.
 
     Args:
-        listener: what workers connect to.
-        watched_pid: torchrun's process: when it ends, so does this one. 0 for none.
-        linger_s: how long to wait for another worker, perhaps of the next command, when the last one has gone.
+        listener: socket to which workers connect.
+        watched_pid: process of torchrun, whose end ends this process; 0 for none.
+        linger_s: time to wait for another worker, perhaps of the next command, after the last one has disconnected.
     """
 
     def __init__(self, listener: socket.socket, watched_pid: int, linger_s: float) -> None:
@@ -77,7 +77,7 @@ class MemoryServer:
         self._to_hash: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Answer until the run has ended, torchrun has gone, or no worker has come for too long."""
+        """Answer requests until the run or torchrun ends, or workers stay away."""
         threading.Thread(target=self._hash_for_ever, daemon=True, name="hash").start()
         self._selector.register(self._listener, selectors.EVENT_READ)
         while not self._is_done():
@@ -89,7 +89,7 @@ class MemoryServer:
 
     def _is_done(self) -> bool:
         pid, started = self._watched
-        # The command may have ended before this process began.
+        # The watched process may have ended before this process began.
         if pid and (not started or _started(pid) != started):
             return True
         if self._alone_since_s is None:
@@ -98,7 +98,7 @@ class MemoryServer:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        # The name of the socket is no secret on this machine.
+        # Any process on this machine can see the name of the socket, so only the user's own processes are accepted.
         if user_of(connection) != os.getuid() or len(self._connections) >= _CONNECTIONS:
             connection.close()
             return
@@ -115,13 +115,13 @@ class MemoryServer:
                 socket.send_fds(connection, [json.dumps(answer).encode()], sent)
                 return
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # it is gone, or no worker of ours
+            pass  # the worker is gone, or the peer is not a worker of this program
         self._forget(connection)
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         del self._connections[connection.fileno()]
-        self._give_back(connection.fileno())  # half of a state is worth nothing
+        self._give_back(connection.fileno())  # a partial state is useless
         connection.close()
         if not self._connections:
             self._alone_since_s = time.monotonic()
@@ -132,7 +132,7 @@ class MemoryServer:
                 return self._take(int(request["bytes"]), writer)
             case "commit":
                 buffer = self._buffers[request["buffer"]]
-                # One that a former server gave out may have the number of another worker's by now.
+                # After a restart of the server, a buffer's number from the former server may belong to another worker.
                 if buffer.writer != writer:
                     raise KeyError(request["buffer"])
                 buffer.label = dict(request["label"])
@@ -153,7 +153,7 @@ class MemoryServer:
     def _take(self, num_bytes: int, writer: int) -> tuple[Message, int | None]:
         try:
             if not self._free_buffers(num_bytes):
-                # Those that are free are of another size than the state is cut into now.
+                # The free buffers have sizes for another sharding of the state.
                 for number in self._free_buffers(0):
                     os.close(self._buffers.pop(number).descriptor)
                 self._make(num_bytes)
@@ -167,7 +167,7 @@ class MemoryServer:
     def _free_buffers(self, num_bytes: int) -> list[int]:
         fitting = []
         for number, buffer in self._buffers.items():
-            # One that is far too large would hold memory that nobody uses.
+            # A buffer that is far too large would waste memory.
             if buffer.free and (not num_bytes or num_bytes <= buffer.num_bytes <= _MOST_TOO_LARGE * num_bytes):
                 fitting.append(number)
         return fitting
@@ -193,13 +193,13 @@ class MemoryServer:
                 buffer.label = None
 
     def _hash_for_ever(self) -> None:
-        """Add to each label the digest of what its buffer holds, which tells a restore whether bytes have changed."""
-        # In this process, since a hash would keep a worker from its next step; and behind all training.
+        """Add digests of the buffers to their labels, to detect changes."""
+        # Hashing in this process keeps workers free for their steps; a low priority keeps it behind training.
         os.nice(10)
         while True:
             buffer = self._to_hash.get()
             label = buffer.label
-            with contextlib.suppress(OSError, ValueError, TypeError):  # the buffer is gone, or its label is not ours
+            with contextlib.suppress(OSError, ValueError, TypeError):  # the buffer is gone, or its label is malformed
                 if label is not None:
                     # If the buffer is filled again meanwhile, this label is no longer in use.
                     label["sha256"] = sha256_of(buffer.descriptor, num_labelled(label["files"]))
@@ -209,20 +209,23 @@ class MemoryServer:
 
 
 def free_bytes() -> int:
-    """Return how much memory is free: of this machine, or of the container that this process is in."""
+    """Return the free memory of this machine or of this process's container."""
     limits = []
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             limits.append(1024 * int(line.split()[1]))
     for folder, limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # the limit may be "max", which is not a number
             used_bytes = int(_read(f"{folder}/{used}")) - _file_cache_bytes(_read(f"{folder}/memory.stat"))
             limits.append(max(0, int(_read(f"{folder}/{limit}")) - used_bytes))
     return min(limits)
 
 
 def _file_cache_bytes(statistics: str) -> int:
-    """Return what a container's `memory.stat` counts as used, and what goes as soon as somebody needs it."""
+    """Return the bytes of a container's file cache from its `memory.stat`.
+
+    The kernel counts them as used, but frees them on demand.
+    """
     num_bytes = 0
     for line in statistics.splitlines():
         name, _, number = line.partition(" ")
@@ -237,14 +240,14 @@ def _read(path: str) -> str:
 
 
 def _allocate(num_bytes: int) -> int:
-    # Linux grants any amount, and ends processes when there is no more.
+    # Linux grants any amount, and kills processes when memory is exhausted.
     if num_bytes > _MOST_OF_FREE * free_bytes():
         raise OSError(errno.ENOMEM, "not enough memory is free")
     descriptor = os.memfd_create("steadfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Here and now: a page that is missing when a worker writes to it would kill the worker.
+        # Allocated now, because a page that is missing when a worker writes to it would kill the worker.
         os.posix_fallocate(descriptor, 0, max(1, num_bytes))
-        # A page that is cut off under a worker's mapping would kill the worker.
+        # Sealed, because a page that is cut off under a worker's mapping would kill the worker.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
@@ -259,7 +262,7 @@ def num_labelled(files: Sequence[Sequence[int]]) -> int:
 
 def sha256_of(descriptor: int, num_bytes: int) -> str:
     """Return the digest of the first bytes of a file."""
-    # Read, not mapped: mapped pages would count as this process's own memory.
+    # Read rather than mapped, because mapped pages would count as this process's own memory.
     digest = hashlib.sha256()
     for start in range(0, num_bytes, _HASHED_AT_ONCE_BYTES):
         digest.update(os.pread(descriptor, min(_HASHED_AT_ONCE_BYTES, num_bytes - start), start))
@@ -267,13 +270,16 @@ def sha256_of(descriptor: int, num_bytes: int) -> str:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a socket, as the kernel knows it."""
+    """Return the user id of a socket's peer, from the kernel."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
     return int(_IDS.unpack(packed)[1])
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, which tells it from a later one of its number; "" if there is none."""
+    """Return the start time of a process, "" if there is none.
+
+    It distinguishes the process from a later one with the same number.
+    """
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
@@ -282,12 +288,12 @@ def _started(pid: int) -> str:
 
 
 def server_name(uri: str, key: str) -> str:
-    """Return the name of a machine's server for the run at `uri`, whose secret is `key`."""
+    """Return the server's name for the run at `uri` with secret `key`."""
     return f"steadfast-{hashlib.sha256(f'{uri} {key}'.encode()).hexdigest()[:32]}"
 
 
 def end_server(name: str) -> None:
-    """Let the server of this name end when its last worker has gone; do nothing if there is no such server."""
+    """Ask a server, if any, to end after its last worker."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_END_S)
         connection.connect(f"\0{name}")
@@ -296,10 +302,10 @@ def end_server(name: str) -> None:
 
 
 def listen(name: str) -> socket.socket | None:
-    """Return the listening socket of this name; None if another server has it."""
+    """Return a listening socket of this name, None if taken."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(f"\0{name}")  # abstract: its name ends with it
+        listener.bind(f"\0{name}")  # an abstract socket, whose name disappears with it
     except OSError:
         listener.close()
         return None
@@ -308,20 +314,20 @@ def listen(name: str) -> socket.socket | None:
 
 
 def main(name: str, watched_pid: str, linger_s: str) -> None:
-    """Serve in a process of its own, which no other one waits for; return in the first one at once."""
+    """Serve in a detached process; return in the original process at once."""
     listener = listen(name)
     if listener is None:
         return
-    # Twice, and in a session of its own: neither the end of the worker that has started it, nor what ends the worker's
-    # children or its process group, ends this one.
+    # Two forks and a new session detach the server: neither the end of the worker that has started it, nor signals to
+    # the worker's children or process group, end the server.
     if child := os.fork():
-        os.waitpid(child, 0)  # when the command returns, this run's server is the only process that bears its name
+        os.waitpid(child, 0)  # afterwards the server is the only process of this command line
         return
     os.setsid()
     if os.fork():
         return
     os.chdir("/")
-    # Whoever stops a service sends these to all of its processes, while the command may yet need what is held here.
+    # Service managers send these signals to all processes of a service, while the command may still need the snapshots.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     MemoryServer(listener, int(watched_pid), float(linger_s)).serve()

@@ -1,4 +1,4 @@
-"""The memory that snapshots lie in: a machine's, which outlives its workers, or a process's own."""
+"""Memory for snapshots: of a machine, outliving workers, or of a process."""
 
 from __future__ import annotations
 
@@ -25,47 +25,50 @@ from app.checkpoint.pinned import pin
 from app.run.owner import Owner
 
 _CPU = torch.device("cpu")
-_START_S = 20.0  # for a process to start
-_ANSWER_S = 2.0  # for what needs no new memory
+_START_S = 20.0  # time limit for the start of a process
+_ANSWER_S = 2.0  # time limit of requests that need no new memory
 _POLL_S = 0.05
-_SLOWEST_BYTES_PER_S = 2e8  # at which the system hands out memory
-_SLOWEST_HASH_BYTES_PER_S = 5e7  # of a processor without instructions for it, which others use as well
+_SLOWEST_BYTES_PER_S = 2e8  # slowest expected rate of allocation by the system
+_SLOWEST_HASH_BYTES_PER_S = 5e7  # slowest expected rate, on a busy processor without hash instructions
 
 
 class SnapshotId(NamedTuple):
-    """Tells which copies belong together. The newest sorts last."""
+    """Identifies the copies of one snapshot. The newest sorts last."""
 
     step: int
     attempt: int
-    num_ranks: int  # that hold one state among them: 1 where each copy is of all of it
+    num_ranks: int  # that together hold one state: 1 if each copy is complete
 
 
 Files = tuple[tuple[int, int, int], ...]  # rank, first byte, length in bytes
 
 
 class Label(NamedTuple):
-    """What a buffer holds: files of some ranks, one after the other."""
+    """Content of a buffer: files of some ranks, one after another."""
 
     snapshot: SnapshotId
-    origin: str  # digest of the model, the data and the steps left out, from which the state follows
+    origin: str  # digest of model, data and skipped steps, on which the state depends
     files: Files
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory to fill; `number` is None where nobody keeps it."""
+    """Memory to fill; `number` is None for temporary memory."""
 
     number: int | None
-    bytes: Tensor  # uint8, at least as long as was asked for
+    bytes: Tensor  # uint8, at least of the requested length
 
 
 class NodeMemory(Protocol):
-    """Where the copies of a run lie. A copy is there from `commit` on, until others are kept in its place."""
+    """Interface of the memory for copies.
+
+    A copy exists from `commit` until `keep` leaves it out.
+    """
 
     lasting: bool  # copies outlive this process
 
     def take(self, num_bytes: int) -> Buffer:
-        """Return a buffer to fill. Raises OSError if there is none."""
+        """Return a buffer to fill. Raises OSError without memory."""
         ...
 
     def reserve(self, num_bytes: int, count: int) -> None:
@@ -73,40 +76,40 @@ class NodeMemory(Protocol):
         ...
 
     def commit(self, buffer: Buffer, label: Label) -> None:
-        """Take note that a buffer has been filled. Raises OSError if the memory is gone."""
+        """Store a filled buffer as a copy. Raises OSError without memory."""
         ...
 
     def give_back(self) -> None:
-        """Give up what this process has taken and not committed."""
+        """Release the buffers that this process has taken and not committed."""
         ...
 
     def keep(self, snapshots: Collection[SnapshotId]) -> None:
-        """Give up what belongs to any other snapshot than these. Raises OSError if the memory is gone."""
+        """Release copies of all snapshots but these. Raises OSError without memory."""
         ...
 
     def stored(self) -> dict[int, Label]:
-        """Return what is there, by number; nothing if the memory is gone."""
+        """Return the stored copies by number, none if the memory is gone."""
         ...
 
     def open(self, number: int) -> Tensor:
-        """Return a stored copy, which its giver may not change. Raises OSError if it is gone."""
+        """Return a stored copy, not to be changed. Raises OSError without one."""
         ...
 
     def verify(self, number: int) -> None:
-        """Check that a stored copy is what was committed. Raises OSError if its bytes have changed, or it is gone."""
+        """Check that a stored copy is unchanged. Raises OSError otherwise."""
         ...
 
     def held_bytes(self) -> int:
-        """Return how much memory is taken, free buffers included."""
+        """Return the bytes in use, free buffers included."""
         ...
 
     def end(self) -> None:
-        """Take note that the run is over, and nobody needs the copies any more."""
+        """Record that the run is over and needs no copies."""
         ...
 
 
 class ProcessMemory:
-    """Copies in the memory of the process that makes them."""
+    """Copies in the memory of their process."""
 
     lasting = False
 
@@ -145,7 +148,7 @@ class ProcessMemory:
         return self._tensors[number]
 
     def verify(self, number: int) -> None:
-        pass  # it is as safe as the state that the process trains on
+        pass  # the copy is as safe as the state in the same process
 
     def held_bytes(self) -> int:
         return sum(len(tensor) for tensor in self._tensors)
@@ -155,13 +158,15 @@ class ProcessMemory:
 
 
 class SharedMemory:
-    """Copies in the memory of the machine, held by a process that starts with the first of them.
+    """Copies in the memory of the machine, held by a separate process.
+
+    The first copy starts that process.
 
     Args:
-        name: of the run, on this machine.
-        watched_pid: torchrun's process, with which the copies end; 0 if there is none.
-        linger_s: how long the copies stay when no worker is left here.
-        device: where copies come from. Memory is pinned for a GPU.
+        name: name of the run's server on this machine.
+        watched_pid: process of torchrun, whose end ends the copies; 0 if there is none.
+        linger_s: how long the copies stay after the last worker has left.
+        device: source of the copies. Memory is pinned for a GPU.
     """
 
     lasting = True
@@ -229,7 +234,7 @@ class SharedMemory:
             if time.monotonic() > until_s:
                 raise OSError("its digest is not known")
             if "sha256" not in label:
-                time.sleep(_POLL_S)  # the copy has just been made
+                time.sleep(_POLL_S)  # the copy is new, and its digest not ready
         copied = copy[: memory_server.num_labelled(label["files"])]
         if hashlib.sha256(copied.numpy().data).hexdigest() != label["sha256"]:
             raise OSError("its bytes are not those that were copied")
@@ -267,12 +272,12 @@ class SharedMemory:
             os.close(descriptor)
 
     def _ask(self, request: dict[str, Any], new_bytes: int = 0) -> tuple[dict[str, Any], int | None]:
-        """Return the answer, and the descriptor that comes with it. Raises OSError."""
+        """Return the server's answer and any descriptor. Raises OSError."""
         limit_s = _ANSWER_S + new_bytes / _SLOWEST_BYTES_PER_S
         try:
             packet, descriptors = self._exchange(request, limit_s)
         except ConnectionError:
-            # It has ended; there may be another one, or this starts it.
+            # The server has ended. Another one may be running, or else this attempt starts one.
             packet, descriptors = self._exchange(request, limit_s)
         answer: dict[str, Any] = json.loads(packet)
         if "error" in answer:
@@ -289,7 +294,7 @@ class SharedMemory:
             if not packet:
                 raise ConnectionResetError("the process that holds the node's memory has ended")
         except OSError:
-            self.close()  # or a late answer would be taken for the next one
+            self.close()  # otherwise a late answer would be taken for that of the next request
             raise
         return packet, descriptors
 
@@ -299,11 +304,11 @@ class SharedMemory:
             try:
                 connection.connect(f"\0{self._name}")
             except ConnectionRefusedError:
-                # Not by `-m`: all of this package, with torch, would come with it.
+                # Not with `-m`, which would import this package and torch.
                 command = [sys.executable, "-I", "-S", memory_server.__file__, self._name, *self._arguments]
                 subprocess.run(command, check=False, timeout=_START_S, stdin=subprocess.DEVNULL)
                 connection.connect(f"\0{self._name}")
-            # Any user of the machine can bind the name first.
+            # Any user of the machine could have bound the name first.
             if (user := memory_server.user_of(connection)) != os.getuid():
                 raise PermissionError(f"user {user} listens on its socket, not this run's user {os.getuid()}")
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -320,19 +325,24 @@ class SharedMemory:
 
 
 def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, device: torch.device) -> NodeMemory:
-    """Return the memory for the snapshots of a run at `uri`, whose secret is `key`, in a worker of its `owner`."""
-    # torchrun starts ranks again, the first of which owns the run each time.
+    """Return the memory for snapshots of the run at `uri`.
+
+    Args:
+        owner: the command that owns the run and this worker.
+        key: secret of the run.
+    """
+    # torchrun restarts ranks, and the first rank owns the run each time.
     watched = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if owner is None or not key or not hasattr(os, "memfd_create"):
         return ProcessMemory()
-    # A process that trains alone, by `fit`, would leave the copies to nobody.
+    # A process that trains alone, by `fit`, would leave the copies unused.
     if not watched and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         return ProcessMemory()
     return SharedMemory(memory_server.server_name(uri, key), watched, linger_s, device)
 
 
 def _check_size(descriptor: int, num_bytes: int) -> None:
-    """Check that memory is as long as its server says, and stays so. Raises OSError."""
+    """Check that memory has the promised, fixed length. Raises OSError."""
     found_bytes = os.fstat(descriptor).st_size
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if found_bytes < num_bytes or not sealed:

@@ -1,4 +1,4 @@
-"""Commit a step that ranks bring to storage each by itself, where no collective can succeed any more."""
+"""Commit of a step without collectives, from parts written by single ranks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from app.run.events import Event
 from app.storage import Bytes
 from app.storage.documents import read_json
 
-_OTHERS_S = 10.0  # to wait for the next part from another rank
+_OTHERS_S = 10.0  # time to wait for the next part of another rank
 _POLL_S = 0.1
 _CHUNK_BYTES = 2**24
 
 
 class Parts(Checkpoints):
-    """Write the parts of the state that this rank can reach. Whichever rank finds all parts on storage commits them."""
+    """Writes parts of the state, and commits once all parts exist."""
 
     _at_once = False  # see `save_part`
     _others_follow = True
 
     def begin(self, command: str) -> None:
-        """Check that the run still belongs to the command with this token. Raises Superseded."""
+        """Check that the command with this token owns the run. Raises Superseded."""
         self._command = command
         self._check_owner(self._newest, self._world.attempt)
 
     def save_part(self, step: int, state: State, limit_s: float, at_once: bool, others_follow: bool) -> bool:
-        """Write this rank's part of the state of `step`, and return whether that step is committed.
+        """Write this rank's part of the state; return whether `step` is committed.
 
         Args:
             at_once: whether this rank writes and commits without waiting for the commit of another rank.
@@ -49,7 +49,7 @@ class Parts(Checkpoints):
             StorageError: storage takes longer than `limit_s`.
         """
         self._at_once, self._others_follow = at_once, others_follow
-        # Every replica holds all parts, so one after the other tries.
+        # Every replica holds all parts, so the replicas try one after another.
         replica = self._world.rank // self._world.shard
         if replica and not at_once and self._wait_until(lambda: self._has_commit_of(step), min(replica, 4) * _OTHERS_S):
             return True
@@ -59,7 +59,7 @@ class Parts(Checkpoints):
         return self._writer.committed == step
 
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
-        """Commit the step once all parts are on storage; return None if another rank has.
+        """Commit the step once all parts exist; None if another rank has.
 
         Raises Dropped if parts are missing.
         """
@@ -69,13 +69,15 @@ class Parts(Checkpoints):
         return self._commit_whole(snapshot, attempt)
 
     def save_copies(self, memory: NodeMemory, state: State) -> Event | None:
-        """Commit the newest snapshot that the memories of the nodes hold all parts of, unless a checkpoint is newer.
+        """Commit the newest complete snapshot in the nodes' memories.
+
+        A newer checkpoint makes the commit unnecessary.
 
         Args:
-            state: what the copies are of, with other values.
+            state: a state with the structure of the copies; its values do not matter.
 
         Returns:
-            The event that tells of the commit; None if this rank has committed nothing.
+            The event that reports the commit; None if this rank has committed nothing.
 
         Raises:
             OSError: storage refuses, or a copy is damaged.
@@ -103,7 +105,7 @@ class Parts(Checkpoints):
     def _write_copy(self, snapshot: SnapshotId, rank: int, data: Tensor) -> None:
         def chunks() -> Iterator[Bytes]:
             for part in data.split(_CHUNK_BYTES):
-                self._world.progress.mark("checkpoint")  # a long write is no hang
+                self._world.progress.mark("checkpoint")  # keeps the watchdog from taking a long write for a hang
                 yield memoryview(part.numpy().data)
 
         name = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}-copy-{rank:05d}.safetensors"
@@ -115,7 +117,7 @@ class Parts(Checkpoints):
         while len(files := self._recorded(snapshot)) < snapshot.num_ranks:
             if not (self._others_follow and self._wait_until(partial(self._has_more_parts, snapshot, len(files)))):
                 raise Dropped
-        # All ranks find all parts at the same moment. One manifest is enough, so the rank that raised commits first.
+        # All ranks find all parts at the same time, and one manifest is enough: the rank that raised commits first.
         if not self._at_once and self._wait_until(lambda: self._has_commit_of(snapshot.step)):
             return None
         self._check_owner(snapshot.step, attempt)
@@ -124,7 +126,7 @@ class Parts(Checkpoints):
         return manifest
 
     def _wait_until(self, condition: Callable[[], bool], limit_s: float = _OTHERS_S) -> bool:
-        """Return whether the condition, which other ranks bring about, is met within `limit_s`."""
+        """Wait up to `limit_s` for a condition on storage."""
         until_s = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > until_s:
@@ -140,12 +142,12 @@ class Parts(Checkpoints):
         return (self._catalog.newest() or 0) >= step
 
     def _record(self, snapshot: SnapshotId, rank: int, name: str, digest: FileDigest) -> None:
-        """Tell the other ranks of a file that holds part `rank` of a snapshot."""
+        """Record on storage which file holds part `rank` of a snapshot."""
         content = {"snapshot": list(snapshot), "name": name, **asdict(digest)}
         self._catalog.store.commit(self._record_of(snapshot, rank), json.dumps(content).encode())
 
     def _recorded(self, snapshot: SnapshotId) -> dict[int, tuple[str, FileDigest]]:
-        """Return the files that hold parts of a snapshot, by part."""
+        """Return the recorded files of a snapshot, by part."""
         names = self._catalog.store.list(path_of(snapshot.step))
         found = {}
         for rank in range(snapshot.num_ranks):

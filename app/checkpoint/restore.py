@@ -1,4 +1,4 @@
-"""The one way back: at the start of every attempt, for whatever reason the last one ended."""
+"""Restore the newest complete state at the start of every attempt."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from app.world.control import gather_numbers
 from app.world.groups import Groups
 from app.world.runtime import World
 
-_NONE = -1  # on the wire, for a rank that holds no whole state
+_NONE = -1  # sent by a rank that holds no complete state
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Where an attempt goes on from."""
+    """The state from which an attempt continues."""
 
     step: int
     source: str  # "rank 2", "snapshot", "checkpoint" or "start"
-    damaged: dict[int, str] = field(default_factory=dict)  # why checkpoints could not be used, by step
-    age_s: float = 0.0  # of the newest checkpoint, where that is not known to the workers from before
+    damaged: dict[int, str] = field(default_factory=dict)  # step -> why its checkpoint could not be used
+    age_s: float = 0.0  # of the newest checkpoint, if no worker of the last world knows its age
 
 
 def restore(
@@ -39,21 +39,21 @@ def restore(
     parallel: Parallel,
     world: World,
 ) -> Restored:
-    """Make every rank hold the newest complete state, in place. A collective.
+    """Fill every rank with the newest complete state, in place. A collective.
 
     Args:
-        load_initial: completes the initial state, where it needs weights from a file. Called if there is no other.
+        load_initial: completes the initial state with weights from a file; called if there is no other state.
     """
-    # Candidates are the states that living workers hold, snapshots, the newest whole checkpoint, and step 0.
+    # Candidates are the states of living workers, snapshots, the newest intact checkpoint, and step 0.
     world.progress.enter("restore")
     groups = world.groups
     one_rank_is_enough = parallel.survivors_hold_all
     living: list[int] = gather_numbers(_NONE if held.step is None else held.step, groups.control).tolist()
     newest = newest_whole(living, world.shard)
-    # A living worker that has done any step has done all that were ever committed, because no step ends without all
-    # ranks. So storage is not asked where there is one.
+    # A step ends only when all ranks have done it. So a living worker's step is at least as new as any checkpoint, and
+    # storage need not be read.
     if newest > 0:
-        peers = living[world.part :: world.shard]  # those that hold the same part
+        peers = living[world.part :: world.shard]  # the ranks that hold the same part
         if min(peers) != newest:
             _overwrite(state, held, newest, peers.index(newest), groups)
         held.complete(newest)
@@ -70,7 +70,7 @@ def restore(
     if found is None:
         _begin(state, held, load_initial, living if one_rank_is_enough else None, groups)
         return Restored(0, "start", damaged)
-    # Of a sharded state every rank reads its own shards; else one rank asks storage for all of it, and passes it on.
+    # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
     if not one_rank_is_enough or world.leader:
         held.begin_overwriting()
         checkpoints.load(found, state)
@@ -83,11 +83,15 @@ def restore(
 def _begin(
     state: State, held: HeldState, load_initial: Callable[[], None], living: list[int] | None, groups: Groups
 ) -> None:
-    """Make every rank hold the initial state. `living`: the steps that ranks hold; None where none can hold all."""
+    """Fill every rank with the initial state.
+
+    Args:
+        living: the step that each rank holds; None if no rank can hold the whole state.
+    """
     if living is None:
         load_initial()
     elif 0 not in living:
-        # One rank reads the file, and all have what it has read.
+        # One rank reads the file and broadcasts its content.
         if dist.get_rank() == 0:
             load_initial()
         _overwrite(state, held, 0, 0, groups)
@@ -97,9 +101,12 @@ def _begin(
 
 
 def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Groups) -> None:
-    """Broadcast the state of replica `source`. If a rank is lost on the way, those that held this step keep it."""
-    # A rank's state is invalid while it receives another's. A rank that holds this step already receives equal bytes
-    # and stays valid; not where an abort may leave garbage in place of them.
+    """Broadcast the state of replica `source`.
+
+    If a rank is lost meanwhile, the ranks that held this step before keep it.
+    """
+    # A rank's state is invalid while the rank receives another state. A rank that already holds this step receives
+    # equal bytes and stays valid, unless an abort may leave garbage in place of them.
     if groups.across.group.rank() != source and (held.step != step or groups.communicator.abort_leaves_garbage):
         held.begin_overwriting()
     else:
@@ -108,7 +115,7 @@ def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Gr
 
 
 def broadcast(state: State, source: int, groups: Groups) -> None:
-    """Overwrite each rank's part of the tensors with that of replica `source`, all of them under way at once."""
+    """Broadcast the tensors of replica `source` concurrently."""
     on_host: list[Tensor] = []
     for tensor in flatten(state).values():
         part = local(tensor)
@@ -117,7 +124,7 @@ def broadcast(state: State, source: int, groups: Groups) -> None:
         else:
             on_host.append(part)
     groups.gate()
-    # One at a time: the device may not have room for all.
+    # One tensor at a time, because the device may not have room for all.
     for part in on_host:
         staged = part.to(groups.device, copy=True)
         groups.across.broadcast(staged, source)

@@ -1,4 +1,4 @@
-"""Decide which checkpoints are kept."""
+"""Decide which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from app.config import CheckpointConfig
 
 
 def steps_to_keep(config: CheckpointConfig, checkpoints: Sequence[Manifest], skip: frozenset[int]) -> set[int]:
-    """Return the steps of the last N checkpoints, of the best one, and of the first one in every K steps."""
+    """Return the steps of checkpoints to keep: last, best and periodic ones."""
     steps = sorted(each.step for each in checkpoints)
     keep = set(steps[-config.keep_last :])
     if steps and steps[-1] in skip:
-        # Should the next step be bad too, the last step that is not skipped is under suspicion, and the run goes back
-        # to before it.
+        # If the next step is bad too, the last step that was not skipped becomes suspect, and the run returns to a
+        # checkpoint before that step.
         suspect = steps[-1]
         while suspect in skip:
             suspect -= 1

@@ -1,11 +1,15 @@
-"""Write what one rank holds of the state as one safetensors file, and read any part of such files back."""
+"""A rank's part of the state as a safetensors file.
 
-# A tensor that is spread over ranks is in as many files. Each says in its header where its shard belongs, so any number
-# of ranks can read what any other number wrote. The format: https://github.com/huggingface/safetensors#format
+Any part of such files can be read back.
+"""
+
+# A tensor that is sharded over ranks is in as many files. Each file's header describes the position of its shard, so
+# any number of ranks can read the files of any other number. The format:
+# https://github.com/huggingface/safetensors#format
 #
-# Why not DCP's HuggingFaceStorageWriter, which writes such files too: its planner needs collectives in every save, so a
-# dead rank hangs the plan of all others, and training waits 5.8 times as long for DCP's `async_save` as for this
-# (tests/benchmarks/README.md). Here no rank needs another's word to write its own file.
+# DCP's HuggingFaceStorageWriter, which writes such files too, is not used: its planner needs collectives in every save,
+# so a dead rank blocks all others, and training waits 5.8 times as long for DCP's `async_save` as for this module
+# (tests/benchmarks/README.md). Here every rank writes its file without waiting for other ranks.
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from app.errors import StorageError
 from app.parallel.dtensor import is_sharded, offset_of
 from app.storage import Bytes, Read
 
-# The format's names. safetensors has such a table too, but it is private.
+# Names of types in the format. safetensors has such a table too, but it is private.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SIGNED = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _UNSIGNED = {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
@@ -33,9 +37,9 @@ _DTYPES = {**_FLOATS, **_SIGNED, **_UNSIGNED, "BOOL": torch.bool}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _CHUNK_BYTES = 2**24
-_NO_NAME = "\0"  # begins no name
-_HEADER_BYTES = 2**16  # most headers, in one request
-_MOST_HEADER_BYTES = 10**8  # as safetensors itself has it
+_NO_NAME = "\0"  # prefix of no name
+_HEADER_BYTES = 2**16  # enough for most headers in one request
+_MOST_HEADER_BYTES = 10**8  # the limit of safetensors itself
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,24 @@ class Shard:
     name: str
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]  # where this part begins in it
-    sharded: bool = False  # other ranks hold other parts; else each holds all of it
+    offset: tuple[int, ...]  # first indices of this part in the whole tensor
+    sharded: bool = False  # whether ranks hold different parts; otherwise each holds the whole tensor
 
 
 def shards_of(state: Tensors) -> list[Shard]:
-    """Return what this rank holds of each tensor, by reference."""
+    """Return this rank's part of each tensor, by reference."""
     return [_shard(name, tensor) for name, tensor in flatten(state).items()]
 
 
 def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
-    """Return what belongs into this rank's file; on one rank also the `replicas`, which all have."""
+    """Return the shards for this rank's file.
+
+    Args:
+        replicas: whether to include tensors that all ranks hold, which one rank writes.
+    """
     shards = []
     for shard in shards_of(state):
-        # Empty tensors are written too, so that their names are in a file; empty parts of other tensors are not.
+        # Whole empty tensors are written, so that their names are in a file; empty parts of other tensors are not.
         is_empty_part = shard.tensor.numel() == 0 and math.prod(shard.shape) > 0
         if (shard.sharded or replicas) and not is_empty_part:
             shards.append(shard)
@@ -72,12 +80,15 @@ def _shard(name: str, tensor: Any) -> Shard:
     return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True)
 
 
-# Hooks may be added to a run, and taken out of it; and a resume may change the precision.
+# A resume may add or remove hooks and change the precision, so these tensors may be missing or superfluous.
 OPTIONAL = ("hooks.", "precision.")
 
 
 class StagingBuffer:
-    """A copy of shards in host memory, byte for byte as their file will be. Its memory is used again and again."""
+    """Copy of shards in host memory, in the layout of their file.
+
+    The memory is reused.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0  # of the file
@@ -85,16 +96,16 @@ class StagingBuffer:
         self._lock = threading.Lock()
 
     def reserve(self, shards: Iterable[Shard]) -> None:
-        """Make room for the shards if there is none yet. From any thread; `fill` waits for it."""
+        """Allocate memory for the shards ahead of `fill`, in any thread."""
         layout = Layout.of(shards)
         with self._lock:
-            # Memory that is large enough may hold a copy that is still on its way to storage.
+            # Memory of sufficient size is kept, because it may hold a copy that is still being written.
             if len(self._memory) < layout.num_bytes:
                 self._allocate(layout)
-                self._memory.zero_()  # the system finds memory only when it is touched
+                self._memory.zero_()  # the system provides memory only when it is touched
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Copy the shards. When this returns, they may change."""
+        """Copy the shards, which may change afterwards."""
         layout = Layout.of(shards)
         with self._lock:
             self.num_bytes = layout.num_bytes
@@ -103,7 +114,7 @@ class StagingBuffer:
             layout.fill(self._memory)
 
     def chunks(self) -> Iterator[Bytes]:
-        """Yield the file, a few megabytes at a time."""
+        """Yield the file in chunks of a few megabytes."""
         data = memoryview(self._memory[: self.num_bytes].numpy().data)
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
@@ -114,7 +125,7 @@ class StagingBuffer:
 
 @dataclass(frozen=True)
 class Layout:
-    """How shards follow each other in their file."""
+    """Order of shards in their file."""
 
     shards: list[Shard]
     header: bytes
@@ -122,8 +133,8 @@ class Layout:
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> Self:
-        """Return the layout of shards, which stay as they are."""
-        # Those of the widest numbers come first, so that each begins at a multiple of its width, as views of it must.
+        """Return the layout of shards without changing the shards."""
+        # The widest numbers come first, so that each shard begins at a multiple of its width, as views require.
         ordered = sorted(shards, key=lambda shard: (-shard.tensor.element_size(), shard.name))
         header: dict[str, object] = {}
         boxes: dict[str, object] = {}
@@ -134,7 +145,7 @@ class Layout:
             header[shard.name] = {"dtype": dtype, "shape": list(shard.tensor.shape), "data_offsets": [start, stop]}
             boxes[shard.name] = (shard.shape, shard.offset)
             start = stop
-        # The format allows only strings in here.
+        # The format allows only strings here.
         header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -145,7 +156,10 @@ class Layout:
         return any(shard.tensor.is_cuda for shard in self.shards)
 
     def fill(self, memory: Tensor) -> None:
-        """Write the file to the beginning of `memory`, (n,) uint8. When this returns, the shards may change."""
+        """Write the file to the beginning of `memory`, (n,) uint8.
+
+        The shards may change afterwards.
+        """
         start = len(self.header)
         memory[:start] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         for shard in self.shards:
@@ -163,12 +177,12 @@ def reader_of(file: Tensor) -> Read:
 
 
 def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
-    """Yield what a file holds, as shards without memory, and the byte at which each begins; in the file's order."""
+    """Yield a file's shards, without memory, and their first bytes."""
     head = read(0, _HEADER_BYTES)
     data_start = 8 + int.from_bytes(head[:8], "little")
     if len(head) < data_start <= _MOST_HEADER_BYTES:
         head = read(0, data_start)
-    # What was written reads back, as its digest says. Only somebody else can have written anything else.
+    # A file of this program reads back without errors, because its digest was checked. Any error means a foreign file.
     try:
         header = json.loads(head[8:data_start])
         boxes = json.loads(header.pop("__metadata__")["boxes"])
@@ -181,7 +195,7 @@ def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
 
 
 def _shard_of(name: str, entry: dict[str, Any], box: Any) -> tuple[Shard, int]:
-    """Return an entry of a header as a shard without memory, and where its data begin among those of the file."""
+    """Return a header's entry as a shard without memory, with its first byte."""
     shape, offset = box
     start, stop = entry["data_offsets"]
     tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
@@ -194,7 +208,10 @@ def _shard_of(name: str, entry: dict[str, Any], box: Any) -> tuple[Shard, int]:
 
 
 class _Overlap(NamedTuple):
-    """What a file has of a shard: a `part` of some `rows`, which begin at byte `start`."""
+    """Overlap of a file with a shard: a `part` of `rows`.
+
+    The rows begin at byte `start` of the file.
+    """
 
     start: int
     rows: Tensor  # on the meta device
@@ -203,7 +220,7 @@ class _Overlap(NamedTuple):
 
 
 def _overlap(stored: Shard, start: int, shard: Shard) -> _Overlap | None:
-    """Compare a shard of a file, which begins at byte `start`, with one to be filled."""
+    """Return the overlap of a stored shard with one to fill."""
     if stored.shape != shard.shape:
         raise StorageError(
             f"the checkpoint is of another model: {shard.name} is {list(stored.shape)} there, {list(shard.shape)} here"
@@ -219,33 +236,33 @@ def _overlap(stored: Shard, start: int, shard: Shard) -> _Overlap | None:
             return None
         here.append(slice(first - ours, stop - ours))
         there.append(slice(first - theirs, stop - theirs))
-    # Only whole rows lie together in a file, so these are read.
+    # Only whole rows are contiguous in a file, so whole rows are read.
     start += stored.tensor[: there[0].start].nbytes
     return _Overlap(start, stored.tensor[there[0]], (slice(None), *there[1:]), shard.tensor[tuple(here)])
 
 
 class Request(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     start: int
     num_bytes: int
 
 
 def _requests(overlaps: Sequence[_Overlap]) -> list[Request]:
-    """Return what of a file has all of the overlaps, which are in its order."""
+    """Return the byte ranges to read for ordered overlaps."""
     wanted = [Request(overlap.start, overlap.rows.nbytes) for overlap in overlaps]
     if not wanted:
         return []
     first, last = wanted[0], wanted[-1]
     all_between = Request(first.start, last.start + last.num_bytes - first.start)
-    # One request for all of them where they are most of what lies between: a bucket takes long to answer each.
+    # A bucket takes long for each request, so one request reads everything if most of the range is needed.
     if 2 * sum(request.num_bytes for request in wanted) > all_between.num_bytes:
         return [all_between]
     return wanted
 
 
 def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
-    """Copy overlaps, which are in the order of their file."""
+    """Copy overlaps, which are in file order, to their targets."""
     waiting = deque(overlaps)
     for request in _requests(overlaps):
         data = read(*request)
@@ -258,13 +275,13 @@ def _copy(overlaps: Sequence[_Overlap], read: Read) -> None:
 
 
 def header_of(file: Tensor) -> bytes:
-    """Return the beginning of a file, (n,) uint8, up to its data."""
+    """Return the header of a file, (n,) uint8, as bytes."""
     data = memoryview(file.numpy().data)
     return bytes(data[: 8 + int.from_bytes(data[:8], "little")])
 
 
 def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
-    """Return what `load_shards` will read of a file behind its header.
+    """Return the byte ranges that `load_shards` will read after the header.
 
     Raises:
         StorageError: the shards and the file do not belong to the same state.
@@ -280,11 +297,12 @@ def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
 def load_shards(
     files: Iterable[Read], shards: Iterable[Shard], prefix: str = "", optional: str | tuple[str, ...] = _NO_NAME
 ) -> None:
-    """Fill shards in place, however they and the files are cut. Names without `prefix` are passed over.
+    """Fill shards in place from files of any sharding.
 
-    Names that begin with `optional` may be in the shards or in the files alone.
+    Names without `prefix` are ignored. Names that begin with `optional` may exist only in the shards or only in the
+    files.
 
-    Raises StorageError if the files do not hold all of the shards, or hold other tensors too.
+    Raises StorageError if the files lack parts of the shards, or hold other tensors.
     """
     targets = {shard.name: shard for shard in shards}
     num_filled: dict[str, int] = {}
@@ -312,7 +330,7 @@ def load_shards(
 
 
 def whole_tensors(files: Sequence[Read], part: str) -> dict[str, Tensor]:
-    """Return the tensors of one part of the state ("model", say), unsharded, by their names in it."""
+    """Return the whole tensors of one part of the state ("model")."""
     prefix = f"{part}."
     whole: dict[str, Tensor] = {}
     for read in files:

@@ -1,9 +1,9 @@
-"""Copies of the newest state in the memory of each node, outside of the processes that train.
+"""Copies of the newest state in each node's memory, outside of workers.
 
-A copy costs next to nothing, so one is made every few seconds: what ends all workers of a node costs the steps since
-then, not those since the last checkpoint. Of replicated state each node has a copy. Of sharded state each rank copies
-its own shards, and sends the copy to another node too: what a lost node took along, that one has. Where replicas share
-a model's parts, the first replica does so for all.
+A copy is cheap, so one is made every few seconds: the loss of all workers of a node costs the steps since the last copy
+instead of those since the last checkpoint. Each node has a copy of replicated state. Of sharded state each rank copies
+its own shards and sends the copy to another node too, which replaces a lost node's copy. If several replicas hold the
+same parts of a model, the first replica makes the copies.
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ from app.units import size
 from app.world.control import any_rank, gather_numbers
 from app.world.runtime import Outcome, World
 
-_TIME_SHARE = 0.01  # of training, that copies may cost
-_GENERATIONS = 2  # of copies: the newest whole one, and the one that is being made
-_MEMORY_SHARE = 0.5  # of what is free, that all workers of a machine may take for them together
+_TIME_SHARE = 0.01  # of training time, for copies
+_GENERATIONS = 2  # copies kept: the newest complete one, and the one in progress
+_MEMORY_SHARE = 0.5  # of the free memory, for the copies of all workers of a machine
 
 _Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
 
 
 class AtRisk(NamedTuple):
-    """How many finished steps would be done again, if something were lost now."""
+    """Finished steps that would be repeated after each kind of loss."""
 
     worker: int
-    workers_of_node: int  # all processes of it; the machine stays
-    workers: int  # all of them; the machines stay
+    workers_of_node: int  # all workers of a node, whose machine survives
+    workers: int  # all workers, whose machines survive
     node: int
-    everything: int  # but storage
+    everything: int  # except storage
 
     @classmethod
     def of(cls, step: int, newest: int, committed: int, shard: int, ranks_by_node: Collection[Sequence[int]]) -> Self:
-        """Return what a loss after `step` costs, with the `newest` state in node memory and one `committed`.
+        """Return the steps at risk after `step`.
 
         Args:
-            shard: of how many neighbouring ranks each holds another part of the state.
+            newest: step of the newest state in node memory.
+            committed: step of the newest checkpoint.
+            shard: number of neighbouring ranks that hold different parts of the state.
             ranks_by_node: the ranks on each node.
         """
         in_memory = step - newest
@@ -71,7 +73,7 @@ class AtRisk(NamedTuple):
         num_nodes, num_ranks = len(ranks_by_node), sum(map(len, ranks_by_node))
         if num_nodes > 1:
             risk = risk._replace(node=in_memory)
-        # What one replica loses, another has.
+        # Another replica holds each part that one replica loses.
         if num_ranks > shard:
             risk = risk._replace(worker=0)
         if all(_parts_left(lost, num_ranks, shard) == shard for lost in ranks_by_node):
@@ -80,27 +82,27 @@ class AtRisk(NamedTuple):
 
 
 def _parts_left(lost: Sequence[int], num_ranks: int, shard: int) -> int:
-    """Return how many of the parts of the state are held by other ranks than those that are lost."""
+    """Return how many parts of the state survive a loss."""
     return len({rank % shard for rank in range(num_ranks) if rank not in lost})
 
 
 class _Place(NamedTuple):
-    """What a rank tells the others of where it is."""
+    """A rank's node and memory, as sent to all ranks."""
 
     node: str
-    lasting: bool  # its copies outlive it
+    lasting: bool  # the copies outlive the process
     file_bytes: int
     free_bytes: int
-    held_bytes: int  # by former copies on its node
+    held_bytes: int  # used by former copies on the node
 
 
 @dataclass(frozen=True)
 class Found:
-    """A snapshot that is whole, and which rank gives each of its files."""
+    """A complete snapshot, and the rank that provides each of its files."""
 
     id: SnapshotId
-    sources: dict[int, tuple[int, int]]  # rank of the former world -> (rank that has its file now, length)
-    everywhere: bool  # every rank has all of the files at hand
+    sources: dict[int, tuple[int, int]]  # rank of the former world -> (rank that has the file now, length)
+    everywhere: bool  # every rank can read all files itself
 
     @property
     def step(self) -> int:
@@ -109,51 +111,53 @@ class Found:
 
 @dataclass
 class _Copy:
-    """What one rank does for a snapshot that is not whole yet."""
+    """One rank's part of a snapshot in progress."""
 
     snapshot: SnapshotId
-    own: Buffer | None = None  # None where another rank holds the same
+    own: Buffer | None = None  # None if another rank makes the same copy
     own_files: Files = ()
     received: Buffer | None = None
     received_files: Files = ()
-    work: dist.Work | None = None  # while it is on its way to another node
+    work: dist.Work | None = None  # the transfer to another node, until it is complete
 
 
 class Snapshots:
-    """Takes and restores snapshots in one attempt, and is the trigger that says when. To construct is a collective.
+    """Takes and restores snapshots in one attempt, and is their trigger.
+
+    The constructor is a collective.
 
     Args:
-        data: fingerprint of what else the state follows from, the dataset and frozen parameters. A copy of another
-            model or of other data is not found: code may have changed since a command was killed.
+        data: fingerprint of the dataset and of frozen parameters. Copies of another model or other data are ignored,
+            because code may have changed since a command was killed.
     """
 
     def __init__(
         self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
     ) -> None:
-        self.refused: events.NoSnapshots | None = None  # why no copies are made, if it is for want of memory
-        self.damaged: dict[int, str] = {}  # why `find` has not taken snapshots, by step
+        self.refused: events.NoSnapshots | None = None  # why no copies are made, if memory is insufficient
+        self.damaged: dict[int, str] = {}  # step -> why `find` has rejected its snapshot
         self._world = world
-        self._memory = memory  # the process's own; None where no copies are wanted
+        self._memory = memory  # belongs to the process; None if copies are not wanted
         self._replicated = parallel.survivors_hold_all
         self._origin = ""
         self._on = False
         self._writes = False
-        self._takes_part = False  # in what all ranks do together for a copy
-        self._group: dist.ProcessGroup | None = None  # None where nothing is sent to other nodes
-        self._copy: _Copy | None = None  # that is not whole yet
-        self._made: SnapshotId | None = None  # whose part of this rank is whole
-        self._lost = False  # this rank's part of the copy cannot be had
-        self._whole: SnapshotId | None = None  # the newest that all ranks have made
+        self._takes_part = False  # in the collectives of a copy
+        self._group: dist.ProcessGroup | None = None  # None if nothing is sent to other nodes
+        self._copy: _Copy | None = None  # in progress
+        self._made: SnapshotId | None = None  # of which this rank's part is complete
+        self._lost = False  # this rank's part of the current copy cannot be kept
+        self._whole: SnapshotId | None = None  # the newest that is complete on all ranks
         self._next_s = -1.0
         self._requested = False
         self.num_nodes = 1
-        self.nodes: dict[str, tuple[int, ...]] = {}  # the ranks on each; empty where no copies are wanted
+        self.nodes: dict[str, tuple[int, ...]] = {}  # node -> its ranks; empty if copies are not wanted
         if memory is not None:
             self._origin = origin_of(data, state)
             self._begin(memory, state)
 
     def _begin(self, memory: NodeMemory, state: State) -> None:
-        memory.give_back()  # what the end of the last attempt has broken off
+        memory.give_back()  # buffers of a copy that the end of the last attempt has interrupted
         world = self._world
         num_bytes = self._layout(state).num_bytes
         mine = _Place(world.node, memory.lasting, num_bytes, free_bytes(), memory.held_bytes())
@@ -164,7 +168,7 @@ class Snapshots:
             self.nodes[node] = (*self.nodes.get(node, ()), rank)
         self.num_nodes = len(self.nodes)
         lasting = all(place.lasting for place in places)
-        # A process's own memory is lost with it, so its copy has to go to another one, be it on the same node.
+        # A copy in a process's own memory is lost with the process, so another process must get it, even on this node.
         sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
         if not sends and not lasting:
             return
@@ -184,7 +188,7 @@ class Snapshots:
             memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
 
     def due(self, step: int) -> bool:
-        # How often a copy is worth its time is measured, so only the leader can say.
+        # Never due by step: the interval depends on measured time, so only the leader requests a copy.
         return False
 
     def wanted(self) -> bool:
@@ -198,9 +202,9 @@ class Snapshots:
         self._requested = False
 
     def take(self, step: int, state: State) -> events.Snapshot | events.NoSnapshots | None:
-        """Copy what this rank writes, and send it off where another node is to have it too.
+        """Copy this rank's part of the state, to another node if needed.
 
-        Nothing happens while the last copy is under way. A collective where state is sharded.
+        Nothing happens while the last copy is in progress. A collective if the state is sharded.
         """
         if self._memory is None or not self._takes_part:
             return None
@@ -237,9 +241,9 @@ class Snapshots:
         return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
     def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
-        """Copy a sharded state for the world that follows, if one does, and wait until it lies where it is to.
+        """Copy a sharded state for a following world, and wait.
 
-        So that world need not ask storage. A collective.
+        The next world then need not read storage. A collective.
         """
         if self._replicated or outcome.kind != "resized":
             return None
@@ -249,7 +253,7 @@ class Snapshots:
         return told
 
     def _finish(self) -> None:
-        """Wait for the copy under way."""
+        """Wait for the copy in progress."""
         if self._copy is not None and self._copy.work is not None:
             self._world.groups.wait([self._copy.work])
         self._receive()
@@ -258,7 +262,7 @@ class Snapshots:
         return Layout.of(shards_to_write(state, replicas=self._replicated or self._world.leader))
 
     def _may_begin(self) -> bool:
-        """Return whether no rank has a copy under way, and take note of what all have made."""
+        """Return whether no copy is in progress, after recording completed ones."""
         if self._replicated:
             if self._whole is None:
                 self._whole = max((label.snapshot for label in self._stored().values()), default=None)
@@ -272,7 +276,7 @@ class Snapshots:
         return True
 
     def _unkept(self, num_bytes: int) -> Buffer:
-        """Return memory that nobody keeps: the other ranks need this one to take part."""
+        """Return temporary memory, for this rank to join the transfer."""
         self._lost = True
         return Buffer(None, torch.empty(num_bytes, dtype=torch.uint8))
 
@@ -283,7 +287,7 @@ class Snapshots:
         incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
         outgoing = [0] * world.size
         outgoing[self._backups[world.rank]] = num_bytes
-        # One after the other, the file of each rank that has this one as its backup.
+        # The files of all ranks that have this one as their backup, one after the other.
         start = 0
         for rank, length in enumerate(incoming):
             if length:
@@ -302,13 +306,13 @@ class Snapshots:
         world.groups.under_way.append(copy.work)
 
     def _receive(self) -> None:
-        """Take note of a copy that has been made."""
+        """Record a completed copy, if any."""
         copy = self._copy
         if copy is None or self._memory is None or (copy.work is not None and not copy.work.is_completed()):
             return
         self._copy = None
         if copy.work is not None:
-            # Raises if it has failed: then the copy is never taken for complete.
+            # Raises if the transfer has failed: then the copy is never taken for complete.
             copy.work.wait()
             self._world.groups.under_way.remove(copy.work)
         try:
@@ -324,7 +328,7 @@ class Snapshots:
                 self._whole = copy.snapshot
 
     def at_risk(self, step: int, committed: int) -> AtRisk:
-        """Return what a loss after `step` would cost, if the newest checkpoint is that of step `committed`."""
+        """Return the steps at risk, with a checkpoint of step `committed`."""
         made = self._made or self._whole
         newest = max(committed, made.step if made else 0)
         ranks = list(self.nodes.values()) or [tuple(range(self._world.size))]
@@ -337,7 +341,7 @@ class Snapshots:
         return stored_copies(self._memory, self._origin, self._world.amendments.skip) if self._memory else {}
 
     def find(self) -> Found | None:
-        """Return the newest snapshot that the living hold all of, None if there is none. A collective."""
+        """Return the newest snapshot that the living ranks hold completely. A collective."""
         if self._memory is None:
             return None
         mine: dict[_Key, int] = {}
@@ -360,10 +364,13 @@ class Snapshots:
         return max((each for each, ranks in held.items() if len(ranks) == each.num_ranks), default=None)
 
     def _drop_damaged(self, snapshot: SnapshotId, answers: Sequence[dict[_Key, int]]) -> bool:
-        """Take what has changed since it was copied out of the answers. Return whether there was any. A collective."""
+        """Remove damaged files from the answers; return whether there were any.
+
+        A collective.
+        """
         world = self._world
         assert self._memory is not None
-        # The ranks of a node have the same files in its memory, and share the reading of them.
+        # The ranks of a node have the same files in its memory, and share the reading.
         peers = self.nodes[world.node] if self._memory.lasting else (world.rank,)
         keys = sorted({key for rank in peers for key in answers[rank] if key[0] == snapshot})
         damaged: dict[_Key, str] = {}
@@ -398,7 +405,7 @@ class Snapshots:
         load_shards(self._files(found, shards), shards, optional=OPTIONAL)
 
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
-        # One file after the other, so that a process needs room for the parts of one only.
+        # One file after another, so that a process needs memory for the parts of only one.
         for rank, (holder, num_bytes) in sorted(found.sources.items()):
             mine = found.everywhere or holder == self._world.rank
             file = self._open(found.id, rank) if mine else None
@@ -410,14 +417,14 @@ class Snapshots:
                 yield self._parts_from(file, holder, shards)
 
     def _whole_from(self, file: Tensor | None, holder: int, num_bytes: int) -> Read:
-        """Return a file that rank `holder` alone has, and all ranks need all of. A collective."""
+        """Broadcast a whole file from rank `holder` to all ranks. A collective."""
         if file is None:
             file = torch.empty(num_bytes, dtype=torch.uint8)
         self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
         return reader_of(file)
 
     def _parts_from(self, file: Tensor | None, holder: int, shards: list[Shard]) -> Read:
-        """Return what this rank's shards need of a file that rank `holder` alone has. A collective."""
+        """Return this rank's parts of a file on rank `holder`. A collective."""
         world, groups = self._world, self._world.groups
         headers = [header_of(file) if file is not None else b""]
         dist.broadcast_object_list(headers, holder, group=groups.control)
@@ -438,7 +445,7 @@ class Snapshots:
         found = dict(zip(mine, received.split([request.num_bytes for request in mine]), strict=True))
 
         def read(start: int, num_bytes: int) -> bytes:
-            if start == 0:  # no data begin there
+            if start == 0:  # only the header begins there, no data
                 return header[:num_bytes]
             return bytes(found[Request(start, num_bytes)].numpy().data)
 
@@ -455,7 +462,7 @@ class Snapshots:
         self._memory.verify(number)
 
     def _place_of(self, snapshot: SnapshotId, of_rank: int) -> tuple[int, int, int]:
-        """Return buffer, first byte and length of a file. Raises OSError if it is gone."""
+        """Return buffer, first byte and length of a file, or raise OSError."""
         for number, label in self._stored().items():
             for rank, start, num_bytes in label.files:
                 if (label.snapshot, rank) == (snapshot, of_rank):
@@ -464,7 +471,7 @@ class Snapshots:
 
 
 def origin_of(data: str, state: State) -> str:
-    """Return what tells copies of this model and data from those of others.
+    """Return an identifier of this model and data, for their copies.
 
     Args:
         data: fingerprint of the dataset, and of parameters that the state leaves out.
@@ -479,9 +486,12 @@ def _label(snapshot: SnapshotId, files: Files, origin: str, skip: frozenset[int]
 
 
 def stored_copies(memory: NodeMemory, origin: str, skip: frozenset[int]) -> dict[int, Label]:
-    """Return the copies of a run that leaves out the steps in `skip`, by number. See `origin_of`."""
-    # Whether a step was finite is not known when it is copied. If it was not, it is left out from then on; and a state
-    # is of no use to a world that leaves out other steps than its own did.
+    """Return the copies of a run with these skipped steps, by number.
+
+    See `origin_of`.
+    """
+    # A step may prove to be not finite after it was copied, and is then skipped. A state that was made with other
+    # skipped steps is useless for a world.
     found = {}
     for number, label in memory.stored().items():
         if label == _label(label.snapshot, label.files, origin, skip):
@@ -490,12 +500,14 @@ def stored_copies(memory: NodeMemory, origin: str, skip: frozenset[int]) -> dict
 
 
 def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> events.NoSnapshots | None:
-    """Return why some node lacks memory for the files of its writers and those that are sent to it; None if none does.
+    """Return which node lacks memory for its copies, None if none.
+
+    Copies from other nodes count too.
 
     Args:
         places: of all ranks.
         writers: the ranks that make files.
-        backups: to which rank each sends its file; [] if none is sent.
+        backups: rank to which each rank sends its file; [] if none is sent.
     """
     needed: dict[str, int] = {}
     for rank in writers:
@@ -512,11 +524,14 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
 
 
 def backup_rank(rank: int, nodes: Sequence[str]) -> int:
-    """Return the rank that holds the copy of `rank`: one on the next other node, or the next one if there is none."""
+    """Return the rank that holds the copy of `rank`.
+
+    The holder is on the next other node, or else the next rank.
+    """
     for ahead in range(1, len(nodes)):
         other = nodes[(rank + ahead) % len(nodes)]
         if other != nodes[rank]:
-            # Ranks of a node sit side by side, and the first one of the next must not hold the copies of all of them.
+            # Ranks of a node are neighbours, so their copies are spread over all ranks of the next node.
             place = nodes[:rank].count(nodes[rank])
             holders = [each for each, node in enumerate(nodes) if node == other]
             return holders[place % len(holders)]

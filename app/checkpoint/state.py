@@ -1,4 +1,4 @@
-"""The state of a training run: named parts, tensors only, whatever the strategy that holds them."""
+"""State of a training run as named tensors, for any parallel strategy."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from app.errors import UsageError
 from app.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 
-# Tensors by name; a value may be a dictionary of them in turn.
+# Tensors by name; a value may itself be such a dictionary.
 Tensors = dict[str, Any]
 # The parts of a run by name.
 State = dict[str, Tensors]
-_DIGEST_LENGTH = 32  # of 64 hexadecimal digits: no two of a ledger's are alike by accident
+_DIGEST_LENGTH = 32  # of 64 hexadecimal digits, enough to exclude accidental matches within a ledger
 
 
 class Stateful(Protocol):
     """A part of a run that a checkpoint must hold."""
 
     def state_dict(self) -> Tensors:
-        """Return live references, so that loading in place is loading. Empty if there is nothing to hold."""
+        """Return live references, which loading overwrites in place; {} if none."""
         ...
 
 
 class ModelState:
-    """A model's state; without its frozen parameters where only what trains is wanted."""
+    """State of a model, with or without its frozen parameters."""
 
     def __init__(self, model: nn.Module, trainable_only: bool) -> None:
         self._model = model
@@ -39,10 +39,10 @@ class ModelState:
 
 
 class NamedOptimizer:
-    """An optimizer's state under the names of the model's parameters, so that another strategy finds it."""
+    """State of an optimizer by parameter name, for any parallel strategy."""
 
-    # Hyperparameters are left out: they come from the configuration, which may change on resume. So are the order of
-    # the data, dropout and the learning rate, which follow from the step.
+    # Hyperparameters are not part of the state: they come from the configuration, which may change on resume. Neither
+    # are the order of the data, dropout and the learning rate, which are functions of the step.
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class NamedOptimizer:
         return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
 
     def adopt(self, state: Tensors) -> None:
-        """Go on with the shards of another optimizer of the same model, in their memory."""
+        """Take over the shards of another optimizer of the same model."""
         for name, parameter in self._model.named_parameters():
             if name in state:
                 values = state[name].items()
@@ -66,19 +66,27 @@ class NamedOptimizer:
 
 
 class HeldShards:
-    """A rank's part of the state at the end of an attempt, for the next one that cuts the model into as many parts."""
+    """A rank's part of the state between two attempts.
+
+    The next attempt can use it if the model has as many parts there.
+    """
 
     def __init__(self, part: tuple[int, int], state: State) -> None:
         self.part = part
         self.state = state  # live references
 
     def take(self) -> State:
-        """Return the shards themselves, and copies of what is not sharded: what it belongs to is used again."""
+        """Return the shards without copying, and copies of whole tensors."""
+        # Tensors that are not sharded belong to objects that are used again.
         return _without_owners(self.state)
 
 
 def newest_whole(steps: Sequence[int], shard: int) -> int:
-    """Return the newest step of which each of `shard` parts is held by a rank, by the ranks' steps; 0 if none is."""
+    """Return the newest step whose `shard` parts all exist, 0 if none.
+
+    Args:
+        steps: the step that each rank holds, by rank.
+    """
     for step in sorted(set(steps), reverse=True):
         if all(step in steps[part::shard] for part in range(shard)):
             return max(step, 0)
@@ -96,7 +104,8 @@ def _without_owners(state: Tensors) -> Tensors:
 
 
 def copy_state(source: State, target: State) -> None:
-    """Overwrite a state with another of the same parts. What is in the same memory stays as it is."""
+    """Overwrite a state with another one that has the same parts."""
+    # Tensors that share their memory are skipped.
     others = flatten(source)
     for name, tensor in flatten(target).items():
         if name in others and local(tensor).data_ptr() != local(others[name]).data_ptr():
@@ -104,31 +113,34 @@ def copy_state(source: State, target: State) -> None:
 
 
 class HeldState:
-    """Knows the step whose state this process's model and optimizer hold. Only its verbs write it."""
+    """Step whose state this process's model and optimizer hold.
+
+    Only the methods change the step.
+    """
 
     def __init__(self) -> None:
-        self.step: int | None = 0  # 0 for the initial state, None while there is no whole state
-        self.untouched = True  # nothing has been written since the model was built
+        self.step: int | None = 0  # 0 for the initial state, None while the state is incomplete
+        self.untouched = True  # nothing was written since the model was built
 
     def begin_anew(self, lacks_weights: bool) -> None:
-        """Take note of a new model, which is the initial state unless weights are still to be read."""
+        """Record a new model, which is complete unless weights are still missing."""
         self.step = None if lacks_weights else 0
         self.untouched = True
 
     def complete(self, step: int) -> None:
-        """Take note that the state is whole, and of `step`."""
+        """Record that the state is complete and belongs to `step`."""
         self.step = step
         self.untouched = False
 
     def begin_overwriting(self) -> None:
-        """Take note that the state is about to be overwritten."""
-        # A process that is interrupted in the midst of it holds none: half of another state is worth nothing.
+        """Record that the state is about to be overwritten."""
+        # A process that is interrupted meanwhile holds parts of two states, of which none is usable.
         self.step = None
         self.untouched = False
 
 
 def app_state(parts: Mapping[str, Stateful]) -> State:
-    """Return the state of all parts that have any, by the parts' names."""
+    """Return the state of all parts that have any, by name."""
     state = {}
     for name, part in parts.items():
         if tensors := part.state_dict():
@@ -137,17 +149,18 @@ def app_state(parts: Mapping[str, Stateful]) -> State:
 
 
 def _materialize(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, which it otherwise does in its first step."""
+    """Create the optimizer's state ahead of its first step."""
     if optimizer.state:
         return
-    # A step that changes nothing does it: its rate and gradients are zero, and its traces in the state are wiped.
+    # torch creates the state in a step. Rate and gradients are zero, so the step changes no weight; what it has written
+    # into the state is zeroed afterwards.
     rates = []
     lent: list[Tensor] = []
     for group in optimizer.param_groups:
         rates.append(group["lr"])
         group["lr"] = 0.0
         for parameter in group["params"]:
-            if parameter.grad is None:  # else it is zero: no step has begun
+            if parameter.grad is None:  # an existing gradient is zero, because no step has begun
                 parameter.grad = torch.zeros_like(parameter)
                 lent.append(parameter)
     try:
@@ -183,7 +196,7 @@ def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that do not train, under all of their names."""
+    """Return the frozen parameters under all of their names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: param for name, param in named if not param.requires_grad}
 
@@ -200,20 +213,23 @@ def buffers_outside_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_sha256(model: nn.Module) -> str:
-    """Return what tells the frozen parameters of a model from others; "" if it has none."""
+    """Return a digest of a model's frozen parameters, "" if none."""
     frozen = frozen_parameters(model)
     layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
     return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest() if frozen else ""
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return what tells the trained parameters of a whole model from others: the same on every rank of every world."""
+    """Return a digest of a model's trained parameters, equal in every world."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return sha256(trained)[:_DIGEST_LENGTH]
 
 
 def sha256(state: Tensors) -> str:
-    """Return the digest of all tensors, unsharded, in name order. A collective where tensors are sharded."""
+    """Return the digest of all unsharded tensors in name order.
+
+    A collective if tensors are sharded.
+    """
     digest = hashlib.sha256()
     for name, tensor in flatten(state).items():
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint whole, whatever world wrote them."""
+"""Read the whole tensors of a checkpoint from any world."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from app.checkpoint.manifest import Manifest
 from app.checkpoint.shards import whole_tensors
 from app.errors import StorageError, UsageError
 
-AVERAGES = "hooks.Ema.averages"  # the part of the state in which a run keeps averages of its weights
+AVERAGES = "hooks.Ema.averages"  # part of the state that holds averages of the weights
 
 
 def read_whole(catalog: Catalog, step: int, part: str = "model") -> dict[str, Tensor]:
-    """Verify a checkpoint and return one part of its state, unsharded, by the plain model's own names.
+    """Verify a checkpoint and return one unsharded part of its state.
+
+    Names are those of the plain model.
 
     Raises UsageError if there is no checkpoint of this step, and StorageError if it is damaged.
     """

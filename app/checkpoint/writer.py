@@ -1,4 +1,4 @@
-"""Bring checkpoints to storage on a thread of the worker process, while training goes on and attempts come and go."""
+"""Background thread that writes checkpoints across attempts."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _LONGEST_DELAY_S = 30.0
 
 
 class Dropped(Exception):
-    """What was being written is not wanted any more."""
+    """A pending write is no longer wanted."""
 
 
-# An OSError, so that it is tried again: this process may be a part of that attempt, and only be late to join it.
+# An OSError, so that the write is retried: this process may belong to the newer attempt, and only join it late.
 class Superseded(OSError):
     """Another attempt has begun, so this one may not commit."""
 
 
 @dataclass(eq=False)
 class PendingWrite:
-    """A checkpoint that this rank has copied, and that is not committed yet."""
+    """A checkpoint that this rank has copied and not committed yet."""
 
     step: int
     metrics: dict[str, float]
     buffer: StagingBuffer
     target: Target
     began_s: float  # when the copy began
-    blocked_s: float  # how long training waited for it
-    file: tuple[str, FileDigest] | None = None  # this rank's, once it is on storage
+    blocked_s: float  # how long training waited for the copy
+    file: tuple[str, FileDigest] | None = None  # of this rank, once it is on storage
     dropped: bool = False
 
     def check(self) -> None:
-        """Raise Dropped if this is not wanted any more."""
+        """Raise Dropped if this write is no longer wanted."""
         if self.dropped:
             raise Dropped
 
@@ -54,7 +54,7 @@ class PendingWrite:
 
 
 class Target(Protocol):
-    """Carries out the steps of a checkpoint. An OSError means that storage refuses, so that another try is due."""
+    """Carries out the steps of a checkpoint, again after an OSError."""
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]: ...
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None: ...
@@ -62,10 +62,10 @@ class Target(Protocol):
 
 
 class Writer:
-    """Writes one checkpoint at a time. Of those that come meanwhile, the newest waits and the others are dropped."""
+    """Writes one checkpoint at a time, and keeps only the newest waiting."""
 
     def __init__(self) -> None:
-        self.committed = 0  # the newest step that this process knows to be on storage
+        self.committed = 0  # the newest step that this process knows to be committed
         self.refused = ""  # why storage refuses, if it does
         self._attempt = 0
         self._skip: frozenset[int] = frozenset()
@@ -84,9 +84,9 @@ class Writer:
         return self._waiting is not None or self._under_way is not None
 
     def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
-        """Go on in another attempt, which leaves out the steps in `skip`."""
-        # What needs the other ranks of its attempt to be committed will never be. And what may contain an update from a
-        # step that is left out by now is worth nothing.
+        """Continue in another attempt, which leaves out the steps in `skip`."""
+        # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update
+        # of a step left out since then is useless.
         if not commits_alone or skip != self._skip:
             self.drop()
         if skip != self._skip:
@@ -99,7 +99,7 @@ class Writer:
         threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
 
     def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
-        """Copy the shards, which is what training waits for, and leave the rest to the thread."""
+        """Copy the shards, for which training waits, for a later write."""
         began_s = time.monotonic()
         with self._changed:
             self._waiting = None
@@ -115,7 +115,7 @@ class Writer:
             self._thread.start()
 
     def drop(self) -> None:
-        """Give up whatever is not committed yet."""
+        """Give up all uncommitted writes."""
         with self._changed:
             if self._under_way is not None:
                 self._under_way.dropped = True
@@ -124,15 +124,15 @@ class Writer:
             self._changed.notify_all()
 
     def news(self) -> list[Event]:
-        """Return the commits and failures since the last call. Raises what the thread met, unless it was storage's."""
+        """Return new commits and failures. Raises errors that are not storage's."""
         self._raise()
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
-        """Wait until nothing is left to write; return False if that takes longer. Raises as `news` does."""
+        """Wait for all writes; return False after `limit_s`. Raises as `news` does."""
         deadline_s = time.monotonic() + limit_s
         while self.busy and self._error is None and time.monotonic() < deadline_s:
-            alive()  # to wait for storage is no hang
+            alive()  # keeps the watchdog from taking the wait for a hang
             with self._changed:
                 self._changed.wait(0.02)
         self._raise()
@@ -168,7 +168,7 @@ class Writer:
                 return
             except OSError as error:
                 self.refused = str(error)
-                # Told at once, and then once a minute. Storage has not refused what was superseded.
+                # Reported at once, and then once a minute. A superseded write was not refused by storage.
                 if not isinstance(error, Superseded) and time.monotonic() - self._told_s >= _TELL_EVERY_S:
                     self._told_s = time.monotonic()
                     needed = pending.buffer.num_bytes
@@ -177,14 +177,14 @@ class Writer:
                 self._error = error
                 return
             with self._changed:
-                # A newer state, or none at all, is worth another try. Without this a dropped write that storage refuses
-                # before it has read a chunk would be tried again and again without a pause.
+                # A newer state or a drop ends the retries. Without this check, a dropped write that storage refuses
+                # before reading a chunk would be retried without a pause.
                 if self._changed.wait_for(lambda: self._waiting is not None or pending.dropped, delay_s):
                     return
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
     def _write(self, pending: PendingWrite) -> None:
-        # Where only the commit was refused, the file of the last try is good for this one too.
+        # If only the commit was refused, the file of the last try is still valid.
         if pending.file is None:
             self._num_files += 1
             pending.file = pending.target.write_file(pending, self._num_files)
@@ -194,6 +194,6 @@ class Writer:
             try:
                 self._news.append(pending.target.finish(pending, manifest))
             except OSError:
-                # It has been read back, and is not what was written.
+                # The checkpoint was read back and is damaged, so its file must be written again.
                 pending.file = None
                 raise

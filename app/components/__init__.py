@@ -1,1 +1,1 @@
-"""The parts of a training loop that are not the model: process state, optimizer, schedule, triggers, validation."""
+"""Parts of a training loop besides the model: optimizer, schedule, triggers, validation."""

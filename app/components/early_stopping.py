@@ -1,4 +1,4 @@
-"""End a run that has stopped getting better."""
+"""Early stopping: end a run whose validation no longer improves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.units import number, plural
 
 
 class EarlyStopping:
-    """A hook that finishes the run when a metric of validation has not improved for a while."""
+    """Hook that ends a run when a validation metric stops improving."""
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""A running average of the weights, which often validates better than the weights themselves."""
+"""Running average of the weights, which often validates better than the weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from app.parallel.dtensor import local, reshard
 
 
 class Ema:
-    """A hook that keeps an exponential moving average of the parameters that train. They are validated by it.
+    """Hook that keeps an exponential moving average of the trained parameters.
 
-    After each update, average <- decay * average + (1 - decay) * weight, by torch's own function. A state of
-    normalization layers is that of the weights themselves.
+    Validation uses the average. After each update, average <- decay * average + (1 - decay) * weight, by torch's own
+    function. Normalization layers keep the running statistics of the weights themselves.
     """
 
     def __init__(self, config: EmaConfig) -> None:
         self._update = get_ema_multi_avg_fn(config.decay)
         self._num_updates = 0
-        self._averages: dict[str, Tensor] = {}  # by all names of a parameter, sharded as it is
+        self._averages: dict[str, Tensor] = {}  # by every name of a parameter, sharded like the parameter
 
     def setup(self, run: HookContext) -> None:
         averages = {weight: weight.detach().clone() for weight in _weights(run)}
@@ -33,7 +33,7 @@ class Ema:
                 self._averages[name] = averages[weight]
 
     def on_start(self, run: HookContext) -> None:
-        # The first attempt, or one that goes on from a checkpoint without averages.
+        # True in the first attempt, and after restoring a checkpoint without averages.
         if not self._num_updates:
             _copy(_local(run), self._local())
 
@@ -44,7 +44,10 @@ class Ema:
 
     @contextmanager
     def validating(self, run: HookContext) -> Iterator[None]:
-        """Lend the model the averages. In place, since gradient buckets and shards know its own memory."""
+        """Give the model the averages within the context.
+
+        The values are copied in place, because gradient buckets and shards refer to the parameters' memory.
+        """
         reshard(run.model)
         weights = _local(run)
         own = [weight.clone() for weight in weights]
@@ -53,19 +56,19 @@ class Ema:
             yield
         finally:
             if any(weight.is_pinned() for weight in weights):
-                torch.cuda.synchronize()  # they are kept on the host, and the device may not have read all of them yet
+                torch.cuda.synchronize()  # the device may still be reading the weights, which are on the host
             _copy(own, weights)
-            reshard(run.model)  # or what was gathered of the averages would be trained
+            reshard(run.model)  # otherwise training would use the gathered averages
 
     def state_dict(self) -> dict[str, object]:
         return {"averages": self._averages, "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        # The averages are live tensors: they have been filled in place.
+        # The averages are live tensors, which restoring has already filled in place.
         self._num_updates = state["num_updates"]
 
     def _local(self) -> list[Tensor]:
-        # In the order of the parameters, each once, whatever its names.
+        # In the order of the parameters, and each tensor once, even if it has several names.
         return list(map(local, dict.fromkeys(self._averages.values())))
 
 

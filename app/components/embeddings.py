@@ -1,4 +1,4 @@
-"""Embeddings of the samples of one step, gathered from all ranks in the order of the grid of microbatches."""
+"""Table of the embeddings of one step, gathered from all ranks."""
 
 from typing import Any
 
@@ -11,7 +11,9 @@ from app.world.groups import Groups
 
 
 class Embeddings:
-    """Table of the embeddings of a step: a row for each sample, filled by each rank for its own samples.
+    """Table of a step's embeddings, one row for each sample.
+
+    Rows are in the order of the grid, and each rank fills the rows of its own samples.
 
     Args:
         num_rows: samples of the step, of all ranks together.
@@ -19,21 +21,23 @@ class Embeddings:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._structure: Any = None  # any embeddings, for the containers that tensors are in
+        self._structure: Any = None  # an example of embeddings, for the containers of their tensors
         self.tensors: list[Tensor] = []  # (num_rows, ...) each, in full precision
 
     def put(self, embeddings: Any, first_row: int, num_samples: int, weight: int) -> None:
-        """Write the embeddings of some samples; those of weight 0 only say which shape rows have.
+        """Write the embeddings of some samples into their rows.
+
+        Embeddings of weight 0 only define the shape of rows.
 
         Raises:
-            UsageError: a tensor has no row for each sample, or rows of another shape than those before it.
+            UsageError: a tensor has no row for each sample, or its rows differ in shape from earlier rows.
         """
         found = list(tensors_of(embeddings))
         for tensor in found:
             if not tensor.dim() or len(tensor) != num_samples:
                 raise UsageError(
                     f"the task's embed returned a tensor of shape {tuple(tensor.shape)} for a batch of {num_samples} "
-                    "samples; it must have a row for each of them (a number of the whole batch: .expand(num_samples))"
+                    "samples; it must have a row for each sample (one number of the whole batch: .expand(num_samples))"
                 )
         if self._structure is None:
             self._structure = embeddings
@@ -50,16 +54,16 @@ class Embeddings:
                 table[first_row : first_row + num_samples] = tensor
 
     def gather(self, groups: Groups) -> Any:
-        """Return the embeddings of all ranks, in containers as `put` has been given. A collective.
+        """Return the embeddings of all ranks, in the containers of `put`. A collective.
 
         Raises:
             PeerLost: the world has been aborted.
         """
         for table in self.tensors:
             if table.is_floating_point():
-                table.add_(0.0)  # turns -0.0 into 0.0, as the sum over several ranks does, so that one rank has it too
+                table.add_(0.0)  # turns -0.0 into 0.0 on one rank too, as the sum over several ranks does
             groups.communicator.sum(table)
-        # After an abort the table may hold garbage. Labels out of range would then end a process on a GPU.
+        # After an abort the table may hold garbage, and labels out of range would end a process on a GPU.
         groups.gate()
         whole = iter(self.tensors)
         restored: list[Tensor] = []
@@ -72,7 +76,8 @@ class Embeddings:
 
 
 def _sent(tensor: Tensor) -> torch.dtype:
-    """Return the format that rows are gathered in: 16 bits would round the gradient of the loss."""
+    """Return the format in which rows are gathered."""
+    # 16 bits would round the gradient of the loss.
     if tensor.dtype == torch.bool:
         return torch.uint8
     if tensor.is_floating_point() and tensor.dtype != torch.float64:

@@ -1,4 +1,4 @@
-"""The hooks of a run: what they ask for, and their state, which is part of every checkpoint."""
+"""Hooks of a run: their calls, requests and checkpointed state."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from app.world.runtime import Outcome, Signals, World
 
 
 class Hooks:
-    """The hooks of a worker process. They live as long as its model."""
+    """Hooks of a worker process, which live as long as its model."""
 
     def __init__(self, configs: Sequence[HookConfig], device: torch.device) -> None:
         self._hooks: dict[str, Any] = {}
         self._device = device
-        self._state: dict[str, Tensors] = {}  # what checkpoints hold, by hook
+        self._state: dict[str, Tensors] = {}  # checkpointed tensors, by hook
         self._run: HookContext | None = None
         for index, config in enumerate(configs):
             hook = _build(config, f"hooks.{index}")
             name = type(hook).__name__
-            # Not by place in the list: another hook may be put before it, and state is found again by its name.
+            # A hook is named by its class rather than by its index, so that its state is found after another hook was
+            # inserted before it.
             taken = sum(name == each.rstrip("0123456789") for each in self._hooks)
             self._hooks[f"{name}{taken + 1}" if taken else name] = hook
 
     @property
     def ended_early(self) -> str:
-        """Why a hook has ended the run, "" if none has."""
+        """Reason why a hook has ended the run, "" if none has."""
         return self._run.ended_early if self._run else ""
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Meet the model. Once; from then on there is a state."""
+        """Give model and optimizer to every hook, in the first call only."""
         if self._run is None:
             self._run = HookContext(model, optimizer)
             self._call("setup")
 
     def state_dict(self) -> Tensors:
-        """Return the state as it is now, always in the same tensors."""
+        """Return the current state, always in the same tensors."""
         for name, hook in self._hooks.items():
             if hasattr(hook, "state_dict") and (current := hook.state_dict()):
                 self._take(self._state.setdefault(name, {}), current, name)
         return self._state
 
     def begin(self, step: int, num_steps: int, world: World, draw: Draw) -> None:
-        """Begin an attempt after `step`, whose state the tensors of `state_dict` hold."""
+        """Begin an attempt after `step` from the tensors of `state_dict`."""
         assert self._run is not None
         world.progress.enter("hooks")
         self._run = HookContext(
@@ -77,13 +78,13 @@ class Hooks:
         self._call("on_checkpoint")
 
     def end(self, outcome: Outcome, world: World) -> None:
-        """Follow the end of an attempt, which is that of the run unless another world comes."""
+        """Call `on_end` unless the attempt ended for another world."""
         if outcome.kind != "resized":
             world.progress.enter("hooks")
             self._call("on_end")
 
     def validating(self) -> ExitStack:
-        """Return the context for a validation, in which a hook may have lent the model other weights."""
+        """Return the context for validation, in which hooks may exchange the weights."""
         with ExitStack() as stack:
             for hook in self._hooks.values():
                 if hasattr(hook, "validating"):
@@ -91,7 +92,7 @@ class Hooks:
             return stack.pop_all()
 
     def signals(self, signals: Signals) -> Signals:
-        """Add what hooks request to what is requested from outside."""
+        """Add the hooks' requests to the signals from outside."""
         return replace(signals, finish=bool(self.ended_early))
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -100,7 +101,7 @@ class Hooks:
                 getattr(hook, method)(self._run, *arguments)
 
     def _take(self, held: Tensors, current: Mapping[str, Any], name: str) -> None:
-        """Make the tensors that checkpoints hold equal to what a hook says now."""
+        """Copy the hooks' current state into the checkpointed tensors."""
         for key, value in current.items():
             match value:
                 case Mapping():
@@ -118,7 +119,7 @@ class Hooks:
     def _as_tensor(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value
-        # Python's floats have 64 bits. On the device, for NCCL passes nothing else on.
+        # Python's floats have 64 bits. The tensor is on the device, because NCCL sends only tensors of the device.
         dtype = torch.float64 if isinstance(value, float) else None
         return torch.tensor(value, dtype=dtype, device=self._device)
 
@@ -133,7 +134,7 @@ def _build(config: HookConfig, key: str) -> Any:
 
 
 def _like(current: Mapping[str, Any], held: Tensors) -> dict[str, Any]:
-    """Return what checkpoints hold in the types in which the hook gave it."""
+    """Return the checkpointed values in the types of the hook's state."""
     state: dict[str, Any] = {}
     for key, value in current.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,7 @@
-"""Metrics that are made of sums at the very end, such as torchmetrics' F1 or AUROC: a mean of theirs would be wrong."""
+"""Metrics such as F1, computed from sums over all ranks.
+
+The mean of such a metric over ranks or batches would be wrong.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +16,12 @@ from app.world.groups import Groups
 
 
 class SummedMetrics:
-    """The `metrics` of a task, by name: torchmetrics' or others with `metric_state`, `reset` and `compute`.
+    """Metrics of a task by name, with the interface of torchmetrics.
 
-    The task updates them in its `loss` while the model is in evaluation mode. Raises TrainingError for a state that is
-    not added up over processes.
+    The interface is `metric_state`, `reset` and `compute`.
+
+    The task updates its metrics in `loss` while the model is in evaluation mode. Raises TrainingError for a metric
+    whose state is not summed over processes.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
@@ -28,12 +33,12 @@ class SummedMetrics:
                 if getattr(reduction, "__name__", "") != "dim_zero_sum":
                     raise TrainingError(
                         f"the task's metric {name}, a {type(metric).__name__}, keeps a state ({state}) that is not a "
-                        "sum, so its memory grows with the samples. Curves take thresholds=200, say, to keep sums"
+                        "sum, so its memory grows with the samples. For curves, thresholds=200 keeps sums instead"
                     )
 
     @contextmanager
     def counting(self, weight: int) -> Iterator[None]:
-        """Undo what a microbatch has changed if it is a pad, whose weight is 0."""
+        """Undo changes that a pad, of weight 0, makes to the metrics."""
         if weight:
             yield
             return
@@ -43,14 +48,14 @@ class SummedMetrics:
             state.copy_(earlier)
 
     def results(self, groups: Groups) -> dict[str, float]:
-        """Return the value of each metric over the samples of all ranks. A collective."""
+        """Return each metric over the samples of all ranks. A collective."""
         results: dict[str, float] = {}
         for state in self._states():
             groups.communicator.sum(state)
         groups.gate()
         for name, metric in self._metrics.items():
-            metric._computed = None  # of this rank alone
-            metric._update_count = 1  # or it would warn where this rank had pads only
+            metric._computed = None  # the cached value is that of this rank alone
+            metric._update_count = 1  # a rank that had only pads would warn otherwise
             results |= _by_name(name, metric.compute())
             metric.reset()
         return results
@@ -63,7 +68,7 @@ class SummedMetrics:
 
 
 def _by_name(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers of a value: one, or one for each key or class."""
+    """Return a value as named numbers, one for each key or class."""
     if isinstance(value, Mapping):
         return {f"{name}_{key}": float(part) for key, part in value.items()}
     if value.dim():

@@ -1,7 +1,7 @@
-"""`batch.microbatch_size: auto`: measure what samples take, and choose a size once for the whole run.
+"""Choice of the microbatch size by measurement, for `batch.microbatch_size: auto`.
 
-The size is part of what the result follows from. So it is on storage before the first step, and whoever trains later,
-in another world or on another GPU, takes it from there; what does not fit then is run in parts (app/data/parts.py).
+Results depend on the size. So the size is written to storage before the first step, and later attempts, in other worlds
+or on other GPUs, read it from there. Microbatches that do not fit then run in parts (app/data/parts.py).
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from app.world.allocations import Allocations
 from app.world.control import gather_numbers
 from app.world.runtime import Runtime, World, publish_once
 
-# Of what is free. The rest is for samples that are longer than the first two, and for what lies between the allocator's
-# blocks; to run out costs an attempt, and from then on two forwards for one.
+# Share of the free memory to use. The rest is for samples longer than the first two, and for fragmentation of the
+# allocator. Running out of memory costs an attempt, and from then on two forwards in place of one.
 _USED_SHARE = 0.8
-_NOT_CHOSEN = 0  # on the wire
+_NOT_CHOSEN = 0  # sent in place of a size
 
 
 class Room(NamedTuple):
-    """What a rank has measured, in bytes beyond what it holds between two steps."""
+    """Measured memory of a rank, in bytes beyond the state between steps."""
 
-    one: int  # the most that a forward and backward of one sample takes
+    one: int  # peak of a forward and backward of one sample
     two: int  # of two samples
     free: int
 
     @property
     def sample(self) -> int:
-        """Return what one more sample takes."""
+        """Return the bytes of one more sample."""
         return self.two - self.one
 
     @property
     def num_fitting(self) -> float:
-        """Return how many samples fit, at least the one that has been tried."""
+        """Return how many samples fit, at least the one tried."""
         if self.sample <= 0:
             return math.inf
         fixed = max(0, self.one - self.sample)
@@ -65,27 +65,27 @@ def fix_microbatch_size(
     parallel: Parallel,
     model: nn.Module,
 ) -> None:
-    """Have all ranks know the size of a microbatch: the given one, else the run's, else one that is chosen now.
+    """Agree on the size of a microbatch: configured, recorded, or chosen now.
 
-    A collective where it is auto. The state is restored by now, and is the same afterwards.
+    A collective if the size is auto. The state has been restored already, and does not change.
 
     Raises:
-        OutOfMemory: two samples do not fit; the next attempt knows.
+        OutOfMemory: two samples do not fit; the next attempt runs one sample per forward.
         TrainingError: one sample does not fit.
-        StorageError: what was chosen cannot be known, or not be remembered.
+        StorageError: the chosen size cannot be read or written.
     """
     if config.batch.microbatch_size != "auto":
         return
     known = worker.batch.microbatch_size
     size = _largest(_NOT_CHOSEN if known == "auto" else known, world)
-    if size == _NOT_CHOSEN:  # to anybody who lives
+    if size == _NOT_CHOSEN:  # no worker of this world knows a size
         size = _largest((directory.microbatch_size() or _NOT_CHOSEN) if world.leader else _NOT_CHOSEN, world)
     if size == _NOT_CHOSEN:
         chosen = _choose(config, world, worker, parallel, model)
         if world.leader:
             directory.write_microbatch_size(chosen.microbatch_size)
         publish_once(chosen, runtime, world)
-        size = _largest(chosen.microbatch_size, world)  # nobody goes on before it is on storage
+        size = _largest(chosen.microbatch_size, world)  # no rank continues before the size is on storage
     worker.fix_microbatch_size(size)
 
 
@@ -96,10 +96,10 @@ def _largest(number: int, world: World) -> int:
 def _choose(
     config: Config, world: World, worker: WorkerState, parallel: Parallel, model: nn.Module
 ) -> events.MicrobatchChosen:
-    """Return the size that fits on every rank, and leaves each worker of the largest world a microbatch."""
+    """Return the size that fits on every rank and occupies all workers."""
     global_size = config.batch.global_size
     num_workers = min(max(config.scaling.num_workers[1], world.size), global_size)
-    # Where a forward has run out already, no more samples than these fit.
+    # If a forward has run out of memory before, no more samples than these fit.
     most = world.amendments.forward_size or global_size
     if largest_microbatch(global_size, num_workers, most) == 1:
         return events.MicrobatchChosen(microbatch_size=1)
@@ -115,13 +115,16 @@ def _choose(
 
 
 def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Module) -> Room:
-    """Run forwards and backwards of one sample and of two, and leave no trace of them. A collective."""
+    """Measure forwards and backwards of one and two samples, without side effects.
+
+    A collective.
+    """
 
     def run(num_samples: int) -> None:
         batch = worker.loader.example(num_samples)
         try:
-            # Several microbatches add up whole gradients under sharding, and the sum of a step frees them. Where
-            # gradients have memory of their own there is nothing to be seen of a sum.
+            # Under sharding, several microbatches accumulate unsharded gradients, which the sum of a step frees.
+            # Gradients with memory of their own show no such difference, so one pass is enough.
             for last in (False, True) if world.shard > 1 else (False,):
                 with parallel.synchronize(model, last):
                     with worker.precision.autocast():
@@ -139,7 +142,7 @@ def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Mo
     with ExitStack() as unchanged:
         unchanged.enter_context(buffers.undone_on_failure())
         unchanged.enter_context(buffers.undone())
-        # Dropout and code of the user's own draw from them.
+        # Dropout and user code draw from the generators.
         unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
         unchanged.enter_context(own_randomness(0))
         peaks = _peaks_on_gpu(run, device) if device.type == "cuda" else _peaks_on_cpu(run)
@@ -147,23 +150,23 @@ def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Mo
 
 
 def _peaks_on_gpu(run: Callable[[int], None], device: torch.device) -> tuple[int, int]:
-    """Return the most bytes that `run` takes for one sample, and for two."""
-    run(1)  # what libraries set aside in their first call stays
+    """Return the peak bytes of `run` for one and for two samples."""
+    run(1)  # memory that libraries reserve in their first call stays allocated
     peaks = []
     for num_samples in (1, 2):
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run(num_samples)
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    torch.cuda.empty_cache()  # of blocks for one and two samples
+    torch.cuda.empty_cache()  # frees the cached blocks of one and two samples
     return peaks[0], peaks[1]
 
 
 def _peaks_on_cpu(run: Callable[[int], None]) -> tuple[int, int]:
-    """Return the same, of tensors alone: what operators take for a moment is not known."""
+    """Return the peak bytes of tensors; operators' temporary memory is unknown."""
     peaks = []
     with Allocations() as allocations:
-        run(1)  # what is there already is seen here for the first time
+        run(1)  # registers the tensors that exist already
         for num_samples in (1, 2):
             before = allocations.peak_bytes = allocations.bytes
             run(num_samples)
@@ -172,10 +175,10 @@ def _peaks_on_cpu(run: Callable[[int], None]) -> tuple[int, int]:
 
 
 def _free_bytes(world: World, device: torch.device) -> int:
-    """Return the bytes that are free for this rank. A collective on CPUs, where workers share those of a machine."""
+    """Return the bytes free for this rank; a collective on CPUs."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What the allocator holds and nobody uses is free too.
+        # Unused memory that the allocator has reserved is free too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     nodes: list[Any] = [None] * world.size
     dist.all_gather_object(nodes, world.node, group=world.groups.control)

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model's modules, each of which has its own."""
+"""Training and evaluation mode of the modules of a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,12 @@ from torch import nn
 
 
 def prepare_for_training(model: nn.Module) -> tuple[str, ...]:
-    """Enter training mode if the whole model came in evaluation mode, as from `from_pretrained`.
+    """Enter training mode if the whole model is in evaluation mode.
+
+    Models from `from_pretrained` are in evaluation mode.
 
     Returns:
-        the names of the outermost submodules that stay in evaluation mode, because the user has put them there.
+        the names of the outermost submodules that the user has put into evaluation mode, and that stay in it.
     """
     if not any(module.training for module in model.modules()):
         model.train()
@@ -25,7 +27,7 @@ def prepare_for_training(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have all modules in evaluation mode within, and each in its own mode again afterwards."""
+    """Put all modules into evaluation mode, and restore their modes afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Optimizers, and what is done with gradients before an update."""
+"""Optimizers, and the rescaling and clipping of gradients before an update."""
 
 import re
 from typing import Any
@@ -25,9 +25,9 @@ PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a sc
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration names, over the parameters that require a gradient."""
+    """Return the configured optimizer over the parameters that require a gradient."""
     optimizer = _build(config, model)
-    # The schedule overwrites `lr`. Each group keeps its own peak, so that a user's optimizer may have different ones.
+    # The schedule overwrites `lr`. Each group keeps its own peak, because a user's optimizer may have several.
     for group in optimizer.param_groups:
         group.setdefault(PEAK, float(group["lr"]))
     return optimizer
@@ -37,7 +37,7 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     match config:
         case AdamWConfig() | AdamConfig():
             groups = _groups(config, config.weight_decay, model)
-            # One kernel in place of hundreds: on CUDA most of a small model's update is their launches.
+            # One kernel in place of hundreds: on CUDA, launches are most of a small model's update.
             fused = any(param.is_cuda for group in groups for param in group["params"])
             kind = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
             return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
@@ -52,7 +52,7 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Together(torch.optim.Optimizer):
-    """Several optimizers as one, each with parameters of its own."""
+    """Several optimizers as one, each with its own parameters."""
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         groups: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:
     if not matrices:
         what = "finds no matrix that optimizer.adamw leaves to it; take adamw"
         raise ConfigError([Problem("", "optimizer.kind", what)])
-    # With updates as large as AdamW's, one rate is right for both (arXiv:2502.16982).
+    # With updates as large as AdamW's, one rate suits both (arXiv:2502.16982).
     muon = torch.optim.Muon(matrices, config.lr, config.weight_decay, config.momentum, adjust_lr_fn="match_rms_adamw")
     decayed = _decay_matrices_only(others, config.weight_decay)
     adamw = torch.optim.AdamW(decayed, config.lr, config.betas, config.eps, fused=matrices[0].is_cuda)
@@ -90,7 +90,7 @@ def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups: those that no group of the configuration matches come first."""
+    """Return the parameter groups, first the parameters without a configured group."""
     members: list[list[nn.Parameter]] = [[] for _ in (None, *config.groups)]
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -111,14 +111,14 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
 
 def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return two parameter groups, the second without weight decay."""
-    # It harms biases, gains and other one-dimensional parameters: pulled to zero, a norm would switch its layer off.
+    # Decay harms biases, gains and other one-dimensional parameters: pulled to zero, a norm would disable its layer.
     matrices = [param for param in params if param.dim() >= 2]
     vectors = [param for param in params if param.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Raise ConfigError for a layer that trains by sparse gradients."""
+    """Raise ConfigError for a layer with sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             what = (
@@ -129,7 +129,7 @@ def refuse_sparse(model: nn.Module) -> None:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
-    """Set every parameter group's rate for `step`. Return that of the first group."""
+    """Set all parameter groups' rates for `step`; return the first."""
     for group in optimizer.param_groups:
         group["lr"] = schedule(step, group[PEAK])
     rate: float = optimizer.param_groups[0]["lr"]
@@ -140,15 +140,16 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, ste
 def rescale_gradients(
     model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Multiply all gradients by `correction`, the same on every rank, then clip them to a global norm of `max_norm`.
+    """Multiply all gradients by `correction`, then clip their norm.
 
-    What they have been scaled by for the sake of their format is taken back first.
+    `correction` is the same on every rank. `Precision.loss_scale` is divided out first. Clipping limits the global norm
+    to `max_norm`.
 
     Returns:
-        The norm of the whole gradient after the correction and before clipping, () and whole even where gradients are
+        The norm of the whole gradient after the correction and before clipping, () and whole even if gradients are
         sharded; and the norms of each parameter's gradient before the correction, (parameters,), sharded as they are.
     """
-    # One pass over the gradients does both: it reads and writes as many bytes as the model has.
+    # Correction and clipping share one pass over the gradients, which moves as many bytes as the model has.
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     if not gradients:  # the step has used no parameter
         nothing = torch.zeros(1, device=precision.device)
@@ -157,14 +158,14 @@ def rescale_gradients(
     correction = correction / precision.loss_scale
     norm = unsharded(torch.linalg.vector_norm(norms)) * correction
     if max_norm is not None:
-        # On the device, and never more than 1: an `if` on the norm would make the host wait for it.
+        # The factor is computed on the device: an `if` on the norm would make the host wait for it.
         correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
     precision.rescale([local(gradient) for gradient in gradients], correction)
     return norm, norms
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of each gradient, (parameters,); as torch.nn.utils.get_total_norm has them on its way."""
-    # The foreach kernels do not know sharded tensors.
+    """Return the norm of each gradient, (parameters,), as torch's get_total_norm does."""
+    # Computed on local parts, because the foreach kernels do not support sharded tensors.
     norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
     return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms

@@ -1,4 +1,7 @@
-"""Trial of a user's own optimizer before a run: it must train and resume as in a plain loop."""
+"""Trial of a user's optimizer before a run.
+
+The optimizer must train and resume as in a plain loop.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,28 +17,28 @@ from app.errors import ConfigError
 
 _NUM_STEPS = 9
 _NUM_BEFORE_RESUME = 4
-_SHAPE = (4, 3)  # of a tiny parameter; further dimensions are 2
-_ENDS = 16  # parameters from each end of a long list that are tried
+_SHAPE = (4, 3)  # of a tiny parameter; further dimensions have size 2
+_ENDS = 16  # number of parameters that are tried from each end of a long list
 
 
 class _Use(NamedTuple):
-    """The first step in which a parameter has a gradient, and the first in which that is not zero."""
+    """First steps of a parameter with any gradient and with a non-zero one."""
 
     first: int
     first_nonzero: int
 
 
-# Ordinary; dead until after the resume; used late; first used after the resume.
+# Used from the start; zero gradients until after the resume; used late; first used after the resume.
 _USES = (_Use(1, 1), _Use(1, 5), _Use(2, 2), _Use(5, 5))
 
 
 def try_optimizer(
     config: TargetOptimizer, model: nn.Module, device: torch.device, dtype: torch.dtype, sharded: bool
 ) -> None:
-    """Raise ConfigError unless the user's optimizer trains and resumes as in a plain loop.
+    """Raise ConfigError unless the optimizer trains and resumes as usual.
 
-    It is tried on tiny copies of the model's parameters: in float64 on the CPU, or as `dtype` on `device` if that
-    fails.
+    The optimizer runs on tiny copies of the model's parameters, in float64 on the CPU, or as `dtype` on `device` if
+    float64 on the CPU fails.
 
     Args:
         sharded: whether each worker will update only its part of every parameter.
@@ -55,7 +58,7 @@ def try_optimizer(
 
 
 def _some_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return all parameters of a small model; of a large one some, with every number of dimensions among them."""
+    """Return all parameters of a small model, or some of each dimensionality."""
     if len(params) <= 2 * _ENDS:
         return params
     first_of = {param.dim(): param for param in reversed(params[_ENDS:-_ENDS])}
@@ -65,16 +68,16 @@ def _some_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 def _reason_to_refuse(
     config: TargetOptimizer, trained: Sequence[nn.Parameter], device: torch.device, dtype: torch.dtype, sharded: bool
 ) -> str:
-    """Return why the optimizer would train differently here than in a plain loop; "" if it would not."""
+    """Return how training would differ here from a plain loop, or ""."""
     for shift in range(len(_USES)):
         trial = _Trial(config, trained, device, dtype, shift)
         if not trial.is_possible:
             continue
         plain, resumed = trial.plain(), trial.resumed()
         name = type(plain.optimizer).__name__
-        not_resumed = f"{name} cannot go on from a checkpoint, which holds only tensors in an optimizer's state:"
+        not_resumed = f"{name} cannot continue from a checkpoint, which holds only tensors in an optimizer's state:"
         if not _equal(plain.state, trial.plain(seed=1).state):
-            return f"{name} draws random numbers in its steps, and each worker would draw others"
+            return f"{name} draws random numbers in its steps, and each worker would draw different ones"
         if kept := _kept_elsewhere(plain.optimizer, resumed.optimizer):
             return f"{not_resumed} it also keeps {kept}"
         if not _equal(plain.state, resumed.state):
@@ -85,7 +88,7 @@ def _reason_to_refuse(
 
 
 class _CannotStep(Exception):
-    """A step of the optimizer has raised; the message is its class, and the cause is what it raised."""
+    """Failure of an optimizer step: the message is the optimizer's class."""
 
 
 def _why_it_fails(error: Exception) -> str:
@@ -107,7 +110,7 @@ def _in_one_line(error: BaseException | None) -> str:
 
 
 class _Ran(NamedTuple):
-    """Parameters, their optimizer, and live references to the state of both."""
+    """Parameters, their optimizer, and live references to their state."""
 
     params: nn.ParameterList
     optimizer: torch.optim.Optimizer
@@ -115,10 +118,10 @@ class _Ran(NamedTuple):
 
 
 class _Trial:
-    """A few steps of warm-up on tiny parameters, with the same gradients each time.
+    """A few warm-up steps on tiny parameters, always with the same gradients.
 
     Args:
-        shift: says which parameter is used in which of the ways of `_USES`.
+        shift: offset that assigns the entries of `_USES` to the parameters.
     """
 
     def __init__(
@@ -134,11 +137,15 @@ class _Trial:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the first step has a gradient at all, as a real one has."""
+        """Return whether the first step has any gradient, as real steps do."""
         return any(use.first == 1 for use in self._uses)
 
     def plain(self, seed: int = 0, num_rows: int | None = None) -> _Ran:
-        """Run the steps in a plain loop, on the first rows of each parameter if `num_rows` is given."""
+        """Run the steps in a plain loop.
+
+        Args:
+            num_rows: number of first rows of each parameter to use; all by default.
+        """
         with own_randomness(seed):
             params = self._params(num_rows)
             optimizer = build_plain(self._config, params)
@@ -147,7 +154,7 @@ class _Trial:
             return _Ran(params, optimizer, _state_of(params, optimizer))
 
     def resumed(self) -> _Ran:
-        """Run the steps as a worker does: with a state before the first one, and a resume in between."""
+        """Run the steps with an early state and a resume, as workers do."""
         with own_randomness(0):
             first = self._begun()
             copy_state({"model": ModelState(self._params(), False).state_dict()}, first.state)
@@ -163,7 +170,7 @@ class _Trial:
         params = self._params()
         with torch.no_grad():
             for param in params:
-                param.zero_()  # a worker reads weights after it has built the optimizer
+                param.zero_()  # a worker reads the weights after it has built the optimizer
         optimizer = build_own(self._config, params)
         return _Ran(params, optimizer, _state_of(params, optimizer))
 
@@ -171,7 +178,7 @@ class _Trial:
         params = nn.ParameterList()
         for index, real in enumerate(self._trained):
             param = nn.Parameter(self._numbers(index, 0, num_rows))
-            vars(param).update(vars(real))  # users mark parameters for their optimizer
+            vars(param).update(vars(real))  # users set attributes on parameters for their optimizer
             params.append(param)
         return params
 
@@ -189,7 +196,7 @@ class _Trial:
             raise _CannotStep(type(optimizer).__name__) from error
 
     def _numbers(self, index: int, step: int, num_rows: int | None) -> Tensor:
-        """Return a parameter's values at first (step 0), or its gradient of a step."""
+        """Return a parameter's initial values (step 0) or gradient of a step."""
         num_dims = self._trained[index].dim()
         shape = (*_SHAPE, *[2] * (num_dims - len(_SHAPE)))[:num_dims]
         generator = torch.Generator().manual_seed(step * len(self._trained) + index)
@@ -197,7 +204,8 @@ class _Trial:
         return (values[:num_rows] if shape else values).to(self._device, self._dtype)
 
     def same_rows(self, whole: _Ran, part: _Ran) -> bool:
-        """Return whether the rows that a run was given end as in a run with all rows, but for rounding."""
+        """Return whether partial rows end as in a run with all rows."""
+        # Up to rounding.
         for index, (one, other) in enumerate(zip(whole.params, part.params, strict=True)):
             num_rows = len(other) if other.dim() else None
             expected = one[:num_rows] if other.dim() else one
@@ -212,7 +220,7 @@ def _state_of(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> Sta
 
 
 def _equal(one: State, other: State) -> bool:
-    """Return whether all of a plain loop's state is in another one, equal to the bit."""
+    """Return whether a state contains all of the first one, bit by bit."""
     expected, found = flatten(one), flatten(other)
     if not expected.keys() <= found.keys():
         return False
@@ -220,14 +228,14 @@ def _equal(one: State, other: State) -> bool:
 
 
 def _kept_elsewhere(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
-    """Return which numbers differ between two optimizers though no checkpoint holds them; "" if none do."""
+    """Return the names of differing numbers that no checkpoint holds."""
     first, second = _numbers_elsewhere(one), _numbers_elsewhere(other)
     differing = {name for (index, name), value in first.items() if second.get((index, name)) != value}
     return ", ".join(sorted(differing))
 
 
 def _numbers_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
-    """Return the numbers that an optimizer keeps, but for the tensors in its state."""
+    """Return the numbers of an optimizer outside the tensors of its state."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     holders: list[tuple[str, Mapping[str, Any]]] = [("as an attribute", vars(optimizer))]
     holders += [("in param_groups", group) for group in optimizer.param_groups]

@@ -14,15 +14,15 @@ _HAS_BEGUN = "has_begun"  # key in a parameter's state
 
 
 def build_own(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the user's target builds, prepared for checkpoints before its first step."""
+    """Return the user's optimizer, prepared for checkpoints before its first step."""
     optimizer = build_plain(config, params)
-    if not optimizer.state:  # Adagrad's constructor, for one, creates the state itself
+    if not optimizer.state:  # some constructors, such as Adagrad's, create the state themselves
         _FirstSteps(optimizer)
     return optimizer
 
 
 def build_plain(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the user's target builds, as it is."""
+    """Return the user's optimizer unchanged."""
     optimizer = build_target(config.target, {"params": list(params), "lr": config.lr, **config.args}, "optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -35,17 +35,19 @@ def refusal(config: TargetOptimizer, what: str) -> ConfigError:
 
 
 class _FirstSteps:
-    """Let an optimizer create a parameter's state in the first step that has a gradient for this parameter.
+    """Lets an optimizer create each parameter's state in its first step.
+
+    The first step of a parameter is the first one with a gradient for it.
 
     Checkpoints need the state's structure before that step, so `NamedOptimizer` creates the state early, as zeros. Some
     optimizers begin with other numbers (NAdam, Rprop, ASGD), which may depend on the step's learning rate. Therefore
     the zeros are discarded right before the parameter's first step, and the optimizer creates its state anew. A tensor
-    in the state, which is 1 from then on, carries through checkpoints whether that has happened.
+    in the state, which is 1 from then on, records in checkpoints whether that has happened.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._waiting: set[Tensor] = {param for group in optimizer.param_groups for param in group["params"]}
-        self._beginning: dict[Tensor, dict[str, Any]] = {}  # the state of those whose first step is under way
+        self._beginning: dict[Tensor, dict[str, Any]] = {}  # states of parameters in their first step
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -54,12 +56,12 @@ class _FirstSteps:
             if param.grad is None:
                 continue
             state = optimizer.state.pop(param, {})
-            if _HAS_BEGUN in state:  # else this step is the one that creates the structure
+            if _HAS_BEGUN in state:  # if missing, this step creates the structure of the state
                 self._waiting.remove(param)
             if bool(state.get(_HAS_BEGUN, False)):
                 optimizer.state[param] = state
             else:
-                state.clear()  # frees the memory before the optimizer allocates as much
+                state.clear()  # frees the memory before the optimizer allocates new memory
                 self._beginning[param] = state
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

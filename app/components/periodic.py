@@ -1,4 +1,4 @@
-"""What is done now and then between two steps: on all ranks, after the same step."""
+"""Periodic acts between two steps, on all ranks after the same step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,36 +15,36 @@ class _Act(NamedTuple):
 
 
 class Periodic:
-    """The periodic acts of an attempt, in the order in which they follow a step of a run of `num_steps`."""
+    """Periodic acts of an attempt, in the order of their execution."""
 
     def __init__(self, leader: bool, num_steps: int) -> None:
         self._leader = leader
         self._num_steps = num_steps
         self._acts: list[_Act] = []
-        self.names: list[str] = []  # what a rank may request: the control channel has to know it
+        self.names: list[str] = []  # of the acts that a rank may request through the control channel
 
     def add(self, name: str, trigger: Trigger, run: Callable[[int], object]) -> None:
-        """Add an act: `run(step)` whenever `trigger` says so. On all ranks alike."""
+        """Add an act that runs when `trigger` is due, on all ranks."""
         self._acts.append(_Act(name, trigger, run))
         self.names.append(name)
 
     def requests(self, signals: Signals) -> set[str]:
-        """Return what this rank requests: what its signals ask for, and, on the leader, what its clock says is due."""
+        """Return this rank's requests; the leader adds the acts that are due."""
         signalled = {STOP: signals.stop, LEAVE: signals.leave, FINISH: signals.finish, CHECKPOINT: signals.checkpoint}
         requests = {name for name, wanted in signalled.items() if wanted}
         for act in self._acts:
-            # Asked on every rank, since a trigger may have something to look after, but only one clock counts.
+            # Every rank asks its trigger, which may have upkeep to do, but only the leader's clock counts.
             if act.trigger.wanted() and self._leader:
                 requests.add(act.name)
         return requests
 
     def run(self, step: int, control: ControlChannel) -> None:
-        """Carry out what is due after `step`. A collective: all ranks know of the same requests."""
-        # The end of a run has acts of its own, which would do the same once more.
+        """Carry out the acts that are due after `step`. A collective."""
+        # The end of a run has acts of its own, which would repeat these.
         if step >= self._num_steps:
             return
         for act in self._acts:
-            # An attempt that is about to end writes its state anyway, so it grants no more requests.
+            # An attempt that is about to end writes its state anyway, so requests are not carried out.
             requested = act.name in control.requested and not control.ending
             if requested or act.trigger.due(step):
                 act.run(step)

@@ -1,4 +1,4 @@
-"""Faults on purpose and timing, put around what a step is given, in one chain and in one place."""
+"""Injected faults and timing, wrapped around the inputs of a step."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from app.world.runtime import Signals
 
 
 class Probes(Rider):
-    """Stands between a step and its batches, task, signals and control channel."""
+    """Wraps a step's batches, task, signals and control channel in one place."""
 
     def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
         self._faults = faults
@@ -25,24 +25,27 @@ class Probes(Rider):
         self._progress = progress
 
     def task(self, task: Task) -> Task:
-        # A run without faults and timing has the user's own task in its step: nothing to pay, nothing in a traceback.
+        # Without faults or timing the task is returned unwrapped: no overhead, and a clean traceback.
         if not (self._faults.active or self._balance.timed):
             return task
         return _ProbedTask(task, self._faults, self._balance)
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        """Return the batches; the wait for each counts as the loader phase, and a step's first one arms its faults."""
+        """Return batches whose loading is timed and that trigger faults.
+
+        The wait for each batch counts as the loader phase, and the first batch of a step arms the faults of that step.
+        """
         if self._faults.active:
             batches = self._faults.entering(batches)
-        # Timing comes last, around all else: what the loader costs is a part of what a microbatch costs.
+        # Timing wraps the faults too, because the time of the loader is a part of the time of a microbatch.
         return self._balance.batches(self._progress.fetching(batches))
 
     def recomputing(self, step: int) -> AbstractContextManager[object]:
-        """Return the context in which a microbatch of `step` is computed a second time: it takes no times of it."""
+        """Return the context for recomputing a microbatch of `step`, without timing."""
         return self._faults.recomputing(step)
 
     def enter(self, phase: str) -> None:
-        """Enter a phase that all ranks enter alike."""
+        """Enter a phase that all ranks enter."""
         self._progress.enter(phase)
         self._faults.reach(phase)
 
@@ -50,7 +53,7 @@ class Probes(Rider):
         return self._faults.signals(signals)
 
     def payload(self) -> list[float]:
-        self._faults.reach("collective")  # the message is about to be posted
+        self._faults.reach("collective")  # the message is posted right after this call
         return self._balance.payload()
 
     def on_result(self, step: int, payload: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""Learning rate schedules: pure functions of the step, so they have no state to save."""
+"""Learning rate schedules as pure functions of the step, without state."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Schedule = Callable[[int, float], float]  # (step, counted from 1, and peak rate
 
 
 def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
-    """Return the schedule that the configuration names, for a run of `num_steps`."""
+    """Return the configured schedule for a run of `num_steps`."""
     if not isinstance(config, Target):
         return lambda step, peak: learning_rate(config, peak, step, num_steps)
     factor = partial(load_target(config.target, "schedule.target"), num_steps=num_steps, **config.args)
@@ -28,20 +28,21 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
 
 
 def warmup_in_force(config: ScheduleConfig, num_steps: int) -> int:
-    """Return the steps of warm-up that a run of `num_steps` really has: a longer warm-up ends with the run."""
-    # Not corrected in the configuration: a short run that is extended gets the warm-up that the user asked for.
+    """Return the number of warm-up steps, at most `num_steps`."""
+    # The configuration keeps the longer warm-up, because a short run may be extended and then needs all of it.
     return min(getattr(config, "warmup_steps", 0), num_steps)
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int) -> float:
-    """Return the rate of `step` (from 1): linear warm-up to `peak`, and then as the kind says.
+    """Return the rate of `step` (from 1) by the configured schedule.
 
-    It is of the run's present length: extending a finished run stretches the schedule, so that its rate goes up again.
+    The rate rises linearly to `peak` during the warm-up and then follows the kind of schedule. The schedule covers the
+    run's present length: extending a finished run stretches the schedule, so its rate goes up again.
     """
     warmup_steps = warmup_in_force(config, num_steps)
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))  # of what follows the warm-up
+    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))  # share of the steps after the warm-up
     match config:
         case ConstantConfig():
             return peak
@@ -61,7 +62,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int
 
 
 def _one_cycle(config: OneCycleConfig, peak: float, step: int, num_steps: int) -> float:
-    """Return the rate of torch.optim.lr_scheduler.OneCycleLR, which counts steps from 0."""
+    """Return the rate of torch's OneCycleLR, which counts steps from 0."""
     start = peak / config.start_divisor
     last_rising = config.rising_fraction * num_steps - 1
     at = step - 1

@@ -1,4 +1,4 @@
-"""Randomness inside a microbatch."""
+"""Random seeds of a microbatch."""
 
 import torch
 
@@ -6,16 +6,16 @@ from app.data.order import keyed_hash
 from app.data.randomness import seed_host
 from app.plan import Microbatch
 
-_VALIDATION = 0  # stands in for the step, which counts from 1
+_VALIDATION = 0  # used in place of the step, which counts from 1
 
 
 def seed_generators(seed: int, microbatch: Microbatch, device: torch.device) -> None:
-    """Key the draws of a training microbatch by (seed, step, microbatch), so that every rank draws the same."""
+    """Seed a training microbatch by (seed, step, microbatch), on every rank alike."""
     _seed(keyed_hash(seed, microbatch.step, microbatch.index), device)
 
 
 def seed_validation(seed: int, microbatch: Microbatch, device: torch.device) -> None:
-    """Key the draws of a validation microbatch by (seed, first position), so that every validation draws the same."""
+    """Seed a validation microbatch by (seed, first position), every time alike."""
     _seed(keyed_hash(seed, _VALIDATION, microbatch.start), device)
 
 

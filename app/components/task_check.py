@@ -1,4 +1,4 @@
-"""Check, before the first step, that a task of the user's own trains here as in a plain loop."""
+"""Check that a user's task trains here as in a plain loop."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,18 +27,21 @@ from app.world.control import gather_numbers
 from app.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
-_NUM_SEEDS = 6  # for a loss that draws: mixup by a random permutation leaves the two halves apart in one draw of six
-# Difference that rounding explains, as a share of the losses that are compared.
+_NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exchanges no rows between the halves
+# Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _TF32_TOLERANCE = 2e-3
 
 
 def check_task(config: Config, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
-    """Run a task of the user's own on a few samples and refuse one that would train differently. A collective.
+    """Refuse a user's task that would train differently here. A collective.
 
-    The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in forwards of
-    their own; the rows of an embedding must not depend on each other. Evaluation mode leaves out BatchNorm, whose
-    statistics are those of a microbatch by design, and dropout. `task.coupled` leaves out the comparison, not the call.
+    The task is tried on a few samples.
+
+    The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in separate
+    forwards; the rows of an embedding must not depend on each other. The trial runs in evaluation mode, which excludes
+    dropout, and BatchNorm, whose statistics are those of a microbatch by design. With `task.coupled` the task is called
+    but its losses are not compared.
 
     Raises:
         UsageError: the task returns no `Sums`, calls a collective, or its loss couples samples.
@@ -48,7 +51,7 @@ def check_task(config: Config, worker: WorkerState, world: World, parallel: Para
         return
     if isinstance(worker.task, GlobalTask):
         _refuse_what_needs_each_loss(config)
-    # Once for a run of the command: newcomers to a world find members that have checked the same code.
+    # Checked once per command: workers that join a world find members that have checked the same code.
     is_checked = bool(gather_numbers(int(worker.task_checked), world.groups.control).max())
     worker.task_checked = True
     if is_checked:
@@ -70,17 +73,17 @@ class _Trial:
         self._loader = worker.loader
         self._num_train = worker.order.num_train
         size = worker.batch.samples_per_microbatch
-        # A coupled loss may need its microbatch whole, as that of a model that keeps a state for each of its samples.
+        # A coupled loss may need a whole microbatch, for example if the model keeps a state per sample.
         self._num_rows = min(size if self._coupled else min(_NUM_ROWS, size), self._num_train)
         is_tf32 = config.precision.tf32 and worker.precision.device.type == "cuda"
         self._tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCES[worker.precision.compute_dtype]
 
     def run(self) -> None:
-        """Evaluate the task, and compare its loss with the losses of parts of the same samples."""
+        """Compare the loss of a batch with the losses of its parts."""
         num_rows, half = self._num_rows, self._num_rows // 2
         whole = self._loader.example(num_rows)
         loss = self._loss(whole, seed=0)
-        # What has no row for each sample never runs in parts.
+        # A batch that has no row for each sample never runs in parts.
         if self._coupled or not half or uncuttable(whole, num_rows) is not None:
             return
         halves = [rows_of(whole, rows, num_rows) for rows in (range(half), range(half, num_rows))]
@@ -90,7 +93,7 @@ class _Trial:
         parts = self._losses_of(halves)
         self._compare_counts(loss, parts)
         if not self._is_equal([loss], [self._loss(whole, seed=0)]):
-            return  # a loss that changes from call to call, by a counter of the model say, cannot be compared
+            return  # a loss that changes from call to call cannot be compared
         if not self._is_equal([loss], [self._loss(whole, seed=1)]):
             self._exchange_halves()
         elif not self._is_equal([loss], parts):
@@ -102,12 +105,15 @@ class _Trial:
             return [self._loss(part, seed=0) for part in parts]
         except UsageError:
             raise
-        except Exception as error:  # of a model that keeps a state for each sample of its microbatch, say
+        except Exception as error:  # for example from a model that keeps a state for each sample of a microbatch
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
 
     def _exchange_halves(self) -> None:
-        """Compare losses whose draws are equal, because seeds and shapes are, with halves of the batch exchanged."""
+        """Compare losses of batches whose second halves are exchanged.
+
+        Equal seeds and shapes give equal random draws.
+        """
         half = self._num_rows // 2
         size = 4 * half
         if size > self._num_train:
@@ -141,7 +147,7 @@ class _Trial:
             limit = self._tolerance * float(of_whole.abs().max())
             halves = torch.cat([of_first, of_second])
             if _differ(of_whole, redrawn, limit):
-                continue  # embeddings that draw at random cannot be compared
+                continue  # embeddings that contain random draws cannot be compared
             if halves.shape != of_whole.shape or _differ(of_whole, halves, limit):
                 self._refuse("the embedding of a sample follows from the other samples of its batch")
 
@@ -150,14 +156,14 @@ class _Trial:
         if abs(count - expected) > 1e-6 * abs(expected):
             raise UsageError(
                 f"{self._name}.loss counts {count:g} in {self._num_rows} samples, and {expected:g} in their halves "
-                "together. The count of Sums is how many losses are in loss_sum: of a mean loss over a batch return "
+                "together. The count of Sums is how many losses are in loss_sum: for a mean loss over a batch return "
                 "Sums(loss * len(batch), len(batch))"
             )
 
     def _is_equal(self, found: Sequence[Sums], expected: Sequence[Sums]) -> bool:
         losses = [float(sums.loss_sum) for sums in (*found, *expected)]
         difference = sum(losses[: len(found)]) - sum(losses[len(found) :])
-        # Not the other way round: of losses that are not finite nothing can be said.
+        # `not ... >` accepts losses that are not finite, because nothing can be concluded from them.
         return not abs(difference) > self._tolerance * sum(map(abs, losses))
 
     def _refuse(self, what: str) -> NoReturn:
@@ -175,7 +181,10 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 
 @contextmanager
 def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Module]:
-    """Give the model in evaluation mode; buffers, random generators and metrics are as before afterwards."""
+    """Yield the model in evaluation mode, and undo all side effects.
+
+    Buffers, random generators and metrics are restored afterwards.
+    """
     device = worker.precision.device
     with ExitStack() as unchanged:
         unchanged.enter_context(Buffers(model).undone())
@@ -183,7 +192,7 @@ def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Modul
         unchanged.enter_context(own_randomness(0))
         unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
         unchanged.enter_context(evaluating(model))
-        # Gradients stay enabled, as a loss may take some itself.
+        # Gradients stay enabled, because a loss may compute gradients itself.
         yield model
 
 

@@ -1,4 +1,4 @@
-"""What a task's sums add up to over the microbatches of one rank."""
+"""Sums of a task's results over the microbatches of one rank."""
 
 from collections.abc import Iterable
 
@@ -10,22 +10,22 @@ from app.world.sums import Summation
 
 
 class Totals:
-    """Loss, count and metrics of the microbatches that one rank has run, each in the parts of a summation."""
+    """Sums of loss, count and metrics of one rank's microbatches."""
 
-    # On the device: to read a loss after each microbatch would make the host wait where it should run ahead.
+    # The sums stay on the device: reading a loss after each microbatch would make the host wait for it.
     def __init__(self, device: torch.device, summation: type[Summation]) -> None:
         self._summation = summation
         self._none = torch.zeros(summation.width, dtype=torch.float64, device=device)
         self.loss_sum = self._none.clone()  # (width,)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # sum and count of each, (width,)
+        self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum and count, (width,) each
 
     @property
     def metric_names(self) -> list[str]:
         return sorted(self._metrics)
 
     def add(self, sums: Sums, weight: int) -> None:
-        """Add a microbatch, or nothing for a pad, whose weight is 0."""
+        """Add the sums of a microbatch; a pad adds nothing."""
         split = self._summation.split
         self.loss_sum += split(sums.loss_sum.detach()) * weight
         self.count += sums.count * weight
@@ -35,12 +35,12 @@ class Totals:
             self._metrics[name] = total + self._split(mean.total) * weight, count + self._split(mean.count) * weight
 
     def _split(self, value: Tensor | float) -> Tensor:
-        # In float64, and without a copy from the host.
+        # new_full makes a float64 number on the device without a copy from the host.
         number = value.detach() if isinstance(value, Tensor) else self._none.new_full((), value)
         return self._summation.split(number)
 
     def metrics(self, names: Iterable[str]) -> list[Tensor]:
-        """Return sum and count of each of these metrics, one after the other; zeros for one that is not there."""
+        """Return sum and count of each named metric, zeros if unknown."""
         numbers: list[Tensor] = []
         for name in names:
             numbers += self._metrics.get(name, (self._none, self._none))

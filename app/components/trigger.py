@@ -1,4 +1,4 @@
-"""When something periodic is due."""
+"""Triggers that decide when a periodic act is due."""
 
 import time
 from collections.abc import Callable
@@ -13,29 +13,29 @@ class Trigger(Protocol):
     """Decides when a periodic act is carried out."""
 
     def due(self, step: int) -> bool:
-        """Return whether the act follows `step`. Every rank must come to the same answer by itself."""
+        """Return whether the act follows `step`, the same on every rank."""
         ...
 
     def wanted(self) -> bool:
-        """Return whether this rank requests the act now. Only the leader's answer counts, and all ranks are told."""
+        """Return whether this rank requests the act now; the leader's answer counts."""
         ...
 
     def done(self) -> None:
-        """Take note that the act has been carried out."""
+        """Record that the act has been carried out."""
         ...
 
 
 class Interval:
-    """The trigger of something that happens every so often; a period of None is never."""
+    """Trigger of an act with a fixed period; None means never."""
 
-    # Steps and epochs are counted, so every rank knows by itself. Minutes and seconds are read off one clock, since two
-    # would name different steps: the leader requests the act, the control channel carries the request, and all ranks
-    # act at the same step.
+    # Each rank counts steps and epochs by itself. Only the leader's clock measures minutes and seconds, because several
+    # clocks would choose different steps: the leader requests the act, the control channel carries the request, and all
+    # ranks act after the same step.
     def __init__(
         self,
         every: Every | None,
-        epoch: int,  # samples in one
-        samples_up_to: Callable[[int], int],  # a step, of the whole run
+        epoch: int,  # number of samples
+        samples_up_to: Callable[[int], int],  # step -> samples of the run up to that step
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = every
@@ -47,14 +47,14 @@ class Interval:
         self._hurried = False
 
     def begin(self, age_s: float = 0.0) -> None:
-        """Begin another attempt. The act was last carried out at least `age_s` ago, as far as others know."""
-        # The leader may be new, and then its own clock began when it joined.
+        """Begin another attempt, `age_s` seconds or more after the last act."""
+        # This leader may be a new worker, whose clock began when the worker joined.
         self._since_s = min(self._since_s, self._clock() - age_s)
-        # What was requested in the last attempt may not have reached the others.
+        # The other ranks may not have received a request from the last attempt.
         self._requested = False
 
     def hurry(self) -> None:
-        """Let the act be due at once, whatever the period."""
+        """Make the act due at once, whatever the period."""
         self._hurried = True
 
     def due(self, step: int) -> bool:
@@ -63,12 +63,12 @@ class Interval:
         count = self._every.count
         if self._every.unit == "steps":
             return step % count == 0
-        # Not a remainder: an epoch need not be a whole number of steps.
+        # Not a remainder, because an epoch need not be a whole number of steps.
         period = count * self._epoch
         return self._samples_up_to(step) // period > self._samples_up_to(step - 1) // period
 
     def wanted(self) -> bool:
-        """Return True once the time has come, and then False until `done`."""
+        """Return True once when the period has passed, then False until `done`."""
         if self._hurried and not self._requested:
             self._requested = True
             return True

@@ -1,4 +1,4 @@
-"""Validation: every held-out sample exactly once, whatever the world."""
+"""Validation on every held-out sample exactly once, in any world."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ from app.world.sums import summation
 
 
 class Validator:
-    """Measures a model on the held-out samples of an attempt's world."""
+    """Measures a model on the held-out samples."""
 
     def __init__(self, config: Config, worker: WorkerState, parallel: Parallel, world: World) -> None:
         self._worker = worker
@@ -37,13 +37,14 @@ class Validator:
         self.trigger = worker.trigger("validation", config.validation.every)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return what the validation after `step` has measured; nothing if there was none."""
+        """Return the results of the validation after `step`, if any."""
         return self._metrics if step == self._step else {}
 
     def checkpoint_trigger(self, age_s: float, is_left_on_one_node: bool) -> Trigger:
-        """Return the trigger of checkpoints, the last one `age_s` old: they follow validations too to keep the best.
+        """Return the trigger of checkpoints; the last one is `age_s` old.
 
-        One is due at once where a run that had several nodes is left on one: with it all of the state would be lost.
+        With `keep_best` a checkpoint also follows each validation. A run that had several nodes and has one left writes
+        a checkpoint at once, because the loss of that node would lose the whole state.
         """
         clock = self._worker.trigger("checkpoint", self._config.every, age_s)
         if is_left_on_one_node:
@@ -51,9 +52,9 @@ class Validator:
         return _AfterValidation(clock, self) if self._config.keep_best else clock
 
     def run(self, step: int, model: nn.Module) -> dict[str, float]:
-        """Return the mean loss and metrics of all samples held out, after `step`. A collective.
+        """Return the mean loss and metrics of all held-out samples. A collective.
 
-        {} if none are held out, or if they have been measured after this very step.
+        Returns {} if no samples are held out, or if the model was already measured after `step`.
         """
         if step == self._step:
             return {}
@@ -64,21 +65,21 @@ class Validator:
         return self._metrics
 
     def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
-        """Return the same at the end of an attempt: {} unless the run is over. A collective."""
+        """Return the same if the run is over, else {}. A collective."""
         return self.run(outcome.step, model) if outcome.kind == "finished" else {}
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         if self._plan is None:
             return {}
-        # As a phase of its own it has time-outs of its own: it may take as long as many steps.
+        # A validation may take as long as many steps, so it is a phase with time-outs of its own.
         self._world.progress.enter("validation")
         model = self._parallel.unwrap(model)
         precision = self._worker.precision
         totals = Totals(precision.device, self._summation)
         metrics = SummedMetrics(self._worker.task, precision.device)
         with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
-            # A loss over the global batch is taken of one after the other, since it follows from their size; any other
-            # of one step whose global batch is the whole validation set.
+            # A loss over the global batch depends on its size, so one loss is computed per global batch. Any other loss
+            # is computed in a single step whose global batch is the whole validation set.
             for step in range(1, self._plan.last_step + 1):
                 fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.rank)))
                 self._measure_step(step, fetched, model, metrics, totals)
@@ -99,7 +100,7 @@ class Validator:
         for fetched in batches:
             microbatch, num_samples = fetched.microbatch, fetched.microbatch.stop - fetched.microbatch.start
             seed_validation(self._seed, microbatch, precision.device)
-            # A pad has weight 0: every sample counts once, whatever the world.
+            # A pad has weight 0, so every sample counts once in any world.
             with precision.autocast(), metrics.counting(microbatch.weight):
                 if isinstance(task, GlobalTask):
                     found = task.embed(model, fetched.batch)
@@ -107,21 +108,21 @@ class Validator:
                 else:
                     totals.add(task.loss(model, fetched.batch), microbatch.weight)
         if isinstance(task, GlobalTask):
-            # Every rank takes the same loss, and the leader's counts.
+            # Every rank computes the same loss, and only the leader's loss is added up.
             counts = int(self._world.leader)
             with metrics.counting(counts):
                 totals.add(task.loss_of_embeddings(embeddings.gather(self._world.groups)), counts)
 
 
 class _AfterValidation:
-    """The trigger of checkpoints that follow each validation, beside their own times."""
+    """Trigger of checkpoints that also follow each validation."""
 
     def __init__(self, trigger: Trigger, validator: Validator) -> None:
         self._trigger = trigger
         self._validator = validator
 
     def due(self, step: int) -> bool:
-        # The validation after this step is over by now: its act comes first.
+        # The validation act precedes the checkpoint act, so a validation after this step has already run.
         return self._trigger.due(step) or bool(self._validator.metrics_of(step))
 
     def wanted(self) -> bool:

@@ -1,4 +1,7 @@
-"""How one model is trained by many workers. Each strategy answers the same few questions; nobody asks for its kind."""
+"""Strategies that train one model with many workers, behind a common interface.
+
+No other module asks which strategy is in use.
+"""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -20,14 +23,14 @@ ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
 
 
 class Parallel(Protocol):
-    """A data parallel strategy."""
+    """Interface of a data parallel strategy."""
 
-    # Any survivor can give the state to a newcomer, and one rank can write it. Otherwise the lost take their shards
-    # along, and every rank writes its own.
+    # True if any survivor can pass the state to a new worker, and one rank can write it. If False, lost workers take
+    # their shards along, and every rank writes its own shards.
     survivors_hold_all: ClassVar[bool]
-    # Cancels whatever mean the strategy takes over ranks: gradients are sums here.
+    # Factor that cancels a mean of the strategy over ranks, because gradients are sums here.
     loss_scale: float
-    # Parameters, gradients and the optimizer's state are in the host's memory, and on the device while they are used.
+    # True if parameters, gradients and optimizer state are in host memory, and on the device only during their use.
     offloads: bool
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -35,40 +38,42 @@ class Parallel(Protocol):
         ...
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Let a task call these methods of the wrapped model, beside forward."""
+        """Allow a task to call these methods of the wrapped model."""
         ...
 
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a microbatch's forward and backward; gradients travel on the last one only."""
+        """Return the context of a microbatch, whose gradients are summed if `last`."""
         ...
 
     def store_gradients(self) -> None:
-        """Make what ranks have summed the gradients of the parameters, once it has arrived."""
+        """Store the sum over ranks in the parameters' gradients, after a wait."""
         ...
 
     def detach_unused(self) -> None:
-        """Set the `grad` of each parameter that no rank has used in the step to None. Behind the gate.
+        """Set the gradients of unused parameters to None, after the gate.
+
+        A parameter is unused if no rank has used it in the step.
 
         Raises:
-            TrainingError: the step is not what one process would have computed.
+            TrainingError: the step differs from that of one process.
         """
         ...
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
-        """Forget the gradients of all parameters that the optimizer updates."""
+        """Clear the gradients of all parameters that the optimizer updates."""
         ...
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module with the user's own parameter names and a forward that may run without gradients."""
+        """Return the module with the user's parameter names, for forwards without gradients."""
         ...
 
     def whole(self, model: nn.Module) -> nn.Module | None:
-        """Return the module if this rank alone can run it, else None."""
+        """Return the module if this rank alone can run the module."""
         ...
 
     @staticmethod
     def units(model: nn.Module) -> list[str]:
-        """Return the classes of the parts that are gathered one at a time, the model itself first; [] if none are."""
+        """Return the classes of separately gathered parts, the model first."""
         ...
 
     def writes(self, world: World) -> bool:
@@ -77,9 +82,9 @@ class Parallel(Protocol):
 
 
 def strategy_of(config: ParallelConfig) -> type[Parallel]:
-    """Return the class of the strategy that the configuration names."""
+    """Return the class of the configured strategy."""
     if isinstance(config, FsdpConfig):
-        # Imported only now: FSDP takes a second that a start with DDP need not wait for.
+        # Imported here because FSDP takes a second, which a start with DDP should not spend.
         from app.parallel.fsdp import FullyShardedDataParallelism
 
         return FullyShardedDataParallelism
@@ -89,26 +94,26 @@ def strategy_of(config: ParallelConfig) -> type[Parallel]:
 
 
 def arrange(world: World, config: ParallelConfig) -> World:
-    """Return `world` with its ranks on the axes that the strategy wants.
+    """Return `world` with its ranks on the axes of the strategy.
 
     Raises:
-        UsageError: they do not make whole replicas.
+        UsageError: the ranks do not make whole replicas.
     """
     shard = ranks_of_replica(config, world.size)
     if world.size % shard:
-        raise UsageError(f"parallel.shard_size={shard}: {world.size} workers do not make whole replicas of so many")
+        raise UsageError(f"parallel.shard_size={shard}: {world.size} workers do not make whole replicas")
     return replace(world, shard=shard)
 
 
 def ranks_of_replica(config: ParallelConfig, world_size: int) -> int:
-    """Return how many ranks hold one model among them."""
+    """Return the number of ranks that together hold one model."""
     if isinstance(config, FsdpConfig):
         return config.shard_size or world_size
     return 1
 
 
 def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:
-    """Return the strategy that the configuration names, for an arranged world."""
+    """Return the configured strategy for an arranged world."""
     if isinstance(config, FsdpConfig):
         from app.parallel.fsdp import FullyShardedDataParallelism
 

@@ -1,6 +1,6 @@
-"""Activation checkpointing: what a layer computes in its forward is thrown away, and computed again in its backward.
+"""Activation checkpointing: the backward computes a layer's activations again.
 
-Dropout and whatever else is drawn from torch's generators is drawn alike both times.
+Random numbers of torch's generators, such as dropout's, are the same both times.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from app.parallel.blocks import blocks_of, stop_caching
 
 _KEY = "memory.activation_checkpointing"
 _aten = torch.ops.aten
-# What costs most to compute again for the memory that it takes.
+# Operations that are expensive to repeat for the memory of their results.
 _KEPT = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -32,37 +32,39 @@ _KEPT = [
 
 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointing) -> None:
-    """Have the repeated layers of a model keep their inputs alone; under "selective" also products and attention.
+    """Let a model's repeated layers keep only their inputs for the backward.
+
+    With "selective" they also keep matrix products and attention.
 
     Raises:
-        UsageError: no repeated layers are found, or somebody else has changed how they are called.
+        UsageError: no repeated layers are found, or other code has replaced a layer's forward.
     """
     if how == "none":
         return
     blocks = blocks_of(model)
     if not blocks:
         raise UsageError(f"{_KEY}={how}: no repeated layers are found; give the model a method blocks()")
-    stop_caching(model)  # layers would fill the cache twice
+    stop_caching(model)  # otherwise each layer would enter its keys and values twice
     every = how if isinstance(how, int) else 1
     for block in blocks[::every]:
         if "forward" in vars(block):
             raise UsageError(f"{_KEY}={how}: the forward of a {type(block).__name__} has been replaced; use none")
-        # A bound method, which a copy of the model binds to the layer's copy. No wrapper: names stay what they are.
+        # A bound method, which a copy of the model binds to the copied layer. A wrapper would change parameters' names.
         block.forward = MethodType(_kept_in_part if how == "selective" else _kept_nowhere, block)
 
 
 def refuse_parts_of_layers(layers: Sequence[nn.Module]) -> None:
-    """Raise UsageError for a layer that keeps products and attention, and parts of which fsdp gathers by themselves."""
-    from torch.distributed.fsdp import FSDPModule  # takes a second to import, and sharded models alone need it
+    """Raise UsageError for layers with separately gathered parts, under "selective"."""
+    from torch.distributed.fsdp import FSDPModule  # the import takes a second, and only sharded models need it
 
     for layer in layers:
         for name, part in layer.named_modules():
             if part is not layer and isinstance(part, FSDPModule):
-                # What is kept is known by its place among all operations of the layer, and the second time, in the
-                # backward, other ones gather the part.
+                # Kept results are found by their index among all operations of the layer. In the backward different
+                # operations gather the part, which shifts the index.
                 raise UsageError(
-                    f"{_KEY}=selective: parallel.wrap gathers {name}, a part of a layer, by itself, and then what was "
-                    "kept of the layer is not found again; take full, or parallel.wrap=blocks"
+                    f"{_KEY}=selective: parallel.wrap gathers {name}, a part of a layer, by itself, and then the kept "
+                    "results of the layer are not found again; take full, or parallel.wrap=blocks"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The repeated layers of a model, which are treated one at a time."""
+"""Repeated layers of a model, for sharding, checkpointing and compilation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from app.errors import UsageError
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model; none if there are none.
+    """Return the repeated layers of a model, [] if none.
 
-    They are what its method `blocks()` returns; else modules of the classes that Hugging Face's models name; else the
-    largest ModuleList or Sequential of modules of one class.
+    These are the result of the model's method `blocks()`; else modules of the classes in Hugging Face's
+    `_no_split_modules`; else the members of the largest ModuleList or Sequential of one class.
     """
     blocks = getattr(model, "blocks", None)
     if callable(blocks) and not isinstance(blocks, nn.Module):
@@ -24,7 +24,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def stop_caching(model: nn.Module) -> None:
-    """Have a model of Hugging Face's keep no keys and values of its layers, which training does not need."""
+    """Disable the cache of keys and values in a Hugging Face model.
+
+    Training does not need the cache.
+    """
     settings: Any = getattr(model, "config", None)
     if hasattr(settings, "use_cache"):
         settings.use_cache = False
@@ -34,7 +37,7 @@ def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
     """Return the modules of the classes with these names, inner ones first.
 
     Raises:
-        UsageError: the model has none of one of them.
+        UsageError: the model has no module of one of the classes.
     """
     inside = [module for module in _inner_first(model) if module is not model]
     classes = {type(module).__name__ for module in inside}
@@ -45,7 +48,8 @@ def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
 
 
 def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
-    """Return the modules with so many parameters that are in no other one that is returned, inner ones first."""
+    """Return separate modules with at least `num_parameters`, inner ones first."""
+    # Parameters of a returned module do not count for the modules around it.
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in _unshared(model, _inner_first(model)):
@@ -66,7 +70,7 @@ def _largest_repetition(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         members = list(module.children())
         kinds = {type(member) for member in members}
-        # A unit is gathered when its forward is called, so a list of lists is none.
+        # A unit is gathered when its forward is called, so modules without a forward, such as lists, do not qualify.
         callable_ones = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1 and callable_ones:
             candidates.append(members)
@@ -78,7 +82,7 @@ def _num_parameters(modules: list[nn.Module]) -> int:
 
 
 def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Leave out modules within others, and those that share a parameter with another part of the model."""
+    """Remove nested modules, and modules that share parameters with the rest."""
     inner: set[nn.Module] = set()
     for module in modules:
         inner |= set(module.modules()) - {module}
@@ -86,7 +90,7 @@ def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _unshared(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Leave out those that share a parameter with a part of the model that is not in them."""
+    """Remove modules that share a parameter with another part of the model."""
     unshared = []
     holders = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in dict.fromkeys(modules):

@@ -1,4 +1,4 @@
-"""Gradients in flat buffers that live as long as the model, and travel while the backward still runs."""
+"""Flat buffers for gradients, summed over ranks while the backward runs."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,25 +14,28 @@ from app.parallel.fixed_point import FixedPoint
 from app.world.communicator import Communicator
 
 _MIB = 1 << 20
-_FIRST_BYTES = _MIB  # the first bucket is small, so that something travels soon; as in DistributedDataParallel
+_FIRST_BYTES = _MIB  # the first bucket is small, so that its sum starts early; as in DistributedDataParallel
 _CAP_MB = 25
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Flat buffer of the gradients of some parameters, with one flag behind them for each parameter.
+    """Flat buffer with the gradients and flags of some parameters.
 
-    A flag is 1 where the rank has used the parameter in the step, else 0. It travels with the gradients, so that every
-    rank knows which parameters no rank has used.
+    A flag is 1 if this rank has used the parameter in the step, else 0. Flags are summed with the gradients, so that
+    every rank knows which parameters no rank has used.
     """
 
     params: list[nn.Parameter]
     flat: Tensor  # (elements + parameters,)
-    unused: list[int] = field(default_factory=list)  # places of the parameters that this rank has not used in the step
+    unused: list[int] = field(default_factory=list)  # indices of the parameters that this rank has not used in the step
 
     @classmethod
     def of(cls, params: list[nn.Parameter]) -> Self:
-        """Return a bucket of parameters of one format and device, whose gradients become views of it."""
+        """Return a bucket whose parameters' gradients are views of it.
+
+        The parameters share one format and device.
+        """
         bucket = cls(params, params[0].new_zeros(sum(param.numel() for param in params) + len(params)))
         bucket.attach(range(len(params)))
         return bucket
@@ -48,15 +51,15 @@ class Bucket:
         return self.flat[-len(self.params) :]
 
     def attach(self, places: Sequence[int]) -> None:
-        """Make the gradients of the parameters at these places views of the bucket."""
+        """Make the gradients of the parameters at `places` views of the bucket."""
         if places:
             views = self.gradient.split([param.numel() for param in self.params])
             for place in places:
                 self.params[place].grad = views[place].view_as(self.params[place])
 
     def detach_unused(self) -> None:
-        """Take the gradients from the parameters that no rank has used. The flags have been summed."""
-        # A parameter that this rank has used needs no look at the flags.
+        """Remove the gradients of parameters without any summed flag."""
+        # Flags of parameters that this rank has used need not be read.
         if self.unused:
             used = self.used.tolist()
             for place in self.unused:
@@ -65,29 +68,29 @@ class Bucket:
 
 
 class Reduction(Protocol):
-    """How the gradients in a bucket are added up, over the forwards of a rank and over ranks."""
+    """Way of summing the gradients in a bucket over forwards and ranks."""
 
-    takes_each: bool  # the gradient of each forward by itself, rather than what autograd has made of them all
+    takes_each: bool  # needs the gradient of each forward separately, not their sum by autograd
 
     def begin(self) -> None:
-        """Begin a step, or an attempt, with nothing in the buckets."""
+        """Begin a step or an attempt with empty buckets."""
         ...
 
     def take(self, bucket: Bucket) -> None:
-        """Add to the bucket's sum what a backward has left in it."""
+        """Add the gradient of a backward to the bucket's sum."""
         ...
 
     def launch(self, bucket: Bucket, communicator: Communicator) -> None:
-        """Launch the sum over ranks, of the flags too."""
+        """Start the sum over ranks, flags included."""
         ...
 
     def store(self, buckets: list[Bucket]) -> None:
-        """Write the sums over ranks into the buckets. They have been waited for."""
+        """Write the complete sums over ranks into the buckets."""
         ...
 
 
 class PlainSum:
-    """Gradients add up where they are, and travel as they are."""
+    """Sums gradients in place, in their own format."""
 
     takes_each = False
 
@@ -105,14 +108,14 @@ class PlainSum:
 
 
 class FixedPointSum:
-    """Gradients are added as integers, and travel so, in twice the bytes of fp32."""
+    """Sums gradients as integers, which take twice the bytes of fp32."""
 
     takes_each = True
 
     def __init__(self, fixed_point: FixedPoint) -> None:
         self._fixed_point = fixed_point
-        self._totals: dict[Bucket, Tensor] = {}  # the flags behind what the format needs
-        self._begun: set[Bucket] = set()  # those with a term of this step
+        self._totals: dict[Bucket, Tensor] = {}  # sums of the fixed-point format, followed by the flags
+        self._begun: set[Bucket] = set()  # buckets with a term of this step
 
     def begin(self) -> None:
         self._fixed_point.begin()
@@ -138,28 +141,28 @@ class FixedPointSum:
 
 
 class GradientBuckets:
-    """The gradients of a model. Each parameter's `grad` is a view of a bucket, from the begin of a step to its update.
+    """Gradients of a model, which are views of buckets during a step.
 
     A parameter that this rank does not use in a step has a gradient of zero there, to which other ranks may add. If no
     rank uses the parameter, its `grad` is None when the optimizer steps, as in a plain loop.
 
     Args:
-        parameters: those that require a gradient, in the order in which a forward uses them.
+        parameters: parameters that require a gradient, in the order in which a forward uses them.
         cap_bytes: size at which a bucket is full.
-        reduction: adds them up.
+        reduction: sums the gradients.
     """
 
-    # Buckets hold the parameters from the last to the first, as a backward reaches them. The layout follows from the
-    # model alone: every attempt adds gradients up in the same order, so a resumed run repeats an undisturbed one.
+    # Buckets hold the parameters from the last to the first, in the order of a backward. The layout depends on the
+    # model alone: every attempt sums gradients in the same order, so a resumed run repeats an uninterrupted one.
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, reduction: Reduction) -> None:
         self._reduction = reduction
         self._communicator: Communicator | None = None
-        self._bucket_of: dict[int, int] = {}  # by id of a parameter, since a tensor's own hash is slow Python
+        self._bucket_of: dict[int, int] = {}  # by id of a parameter, because a tensor's own hash is slow
         self._armed = False
-        self._last = False  # the backward under way is the last one of the step
-        self._held = False  # what backwards leave stays in the buckets
+        self._last = False  # the current backward is the last one of the step
+        self._held = False  # gradients stay in the buckets
         self._reached: set[int] = set()  # ids of parameters that a backward of this step has reached
-        self._missing: list[int] = []  # by bucket, the parameters whose gradient is not whole yet
+        self._missing: list[int] = []  # number of incomplete gradients, by bucket
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
         for index, bucket in enumerate(self._buckets):
@@ -172,7 +175,7 @@ class GradientBuckets:
 
     @classmethod
     def of(cls, model: nn.Module, cap_mb: int | None, fixed_point: FixedPoint | None = None) -> Self:
-        """Return the buckets of a model, the same ones in every attempt."""
+        """Return the buckets of a model, the same objects in every attempt."""
         buckets = _of_model.get(model)
         if not isinstance(buckets, cls):
             trained = [param for param in model.parameters() if param.requires_grad]
@@ -181,20 +184,20 @@ class GradientBuckets:
         return buckets
 
     def begin(self, communicator: Communicator) -> None:
-        """Begin an attempt over its communicator. What a broken step has left is forgotten."""
+        """Begin an attempt over its communicator, with empty buckets."""
         self._communicator = communicator
         self._armed = False
         self.clear()
 
     def expect(self, last: bool) -> None:
-        """Take up each bucket as soon as the backward that follows has filled it, and send it if it is the `last`."""
+        """Handle each bucket once a backward fills it; sum if `last`."""
         self._armed = (last or self._reduction.takes_each) and not self._held
         self._last = last
         self._missing = [len(bucket.params) for bucket in self._buckets]
         self._num_filled = 0
 
     def finish(self) -> None:
-        """Take up what that backward has not filled: buckets with parameters that it did not reach."""
+        """Handle the buckets with parameters that the backward did not reach."""
         while self._armed and self._num_filled < len(self._buckets):
             if self._last:
                 self._flag_unused(self._buckets[self._num_filled])
@@ -202,11 +205,14 @@ class GradientBuckets:
         self._armed = False
 
     def store(self) -> None:
-        """Make the sums over ranks the gradients. They have been waited for."""
+        """Make the complete sums over ranks the gradients."""
         self._reduction.store(self._buckets)
 
     def detach_unused(self) -> None:
-        """Take the gradients from the parameters that no rank has used in the step, until `clear`. Behind the gate."""
+        """Remove the gradients of parameters that no rank has used, until `clear`.
+
+        Call it after the gate.
+        """
         for bucket in self._buckets:
             bucket.detach_unused()
 
@@ -223,7 +229,7 @@ class GradientBuckets:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Leave the gradients of the backwards within in the buckets, where `digest` sees them."""
+        """Keep the gradients of backwards in the buckets, for `digest`."""
         self._held = True
         try:
             yield
@@ -231,11 +237,11 @@ class GradientBuckets:
             self._held = False
 
     def digest(self) -> Tensor:
-        """Return a digest of the bits of all gradients as they are now, () int64."""
+        """Return a digest of the current bits of all gradients, () int64."""
         return digest([bucket.gradient for bucket in self._buckets])
 
     def _accumulated(self, param: Tensor) -> None:
-        # Called by autograd, on its own thread on CUDA.
+        # Called by autograd, which has its own thread on CUDA.
         self._reached.add(id(param))
         if not self._armed:
             return
@@ -246,7 +252,7 @@ class GradientBuckets:
                 "a parameter got a gradient twice in one backward, as under reentrant activation checkpointing: its "
                 "bucket may be on its way already. Use use_reentrant=False, or parallel.reducer=torch"
             )
-        # In order, because ranks match collectives by it, and need not fill buckets in the same one.
+        # In the order of the buckets, by which ranks match collectives; backwards may fill them in another order.
         while self._num_filled < len(self._buckets) and self._missing[self._num_filled] == 0:
             self._filled()
 
@@ -259,7 +265,7 @@ class GradientBuckets:
         self._num_filled += 1
 
     def _flag_unused(self, bucket: Bucket) -> None:
-        """Note which of the bucket's parameters no backward of the step has reached."""
+        """Record the bucket's parameters that no backward has reached."""
         for place, param in enumerate(bucket.params):
             if id(param) not in self._reached:
                 bucket.unused.append(place)
@@ -270,7 +276,7 @@ _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakK
 
 
 def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters from the last to the first in buckets of one format and device each."""
+    """Return parameters, last to first, in buckets of one format and device."""
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     limit = min(_FIRST_BYTES, cap_bytes)

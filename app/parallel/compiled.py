@@ -1,7 +1,7 @@
 """Compilation by torch.compile: the repeated layers of a model, one shape of their inputs, in training alone.
 
-What is compiled are the functions that the layers share, not the layers. So one compilation serves all layers of a
-class, and those of the models that later attempts build: torch finds the code of a function by the function.
+Only one shape of inputs is compiled. The functions that layers share are compiled, not the layers. So one compilation
+serves all layers of a class, and the models of later attempts, because torch finds compiled code by the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,41 +18,41 @@ from app.parallel.blocks import blocks_of, stop_caching
 from app.run.events import Event
 from app.world.compilation import CompilerNews, is_compiler_failure, one_line
 
-Forward = Callable[..., Any]  # of a layer, which is its first argument
+Forward = Callable[..., Any]  # forward of a layer, which is its first argument
 
 
 class CompiledBlocks:
-    """The compiled layers of the models that this process trains, one model after the other; none where `how` is none.
+    """Compiled layers of the models that this process trains in turn.
 
-    Outside of `running` their forwards are the uncompiled ones.
+    With `how` "none" no layer is compiled. Outside of `running` the layers run uncompiled.
     """
 
     def __init__(self, how: Compile) -> None:
         self.wanted = how == "blocks"
-        self.refused = ""  # why nothing is compiled though it is wanted
+        self.refused = ""  # why nothing is compiled although it is wanted
         self._is_running = False
         self._forwards: dict[Forward, Forward] = {}
         self._news = CompilerNews()
-        self.news()  # what was compiled before is not ours
+        self.news()  # discards compilations from before this object
 
     def take(self, model: nn.Module) -> None:
-        """Have the repeated layers of a model run compiled code within `running`.
+        """Prepare a model's repeated layers to run compiled code within `running`.
 
         Raises:
-            UsageError: no repeated layers are found, or somebody else has changed how they are called.
+            UsageError: no repeated layers are found, or other code has replaced a layer's forward.
         """
         if not self.wanted:
             return
         blocks = blocks_of(model)
         if not blocks:
             raise UsageError("compile=blocks: no repeated layers are found; give the model a method blocks()")
-        stop_caching(model)  # each layer has another place in the cache, and so would be compiled by itself
+        stop_caching(model)  # each layer's cache index would otherwise need a compilation of its own
         for block in blocks:
             forward: Any = block.forward
             if getattr(forward, "__self__", None) is not block:
                 raise UsageError(f"compile=blocks: the forward of a {type(block).__name__} has been replaced; use none")
-            # A bound method, as under activation checkpointing, and no wrapper: names stay what they are. It lies
-            # within the layer's hooks, with which FSDP gathers parameters; these are not compiled.
+            # A bound method instead of a wrapper keeps the parameters' names. The layer's hooks, with which FSDP
+            # gathers parameters, run outside of it and are not compiled.
             block.forward = MethodType(self._switched(forward.__func__), block)
 
     def _switched(self, eager: Forward) -> Forward:
@@ -68,12 +68,12 @@ class CompiledBlocks:
 
     @contextmanager
     def running(self, is_full: bool) -> Iterator[None]:
-        """Have forwards and backwards within run compiled code, if they are of a full microbatch.
+        """Run compiled code within the context, for a full microbatch.
 
         Raises:
             TrainingError: a layer cannot be compiled.
         """
-        # Each shape has to be compiled by itself. For the short microbatch that a step may end with, all would wait for
+        # Each shape needs a compilation. For the short microbatch at the end of some steps, all ranks would wait for
         # code that is hardly used.
         if not is_full or not self.wanted or self.refused:
             yield
@@ -87,28 +87,28 @@ class CompiledBlocks:
             what = f"a layer cannot be compiled: {one_line(error)}; compile=none runs it as it is"
             raise TrainingError(what) from error
         finally:
-            # Behind the backward, in which a checkpoint of the user's own runs a layer again.
+            # Reset after the backward, in which the user's own activation checkpointing runs a layer again.
             self._is_running = False
 
     def news(self) -> list[Event]:
-        """Return what this process's compiler has done, since the last call, that is worth telling."""
+        """Return the compiler's notable events since the last call."""
         return self._news.events() if self.wanted else []
 
     def try_out(self, run: Callable[[], object]) -> None:
-        """Have `run` compile whatever it needs, within `running`. If that fails nothing is compiled from now on."""
+        """Compile by calling `run`; after a failure, disable compilation."""
         try:
             with self.running(is_full=True):
                 run()
         except torch.OutOfMemoryError:
-            pass  # the first step meets it again, and knows what to do
+            pass  # the first step meets the same error and handles it
         except Exception as error:
-            # An error of the model's own comes again in the first step, which tells it as it is.
+            # An error of the model itself occurs again in the first step, which reports it unchanged.
             cause = error.__cause__ or error
             self.refused = f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def probe(device: torch.device) -> None:
-    """Compile and run a function of one line: it raises where there is no compiler for `device`."""
+    """Compile and run a tiny function; raises if `device` has no compiler."""
     compiled = torch.compile(_increment, dynamic=False)
     compiled(torch.ones(1, device=device))
 
@@ -118,9 +118,9 @@ def _increment(number: torch.Tensor) -> torch.Tensor:
 
 
 def _compile(forward: Forward) -> Forward:
-    # Dropout is drawn as it is without compilation. So it makes no difference to the result which forwards are
-    # compiled, nor that one worker has a compiler and another has none.
+    # Random numbers are drawn as without compilation. So results do not depend on which forwards are compiled, or on
+    # which workers have a compiler.
     options: dict[str, Any] = {"fallback_random": True}
     if torch.are_deterministic_algorithms_enabled():
-        options["deterministic"] = True  # no choice of a kernel follows from a measured time
+        options["deterministic"] = True  # kernels are not chosen by measured times
     return torch.compile(forward, dynamic=False, options=options)

@@ -1,4 +1,4 @@
-"""Data parallel by torch's nn.DataParallel: one process, whose threads compute on all GPUs that it sees."""
+"""Data parallel in one process with several GPUs, by nn.DataParallel."""
 
 from torch import nn
 
@@ -10,14 +10,14 @@ from app.world.runtime import World
 
 
 class DataParallelism(ReplicatedParallelism):
-    """The `Parallel` of one worker with several GPUs: each microbatch is cut in parts, a part for each of them.
+    """Strategy of one worker that splits each microbatch over its GPUs.
 
-    Gradients are those of the whole microbatch. Statistics of BatchNorm are of a GPU's part, the running ones of the
-    first GPU's; and dropout is keyed by (step, microbatch) on the first GPU only.
+    Gradients are those of the whole microbatch. BatchNorm computes statistics of each GPU's part, and its running
+    statistics are those of the first GPU. Dropout is keyed by (step, microbatch) on the first GPU only.
     """
 
     def __init__(self, world: World, precision: Precision) -> None:
-        """Train in the only worker of a world. Raises UsageError if there are others."""
+        """Prepare for one worker. Raises UsageError for a larger world."""
         if world.size > 1:
             raise UsageError(f"parallel.kind=data_parallel is one process, and there are {world.size}: use ddp")
         super().__init__(DdpConfig(), world, precision)

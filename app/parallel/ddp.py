@@ -1,4 +1,7 @@
-"""Data parallel by torch's DistributedDataParallel: every worker holds the whole model."""
+"""Data parallel by torch's DistributedDataParallel.
+
+Every worker holds the whole model.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,9 +18,9 @@ from app.world.runtime import World
 
 
 class _Transparent(DistributedDataParallel):
-    """Shows the attributes and methods of the model that it wraps, as the plain model has them in validation."""
+    """DistributedDataParallel that exposes the attributes of the wrapped model."""
 
-    has_run = False  # its forward, since `synchronize` has begun
+    has_run = False  # whether forward was called since `synchronize` began
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self.has_run = True
@@ -31,7 +34,7 @@ class _Transparent(DistributedDataParallel):
 
 
 class TorchDistributedDataParallelism:
-    """The `Parallel` of torch's own DistributedDataParallel, for those who need its communication hooks."""
+    """Strategy by torch's own DistributedDataParallel, for its communication hooks."""
 
     survivors_hold_all: ClassVar[bool] = True
     offloads = False
@@ -40,8 +43,8 @@ class TorchDistributedDataParallelism:
         self._config = config
         self._group = world.groups.communicator.group
         self._device = precision.device
-        # The reducer divides by the number of replicas; scaling the loss takes that back for nothing. A hook that only
-        # sums would run Python for every bucket.
+        # The reducer divides by the number of replicas, and scaling the loss cancels that for free. A communication
+        # hook that only sums would run Python code for every bucket.
         self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -50,14 +53,15 @@ class TorchDistributedDataParallelism:
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,
-            # Gradients live in the buckets; otherwise all of them would be held twice, and copied.
+            # Gradients are views of the buckets; otherwise they would be held twice and copied.
             gradient_as_bucket_view=True,
-            # It would broadcast rank 0's weights; restore makes all ranks equal, at less cost.
+            # No broadcast of rank 0's weights: restore makes all ranks equal at a lower cost.
             init_sync=False,
-            # Torch leaves the parameters alone that no rank has used in a step. Its buckets then stay as they were laid
-            # out at first, so that a restart adds gradients up in the order of an undisturbed run.
+            # Parameters that no rank has used in a step then stay unchanged. The buckets keep their first layout, so
+            # that a restarted run sums gradients in the order of an uninterrupted one.
             find_unused_parameters=True,
-            # Every rank keeps its own running statistics, as with our own buckets; checkpoints hold the leader's.
+            # Every rank keeps its own running statistics, as with this program's buckets; checkpoints hold the
+            # leader's.
             forward_sync_buffers=False,
         )
 
@@ -65,13 +69,13 @@ class TorchDistributedDataParallelism:
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, _Transparent)
         model.has_run = False
-        # Without no_sync every microbatch's gradients would travel: the same sum at many times the traffic.
+        # Without no_sync the gradients of every microbatch would be sent: the same sum at a multiple of the traffic.
         with nullcontext() if last else model.no_sync():
             yield
-        if not model.has_run:  # so the reducer has summed nothing
+        if not model.has_run:  # the reducer then has summed nothing
             raise TrainingError(
                 "parallel.reducer=torch: the task's loss calls a part or a method of the model instead of the model, "
-                "and torch's reducer sums the gradients of calls of the model alone. Call the model, or take "
+                "and torch's reducer sums the gradients of calls of the model alone. Call the model, or use "
                 "parallel.reducer=steadfast, the default"
             )
 

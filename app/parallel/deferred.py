@@ -1,9 +1,9 @@
-"""Build a model without memory for its numbers, and compute them later, one tensor at a time.
+"""Models built without memory, whose initial values are computed later.
 
-While the model is built, what would fill its tensors is written down instead. `InitialValues.fill` then does it in the
-same order with the same random numbers, so the values are those of a model that is built in one piece, and no more is
-held at a time than one tensor and what it is computed from. The idea is that of torchdistX's deferred_init, which is
-kept no more (github.com/pytorch/torchdistx).
+During construction the operations that fill tensors are recorded instead of executed. `InitialValues.fill` then
+executes them in the same order with the same random numbers. So the values equal those of a model that is built at
+once, while memory holds only one tensor and its inputs at a time. The method is that of torchdistX's deferred_init, a
+project that is no longer maintained (github.com/pytorch/torchdistx).
 """
 
 import gc
@@ -23,7 +23,7 @@ from app.errors import NotDeferrable
 from app.parallel.dtensor import is_sharded, on_mesh_of, sharded_like
 
 _aten = torch.ops.aten
-# Allocate alone: what they return is allocated when it is first written.
+# Operations that only allocate: memory for their results is allocated at the first write.
 _ALLOCATE = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
@@ -31,7 +31,7 @@ _ALLOCATE = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-# Write all of their first argument and read nothing of it, so that what was there before need not be computed.
+# Operations that overwrite all of their first argument, so that its former values need not be computed.
 _OVERWRITE = {
     _aten.normal_.default,
     _aten.uniform_.default,
@@ -40,11 +40,11 @@ _OVERWRITE = {
     _aten.zero_.default,
     _aten.copy_.default,
 }
-_FIRST = -1  # stands for the state of the generator in which the model's construction begins
+_FIRST = -1  # denotes the generator's state at the beginning of the construction
 
 
 class _Place(NamedTuple):
-    """A tensor without its numbers: where it lies in a storage."""
+    """Position of a tensor without values in a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -56,23 +56,23 @@ class _Place(NamedTuple):
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
     def covers(self, num_bytes: int) -> bool:
-        """Return whether nothing else is in a storage of so many bytes."""
+        """Return whether the tensor fills a storage of `num_bytes`."""
         return torch.Size(self.size).numel() * self.dtype.itemsize == num_bytes
 
 
 @dataclass
 class _Operation:
-    """A call that writes to storages, with places for tensors."""
+    """A recorded call that writes to storages, with places for tensors."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[_Place | None, ...]  # those that have a storage of their own
-    written: frozenset[int]  # storages, those of the results too
+    results: tuple[_Place | None, ...]  # results with a storage of their own
+    written: frozenset[int]  # storages, including those of the results
     read: frozenset[int]
-    overwritten: int | None  # a storage of which it reads nothing
-    # Of one that draws random numbers: the operation after which the generator is where this one finds it, or its state
-    # itself if somebody has set it; and its state afterwards, once that is known.
+    overwritten: int | None  # storage that the call overwrites without reading it
+    # Only for random operations: the operation that leaves the generator in the state of which this one draws, or that
+    # state itself if user code has set it; and the state afterwards, once it is known.
     after: int | None = None
     state_before: Tensor | None = None
     state_behind: Tensor | None = None
@@ -83,18 +83,18 @@ class _Operation:
 
 
 class _Tape:
-    """All operations of a construction, in order."""
+    """Record of all operations of a construction, in order."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._num_bytes: dict[int, int] = {}  # by storage
-        self._kept: list[torch.UntypedStorage] = []  # or another storage would get the number of one that is gone
-        self._given: dict[int, torch.UntypedStorage] = {}  # storages that had numbers from the beginning
+        self._kept: list[torch.UntypedStorage] = []  # keeps storages alive, so that no number is used again
+        self._given: dict[int, torch.UntypedStorage] = {}  # storages that had values from the beginning
         self._first_state = torch.get_rng_state()
         self._tokens: dict[bytes, int] = {self._first_state.numpy().tobytes(): _FIRST}
 
     def place(self, tensor: Tensor) -> _Place:
-        """Return where a tensor lies, one without numbers or an ordinary one."""
+        """Return the place of a tensor, with or without values."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
             raise NotDeferrable(f"a tensor of layout {tensor.layout} or with a lazy conjugation")
         storage = tensor.untyped_storage()
@@ -107,7 +107,7 @@ class _Tape:
         return _Place(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Write down a call, unless it only looks at storages in another way or allocates."""
+        """Record a call other than a view or an allocation."""
         args, kwargs = pytree.tree_map_only(Tensor, self.place, (args, kwargs))
         read = frozenset(place.storage for place in _places((args, kwargs)))
         results: list[_Place | None] = []
@@ -140,9 +140,10 @@ class _Tape:
         return frozenset(changed)
 
     def _take_turn(self, operation: _Operation) -> None:
-        """Note from which state of the generator an operation draws."""
-        # Nothing is drawn now. The generator is given a state instead that stands for the one after this operation: who
-        # saves it and sets it again, as fork_rng does, sets what that stands for.
+        """Record the generator's state from which an operation draws."""
+        # Nothing is drawn now. Instead the generator gets a unique state that represents the state after this
+        # operation. User code that saves the generator's state and sets it again, as fork_rng does, then sets the
+        # represented state.
         with _disable_current_modes():
             state = torch.get_rng_state()
             operation.after = self._tokens.get(state.numpy().tobytes())
@@ -152,9 +153,9 @@ class _Tape:
             self._tokens[torch.get_rng_state().numpy().tobytes()] = len(self._operations)
 
     def compute(self, wanted: set[int], take: Callable[[int, torch.UntypedStorage], None]) -> None:
-        """Compute what is in the storages `wanted` when the tape ends, and give each to `take` as soon as it is there.
+        """Compute the contents of the `wanted` storages, and call `take`.
 
-        The storage may be used until `take` returns.
+        A storage is passed as soon as it is complete, and is valid until `take` returns.
         """
         needed = self._needed(wanted)
         last_use: dict[int, int] = {}
@@ -172,12 +173,12 @@ class _Tape:
                             if key in wanted:
                                 take(key, storage)
                 elif operation.is_random and operation.state_behind is None:
-                    self._execute(operation, {})  # for the random numbers alone
+                    self._execute(operation, {})  # only to advance the generator
             for key in wanted - last_use.keys():
                 take(key, self._storage(key, {}))
 
     def _needed(self, wanted: set[int]) -> list[bool]:
-        """Return of each operation whether the contents of the storages `wanted` follow from what it writes."""
+        """Return which operations the `wanted` storages depend on."""
         needed = [False] * len(self._operations)
         storages = set(wanted)
         for number in reversed(range(len(self._operations))):
@@ -203,7 +204,7 @@ class _Tape:
         for place, result in zip(operation.results, pytree.tree_leaves(found), strict=True):
             if place is not None:
                 num_bytes, storage = self._num_bytes[place.storage], result.untyped_storage()
-                # A kernel may lay its result out in another way than that of tensors without numbers does.
+                # A real kernel may use another memory layout than the one recorded without values.
                 if result.stride() != place.stride or storage.nbytes() != num_bytes:
                     storage = torch.UntypedStorage(num_bytes)
                     place.of(storage).copy_(result)
@@ -221,7 +222,7 @@ class _Tape:
 
     def _storage(self, key: int, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         if key not in storages:
-            # A copy: what is computed again begins with the same numbers.
+            # A copy, because another computation must begin with the same values.
             given = self._given.get(key)
             size = self._num_bytes[key]
             storages[key] = torch.zeros(size, dtype=torch.uint8).untyped_storage() if given is None else given.clone()
@@ -239,12 +240,12 @@ def _places(tree: Any) -> Iterator[_Place]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes all calls on a tape, and answers those that ask for numbers by computing them."""
+    """Records all calls, and computes values that user code reads."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self.made: list[weakref.ref[Tensor]] = []  # all tensors without numbers
+        self.made: list[weakref.ref[Tensor]] = []  # all tensors without values
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +253,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
-        if func is _aten.lift_fresh.default:  # of a tensor that has just been read from numbers
+        if func is _aten.lift_fresh.default:  # makes a tensor from numbers that were just read
             func = _aten.clone.default
         result = func(*args, **kwargs)
         self._tape.add(func, args, kwargs, result)
@@ -269,14 +270,14 @@ class _Recorder(TorchDispatchMode):
 
 
 class InitialValues:
-    """The numbers that a model begins with, which are computed when they are asked for."""
+    """Initial values of a model, computed on demand."""
 
     def __init__(self, tape: _Tape, places: Mapping[str, _Place]) -> None:
         self._tape = tape
         self._places = places  # by the name of a parameter or buffer
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the initial values of parameters and buffers, of which this rank may hold its shards alone."""
+        """Write this rank's initial values of parameters and buffers."""
         names: dict[int, list[str]] = {}
         for name in tensors:
             names.setdefault(self._places[name].storage, []).append(name)
@@ -290,11 +291,11 @@ class InitialValues:
 
 
 def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
-    """Return the module that `build` builds, on the meta device, and what its parameters and buffers begin with.
+    """Build a module on the meta device, with its initial values.
 
     Raises:
-        NotDeferrable: its construction cannot be written down. What `build` raises is among this: it may be raised only
-            because there are no numbers.
+        NotDeferrable: the construction cannot be recorded. Any error of `build` raises this too, because the missing
+            values may have caused it.
     """
     with torch.random.fork_rng(devices=[]):
         tape = _Tape()
@@ -302,7 +303,7 @@ def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with fake, recorder, warnings.catch_warnings():
-                # A deep copy looks whether there is memory.
+                # A deep copy tests whether there is memory, and warns.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 model = build()
             places = _move_to_meta(model, tape)
@@ -320,12 +321,14 @@ def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
 def allocate(
     model: nn.Module, device: torch.device, kept: Mapping[str, Tensor] | None = None, offloads: bool = False
 ) -> None:
-    """Give a model on the meta device memory, of which this rank may hold its shards alone. What is in it is random.
+    """Allocate memory for this rank's part of a meta model.
+
+    The memory is not initialized.
 
     Args:
-        device: that memory's.
-        kept: what parameters had before, by name: they go on with it.
-        offloads: whether shards are kept in the host's memory instead.
+        device: device of the memory.
+        kept: tensors of former parameters by name, whose memory is used again.
+        offloads: whether shards are kept in host memory instead.
     """
     home = torch.device("cpu") if offloads else device
     named = dict(model.named_parameters())
@@ -343,14 +346,14 @@ def allocate(
         return torch.empty_like(tensor, device=home if is_sharded(tensor) else device)
 
     model._apply(memory_of)  # as `to_empty` does
-    # Which makes two of one that has two names.
+    # `_apply` makes two tensors of one that has two names, so the names are joined again.
     for (first, first_name), *others in holders.values():
         for held, name in others:
             held[name] = first[first_name]
 
 
 def _move_to_meta(model: nn.Module, tape: _Tape) -> dict[str, _Place]:
-    """Put tensors of the meta device in place of those without numbers; return where these lie, by name."""
+    """Replace tensors without values by meta tensors; return their places."""
     places: dict[str, _Place] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         places[name] = tape.place(tensor)
@@ -359,7 +362,7 @@ def _move_to_meta(model: nn.Module, tape: _Tape) -> dict[str, _Place]:
         for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = moved.setdefault(tensor, _on_meta(tensor))  # one object stays one
+                    held[name] = moved.setdefault(tensor, _on_meta(tensor))  # a shared tensor stays shared
     for module in model.modules():
         _compute_attributes(module, tape, moved)
     return places
@@ -374,12 +377,12 @@ def _on_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         of_any = vars(tensor.fake_mode.from_tensor(torch.empty(0))).keys() | {"_is_param"}
         own = {name: value for name, value in own.items() if name not in of_any}
-    vars(param).update(own)  # users mark parameters, for their optimizer say
+    vars(param).update(own)  # users set attributes on parameters, for example for their optimizer
     return param
 
 
 def _compute_attributes(module: nn.Module, tape: _Tape, moved: Mapping[Tensor, Tensor]) -> None:
-    """Compute the tensors that a module holds as plain attributes, which no checkpoint has."""
+    """Compute the tensors among a module's plain attributes, which no checkpoint has."""
 
     def number(tensor: FakeTensor) -> Tensor:
         if tensor in moved:

@@ -1,4 +1,4 @@
-"""A digest of the bits of tensors, computed where they are, by which two ranks can tell whether they hold the same."""
+"""Digest of tensors, computed on their device, to compare two ranks."""
 
 import functools
 from collections.abc import Iterable
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # words at a time: they are widened to 64 bits, and a model's gradients would take twice their room
-# By element size. Never 64 bits: there two flips of the highest one would cancel, whatever the weights, since the sum
+_CHUNK = 1 << 20  # words at a time: widening all words to 64 bits would take twice the memory of the gradients
+# Word types by element size. Not 64 bits: with odd weights, two flips of the highest bit would cancel, because the sum
 # of two odd numbers is even.
 _WORDS = {1: torch.uint8, 2: torch.int16}
 _WORD = torch.int32
@@ -16,12 +16,12 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a digest of the bits of contiguous tensors of one device, () int64. The host does not wait for it.
+    """Return a digest of contiguous tensors, () int64, without a wait.
 
-    Words are added up modulo 2^64, each times an odd number of its place, and chunks by Horner's rule with an odd
-    factor. Multiplication by an odd number is a bijection there, so a single word that differs in any way always shows;
-    of any other difference about one in 2^32 does not. All of it is integer arithmetic: no order and no device changes
-    it.
+    All tensors are on one device. Words are multiplied by an odd number that depends on their position and added modulo
+    2^64; chunks are combined by Horner's rule with an odd factor. Multiplication by an odd number is a bijection modulo
+    2^64, so any difference in a single word is detected. Of all other differences about one in 2^32 is missed. Integer
+    arithmetic makes the digest independent of order and device.
     """
     total: Tensor | None = None
     for tensor in tensors:
@@ -35,7 +35,10 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Return an odd number for each place in a chunk, (_CHUNK,) int64; a hash of the place, the same on all devices."""
+    """Return an odd hash of each position in a chunk, (_CHUNK,) int64.
+
+    The hashes are equal on all devices.
+    """
     weights = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _GOLDEN_GAMMA
     weights = (weights ^ (weights >> 31)) * _MIX
     return (weights ^ (weights >> 29)) | 1

@@ -1,4 +1,7 @@
-"""Tensors that are spread over ranks. Each rank may keep its part in the host's memory, beyond reach of the mesh."""
+"""Tensors sharded over ranks, whose parts may lie in host memory.
+
+Collectives of the mesh do not reach host memory.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this rank holds a part of a tensor alone."""
-    # Not `isinstance`: DTensor's module takes a second to import.
+    """Return whether this rank holds only a part of a tensor."""
+    # Not by `isinstance`, because the import of DTensor's module takes a second.
     return hasattr(tensor, "full_tensor")
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Return all of a tensor. A collective for a DTensor."""
+    """Return the whole tensor. A collective for a DTensor."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     whole: Tensor = within_reach(tensor).full_tensor()  # type: ignore[attr-defined]
@@ -29,20 +32,21 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 def norms_of_parts(norms: Tensor, like: Tensor) -> Tensor:
-    """Return the norms of DTensors, of whose parts this rank has `norms`, as a DTensor that nothing is summed for yet.
+    """Return the norms of DTensors as an unsummed DTensor.
 
     Args:
-        like: one of the DTensors, all of which are spread alike.
+        norms: norms of this rank's parts, one per DTensor.
+        like: one of the DTensors, which are all sharded alike.
     """
     from torch.distributed.tensor import DTensor
 
-    of_one = torch.linalg.vector_norm(like)  # only says how norms of parts become those of the whole
+    of_one = torch.linalg.vector_norm(like)  # its placements say how norms of parts combine
     assert isinstance(of_one, DTensor)
     return within_reach(_spread(norms, of_one.device_mesh, of_one.placements, norms))
 
 
 def within_reach(tensor: Tensor) -> Tensor:
-    """Return a DTensor that collectives of its mesh reach: a copy on the device where it is kept on the host."""
+    """Return a DTensor on its mesh's device, copied if necessary."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
@@ -54,7 +58,7 @@ def within_reach(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: all of it unless it is a DTensor."""
+    """Return this rank's part of a DTensor, or a plain tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor
     part: Tensor = tensor.to_local()
@@ -62,26 +66,33 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have modules of fully_shard hold their shards alone: a forward without a backward leaves the root gathered."""
+    """Free the gathered parameters of fully sharded modules."""
+    # A forward without a backward leaves the root module gathered.
     for module in model.modules():
         if callable(reshard_module := getattr(module, "reshard", None)):
             reshard_module()
 
 
 def on_mesh_of(held: Tensor, like: Tensor) -> Tensor:
-    """Return a DTensor over the same memory as `held`, on the mesh of `like`, which cuts tensors into as many parts."""
+    """Return a DTensor on the mesh of `like`, in the memory of `held`.
+
+    Both meshes must cut tensors into the same number of parts.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(held, DTensor)
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
-    # The last axis is that of the parts; one before it is that of the replicas.
+    # The last axis is that of the parts; an axis before it is that of the replicas.
     placements = (*[Replicate()] * (mesh.ndim - 1), held.placements[-1])
     return _spread(held.to_local(), mesh, placements, held)
 
 
 def sharded_like(held: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as `held` has it. No collective: every rank has the whole one."""
+    """Return this rank's part of a tensor, sharded as `held` is.
+
+    Not a collective, because every rank has the whole tensor.
+    """
     if not hasattr(held, "full_tensor"):
         return whole
     from torch.distributed.tensor import DTensor
@@ -93,7 +104,7 @@ def sharded_like(held: Tensor, whole: Tensor) -> Tensor:
 
 
 def offset_of(held: Tensor) -> tuple[int, ...]:
-    """Return where this rank's part of a DTensor begins in all of it."""
+    """Return the first indices of this rank's part in the whole DTensor."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(held, DTensor)
@@ -101,17 +112,17 @@ def offset_of(held: Tensor) -> tuple[int, ...]:
 
 
 def _box(shape: Sequence[int], held: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the first indices of this rank's part of a tensor of `shape` that is cut as `held` is."""
+    """Return shape and first indices of this rank's part, sharded as `held`."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(tuple(shape), held.device_mesh, held.placements)
 
 
 def _spread(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
-    """Return a DTensor of the shape of `whole`, of which this rank has `part`, where that is."""
+    """Return a DTensor shaped like `whole` of which this rank holds `part`."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # Not by `from_local`, which brings a part that is kept on the host to the device.
+    # Not by `from_local`, which would copy a part in host memory to the device.
     described = TensorMeta(whole.shape, whole.stride(), part.dtype)
     return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=described), requires_grad=False)

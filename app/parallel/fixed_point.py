@@ -1,4 +1,4 @@
-"""Sums of gradients that come out the same to the last bit, in whichever order they are added."""
+"""Sums of gradients with the same bits in any order."""
 
 import math
 from collections.abc import Iterable
@@ -6,33 +6,34 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_BITS = 62  # of an int64, with room for the sign and for the rounding of each term
-_HEADROOM_BITS = 16  # a gradient may grow so many times two from one step to the next
-_LEAST_MAGNITUDE = -80  # so that units, and what they are multiplied by, stay normal numbers in fp32
-_FLAGS = 3  # integers behind those of a sum: how many terms were not zero, too large, not finite
-# Elements that are converted at a time: they and their copies stay in the cache of a core.
+_BITS = 62  # of an int64, leaving room for the sign and for the rounding of each term
+_HEADROOM_BITS = 16  # a gradient may grow by this power of two from one step to the next
+_LEAST_MAGNITUDE = -80  # keeps units, and their reciprocals, normal numbers in fp32
+_FLAGS = 3  # integers after those of a sum: number of terms that were not zero, too large, not finite
+# Number of elements converted at a time, so that they and their copies stay in the cache of a core.
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 class FixedPoint:
-    """The fixed-point format in which gradients are added up, which adapts to them: a part of the run's state.
+    """Fixed-point format for sums of gradients, adapted to their size.
 
-    A term, the gradient of one forward, is rounded to whole units of 2^u, and integers are added, which no order
-    changes. All terms of a step have one unit. It follows from the largest element of the gradients before, which
-    every rank knows, and from the size of the global batch; never from the world. This is the pre-rounding of Demmel
-    and Nguyen, "Parallel Reproducible Summation" (IEEE Transactions on Computers 64-7, 2015), with a single bin, and
-    with a bound that is known ahead in place of a maximum over all ranks.
+    A term, the gradient of one forward, is rounded to integer multiples of a unit 2^u. The sum of integers does not
+    depend on their order. All terms of a step have the same unit, which follows from the largest element of earlier
+    gradients, known to every rank, and from the size of the global batch, but not from the world. The format is part of
+    the run's state. The method is the pre-rounding of Demmel and Nguyen, "Parallel Reproducible Summation" (IEEE
+    Transactions on Computers 64-7, 2015), with a single bin, and with a bound that is known in advance in place of a
+    maximum over ranks.
 
-    Error. With n terms, where |x| < 2^m for each element x of the gradients before, u = m + 16 + ceil(log2 n) - 62. A
-    sum is off by at most n / 2 units before it is rounded to the gradients' format, so by less than
+    Error. With n terms, and |x| < 2^m for each element x of earlier gradients, u = m + 16 + ceil(log2 n) - 62. Before
+    it is rounded to the gradients' format, a sum is off by at most n / 2 units, so by less than
 
         n * 2^(m + 16 + ceil(log2 n) - 63),      2^(m - 37) for n = 32.
 
-    An element of 2^(m + 16) or more does not fit: the step then updates nothing, on all ranks alike, and the next one
-    has room for it. m falls by at most one in a step, so a batch of which hardly anything counts costs nothing.
+    An element of 2^(m + 16) or more does not fit. The step then updates nothing, on all ranks, and the next step has
+    room for the element. m falls by at most one per step, so a batch in which hardly anything counts does little harm.
 
     Args:
-        num_terms: the most forwards that add to a step's gradient.
+        num_terms: largest number of forwards that contribute to a step's gradient.
         device: of the gradients.
     """
 
@@ -40,31 +41,39 @@ class FixedPoint:
 
     def __init__(self, num_terms: int, device: torch.device) -> None:
         self._bits = _BITS - math.ceil(math.log2(max(num_terms, 2)))  # of a term
-        # A gradient of a mean loss has no element above 2^16 at its start, mostly. If it has, a few steps adapt to it.
+        # The first gradient of a mean loss rarely has an element above 2^16. If it has, a few steps adapt the unit.
         self._magnitude = torch.zeros((), dtype=torch.int64, device=device)
         self._chunk = _CHUNK.get(device.type, _CHUNK["cpu"])
         self._scratch: Tensor | None = None  # for integers of a chunk
-        self._shift: int | None = None  # units are 2^-shift in this step; None before it is asked for
+        self._shift: int | None = None  # the unit of this step is 2^-shift; None before the first term
         self._largest = torch.zeros((), dtype=torch.float64, device=device)  # element of the step's gradient
-        self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks, in all buckets, but zeros
+        self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # non-zero terms of all ranks and buckets
         self._num_too_large = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks
 
     def begin(self) -> None:
-        """Forget what is known of the step under way."""
+        """Reset the numbers of the current step."""
         self._shift = None
         self._largest.zero_()
         self._num_terms.zero_()
         self._num_too_large.zero_()
 
     def empty(self, gradient: Tensor) -> Tensor:
-        """Return what terms like `gradient`, (elements,), are added up in, (elements + flags,) int64."""
+        """Return an uninitialized sum for terms like `gradient`.
+
+        Args:
+            gradient: (elements,); the sum is (elements + flags,) int64.
+        """
         return gradient.new_empty(len(gradient) + _FLAGS, dtype=torch.int64)
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
-        """Add a term, (elements,), to `total`, and set the term to zero. What `first` finds in `total` is forgotten."""
+        """Add a term, (elements,), to `total`, and set the term to zero.
+
+        Args:
+            first: whether to overwrite `total`, whose content is then uninitialized.
+        """
         if self._shift is None:
             self._shift = self._bits - _HEADROOM_BITS - int(self._magnitude)
-        scale = 2.0**self._shift  # multiplying by it rounds nothing
+        scale = 2.0**self._shift  # multiplying by a power of two is exact
         if self._scratch is None:
             self._scratch = torch.empty(self._chunk, dtype=torch.int64, device=gradient.device)
         peaks: list[Tensor] = []
@@ -85,7 +94,10 @@ class FixedPoint:
             total[-_FLAGS:].add_(flags)
 
     def store(self, total: Tensor, gradient: Tensor) -> None:
-        """Write a sum over all ranks as a gradient: not a number where a term was not finite, or too large."""
+        """Write a sum over all ranks as a gradient.
+
+        The gradient is nan if a term was not finite or too large.
+        """
         assert self._shift is not None
         num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
         factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 2.0**-self._shift)
@@ -101,12 +113,12 @@ class FixedPoint:
         return zip(total[:-_FLAGS].split(self._chunk), gradient.split(self._chunk), strict=True)
 
     def begin_anew(self) -> None:
-        """Go back to the initial unit."""
+        """Reset to the initial unit."""
         self._magnitude.zero_()
         self.begin()
 
     def overflowed(self, grad_norm: Tensor) -> bool:
-        """Return whether a term of the step did not fit. Behind the gate."""
+        """Return whether a term did not fit, after the gate."""
         return bool(self._num_too_large > 0)
 
     def after_overflow(self) -> None:
@@ -115,19 +127,23 @@ class FixedPoint:
         self.begin()
 
     def after_update(self) -> None:
-        """Have the unit follow the gradient that has just been added up."""
-        # Neither zeros nor what is not finite tells of the next one. A sum of zero whose terms were not is small.
+        """Adapt the unit to the gradient of the last step."""
+        # Gradients that are zero or not finite do not predict the next one. A sum of zero with non-zero terms does: it
+        # is small.
         if bool(self._num_terms > 0) and bool(self._largest.isfinite()):
             exponent = torch.frexp(self._largest).exponent.where(self._largest > 0, _LEAST_MAGNITUDE)
             self._magnitude.copy_(torch.maximum(exponent, self._magnitude - 1).clamp_(min=_LEAST_MAGNITUDE))
         self.begin()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return live references to what a checkpoint must hold."""
+        """Return live references to the checkpointed tensors."""
         return {"magnitude": self._magnitude}
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest magnitude, () float64; nan where one is. Ten times as fast as a norm."""
+    """Return the largest magnitude, () float64, or nan.
+
+    This is ten times faster than a norm.
+    """
     least, most = torch.aminmax(numbers)
     return torch.maximum(-least, most).double()

@@ -1,7 +1,7 @@
-"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are split over ranks.
+"""Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are sharded.
 
-Over all ranks of the world, or over `parallel.shard_size` neighbouring ones, a replica, whose gradients are then summed
-over replicas (HSDP).
+The shards are spread over all ranks of the world, or over `parallel.shard_size` neighbouring ranks, a replica, whose
+gradients are then summed over replicas (HSDP).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,12 +29,12 @@ from app.parallel.dtensor import is_sharded, local
 from app.parallel.precision import Precision
 from app.world.runtime import World
 
-_PRIME = 1_000_003  # of the hash of an order of units, whose square a sum over a million ranks can hold
+_PRIME = 1_000_003  # modulus of the hash of an order of units; a sum over a million ranks can hold its square
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullyShardedDataParallelism:
-    """The `Parallel` of torch's fully_shard."""
+    """Strategy by torch's fully_shard."""
 
     survivors_hold_all: ClassVar[bool] = False
     loss_scale = 1.0
@@ -45,16 +45,16 @@ class FullyShardedDataParallelism:
         self._precision = precision
         self.offloads = config.cpu_offload
         self._usage: _Usage
-        self._accumulates_apart: bool  # gradients of several backwards in another format than each of them has
+        self._accumulates_apart: bool  # gradients of several backwards have another format than those of one
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
         policy = self._formats()
         self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
-        # None keeps what only the root has until its backward, which comes at once.
+        # None keeps the root's own parameters until its backward, which follows at once.
         reshard = None if self._config.reshard_after_forward else False
-        # The inner ones first: what is left over, the embeddings and the head, becomes the root's own group.
+        # Inner units first: the remaining parameters, of the embeddings and the head, become the root's own group.
         for unit in [*self._units(model), model]:
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # in the forward's order
@@ -62,17 +62,17 @@ class FullyShardedDataParallelism:
             # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            # Ranks may use different parameters of a unit, and all of them reduce the whole unit.
+            # Ranks may use different parameters of a unit, and all of them must reduce the whole unit.
             module.set_reduce_scatter_unused_params(True)
-        self._prefetch(sharded[1:])  # the first is the model itself
+        self._prefetch(sharded[1:])  # the first one is the model itself
         self._usage = _Usage(model, sharded, self._world, self._precision.device)
         return model
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of all ranks, over groups that an abort reaches. A collective where there are replicas."""
+        """Return the mesh over abortable groups; a collective with replicas."""
         world, device = self._world, self._precision.device
-        # DTensor caches what it derives from a mesh and knows meshes by size and names: under a name used before, a
-        # worker whose rank has changed would go on with the shards, and the groups, of its former rank.
+        # DTensor caches results by a mesh's size and names. Under a name used before, a worker whose rank has changed
+        # would continue with the shards and the groups of its former rank.
         name = f"attempt-{world.attempt}"
         if world.replicate == 1:
             return DeviceMesh.from_group(world.groups.communicator.group, device.type, mesh_dim_names=(name,))
@@ -89,7 +89,7 @@ class FullyShardedDataParallelism:
 
     def _formats(self) -> MixedPrecisionPolicy:
         autocast = self._precision.autocast_dtype
-        # Gathered in 16 bit, but added up in 32: a sum over many ranks would lose the small gradients.
+        # Gathered in 16 bits but summed in 32, because a sum over many ranks would lose small gradients.
         param_dtype = _FORMATS.get(self._config.param_dtype, autocast)
         reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -97,7 +97,7 @@ class FullyShardedDataParallelism:
     def _offload(self) -> OffloadPolicy:
         if not self.offloads:
             return OffloadPolicy()
-        # From pinned memory the device reads by itself. There is none where there is no such device.
+        # The device reads pinned memory by itself. Without such a device no memory can be pinned.
         return CPUOffloadPolicy(pin_memory=self._precision.device.type == "cuda")
 
     def _prefetch(self, units: Sequence[FSDPModule]) -> None:
@@ -111,7 +111,8 @@ class FullyShardedDataParallelism:
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
-        # Microbatches before the last one keep whole gradients, at the price of a model's memory: one sum a step.
+        # Microbatches before the last one keep unsharded gradients, which take a model's memory but need one sum a
+        # step.
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
         model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
         if last:
@@ -123,14 +124,17 @@ class FullyShardedDataParallelism:
             self._usage.send()
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Let methods of the wrapped model beside forward gather its parameters, as forward does."""
+        """Let further methods of the model gather its parameters."""
         for name in names:
             setattr(model, name, self._usage.noting(getattr(model, name)))
-            register_fsdp_forward_method(model, name)  # around it, so that parameters are gathered by then
+            register_fsdp_forward_method(model, name)  # wraps the method, so that parameters are gathered before it
 
     def _gather_each_once(self, model: nn.Module) -> None:
-        """Gather all units one after the other, in an attempt's first backward that reduces nothing. A collective."""
-        # FSDP then converts what it has of each unit's gradients, and cannot where a unit has never been gathered.
+        """Gather all units in turn, before the first backward without a sum.
+
+        A collective.
+        """
+        # FSDP then converts each unit's gradients, which fails for a unit that was never gathered.
         self._accumulates_apart = False
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
@@ -158,7 +162,7 @@ class FullyShardedDataParallelism:
         kinds: list[str] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # fully_shard gives a module a class that is made of FSDPModule and the module's own.
+                # The class that fully_shard gives a module derives from FSDPModule and the module's own class.
                 kinds.append(type(module).__bases__[1].__name__)
         return kinds
 
@@ -167,14 +171,14 @@ class FullyShardedDataParallelism:
 
 
 class _Usage:
-    """Record of which parameters a step uses, and of the order in which each rank runs the units.
+    """Records a step's used parameters and each rank's order of units.
 
-    Units reduce gradients of zeros for the parameters that a rank has not used. One small sum over all ranks, launched
-    behind the last backward of a step, then tells every rank which parameters no rank has used.
+    For parameters that a rank has not used, units reduce gradients of zeros. One small sum over all ranks, started
+    after the last backward of a step, informs every rank which parameters no rank has used.
 
     Args:
-        units: of the model, itself among them, in the order of a forward.
-        device: where the sum is taken.
+        units: units of the model, itself included, in the order of a forward.
+        device: device of the sum.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[FSDPModule], world: World, device: torch.device) -> None:
@@ -182,14 +186,14 @@ class _Usage:
         self._units = units
         self._world = world
         self._device = device
-        self._places: dict[Tensor, int] = {}  # of gathered parameters that train, among those of the model
-        self._used: set[int] = set()  # places of those that this rank has used
+        self._places: dict[Tensor, int] = {}  # gathered trained parameter -> index among the model's parameters
+        self._used: set[int] = set()  # indices of the parameters that this rank has used
         self._order = 0  # hash of the units that this rank has run
         self._seen: set[nn.Module] = set()  # units that have been gathered once
         self._sums: Tensor
         for number, unit in enumerate(units):
             assert isinstance(unit, nn.Module)
-            # Behind the hook of fully_shard, which has then gathered the unit.
+            # After the hook of fully_shard, which gathers the unit.
             unit.register_forward_pre_hook(partial(self._gathered, number))
 
     def clear(self) -> None:
@@ -198,9 +202,10 @@ class _Usage:
         self._order = 0
 
     def fill(self) -> None:
-        """Add gradients of zeros where earlier backwards have left some in the reduction's format, but not all.
+        """Add gradients of zeros where only some parameters have accumulated gradients.
 
-        A unit reduces gradients of one format alone, and those of the last backward are in the parameters' format.
+        Earlier backwards have left those in the reduction's format, and the last backward's have the parameters'
+        format. A unit reduces gradients of one format only.
         """
         if not self._used or len(self._used) == len(self._places):
             return
@@ -213,7 +218,7 @@ class _Usage:
                             each.unsharded_accumulated_grad = zeros
 
     def send(self) -> None:
-        """Launch the sum over ranks, behind the last backward of a step."""
+        """Start the sum over ranks, after the last backward of a step."""
         numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
         for place in self._used:
             numbers[place] = 1
@@ -224,16 +229,16 @@ class _Usage:
         self._world.groups.communicator.sum(self._sums)
 
     def detach_unused(self) -> None:
-        """Take the gradients from the parameters that no rank has used in the step.
+        """Remove the gradients of parameters that no rank has used.
 
         Raises:
-            TrainingError: ranks of one replica have not run the same units.
+            TrainingError: ranks of one replica have run different units, or the task calls an undeclared method.
         """
         params = list(self._model.parameters())
         numbers = self._sums.tolist()
         orders = numbers[len(params) :]
         for order, square in zip(orders[::2], orders[1::2], strict=True):
-            if self._world.shard * square != order**2:  # equal if, and only if, all terms are
+            if self._world.shard * square != order**2:  # equal if and only if all terms are equal
                 raise TrainingError(
                     "parallel.kind=fsdp: the ranks did not run the same layers in one step, and a layer that is "
                     "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
@@ -251,7 +256,7 @@ class _Usage:
             param.grad = None
 
     def noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of the model that takes note of the parameters that it is called with."""
+        """Return a method that also records its use of parameters."""
 
         def noted(*args: Any, **named: Any) -> Any:
             self._gathered(0, self._model, args)

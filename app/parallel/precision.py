@@ -1,4 +1,7 @@
-"""Number formats, and what they mean for backward and update. Full precision is a `Precision` that adds nothing."""
+"""Number formats, and their effect on backward and update.
+
+In full precision a `Precision` changes nothing.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +18,18 @@ from app.world.device import Gpu
 
 
 class Scaling(Protocol):
-    """Something that adapts to gradients so that they fit into their format: the same on all ranks, and saved."""
+    """Factor that adapts to the range of gradients.
+
+    It is equal on all ranks, and part of the checkpointed state.
+    """
 
     @property
     def scale(self) -> Tensor | float:
-        """Return what losses are multiplied by."""
+        """Return the factor of losses."""
         ...
 
     def overflowed(self, grad_norm: Tensor) -> bool:
-        """Return whether gradients of the step did not fit, and may fit into what comes of it. Behind the gate."""
+        """Return whether gradients overflowed and a retry may fit, after the gate."""
         ...
 
     def after_overflow(self) -> None:
@@ -31,37 +37,37 @@ class Scaling(Protocol):
         ...
 
     def after_update(self) -> None:
-        """Adapt to an update without one."""
+        """Adapt to an update without an overflow."""
         ...
 
     def begin_anew(self) -> None:
-        """Forget what the run has taught."""
+        """Reset to the initial state."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return live references to what a checkpoint must hold."""
+        """Return live references to the checkpointed tensors."""
         ...
 
 
 class LossScale:
-    """What losses are multiplied by in fp16, whose smallest number is 6e-8: dynamic, and a part of the run's state.
+    """Dynamic factor of losses in fp16, a part of the run's state.
 
-    As torch.amp.GradScaler adapts it (docs.pytorch.org/docs/stable/amp.html), but that all ranks adapt it alike: by the
-    norm of the whole gradient, which each of them knows.
+    The smallest number in fp16 is 6e-8. The scale adapts as in torch.amp.GradScaler
+    (docs.pytorch.org/docs/stable/amp.html), but by the norm of the whole gradient, which is the same on all ranks.
     """
 
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
         self._config = config
         self.scale = torch.tensor(config.initial, device=device)
-        self._num_updates = torch.tensor(0, device=device)  # since it last changed
+        self._num_updates = torch.tensor(0, device=device)  # since the last change of the scale
 
     def begin_anew(self) -> None:
-        """Go back to the initial scale."""
+        """Reset to the initial scale."""
         self.scale.fill_(self._config.initial)
         self._num_updates.zero_()
 
     def overflowed(self, grad_norm: Tensor) -> bool:
-        """Return whether a smaller scale may help: gradients are not finite, and it is not down to 1 yet."""
+        """Return whether a smaller scale may make the gradients finite."""
         return not bool(grad_norm.isfinite()) and float(self.scale) > 1.0
 
     def after_overflow(self) -> None:
@@ -70,7 +76,7 @@ class LossScale:
         self._num_updates.zero_()
 
     def after_update(self) -> None:
-        """Adapt the scale to an update without one."""
+        """Adapt the scale to an update without an overflow."""
         self._num_updates.add_(1)
         if int(self._num_updates) < self._config.window:
             return
@@ -79,15 +85,15 @@ class LossScale:
             self.scale.mul_(self._config.factor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return live references to what a checkpoint must hold."""
+        """Return live references to the checkpointed tensors."""
         return {"scale": self.scale, "num_updates": self._num_updates}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Where and in which formats a model computes. It owns backward, unscaling and the optimizer call."""
+    """Device and number formats of a model; runs backward, unscaling and update."""
 
-    device: torch.device  # where parameters live
+    device: torch.device  # of the computation, and of parameters unless they are offloaded
     param_dtype: torch.dtype = torch.float32  # of parameters, gradients and optimizer state
     autocast_dtype: torch.dtype | None = None  # of matrix products, None for `param_dtype` itself
     scaling: Scaling | None = None
@@ -98,18 +104,18 @@ class Precision:
 
     @property
     def lag_steps(self) -> int:
-        """Return how many steps later a step's numbers can be read without waiting for the device."""
+        """Return the steps after which results are readable without a wait."""
         return 1 if self.device.type == "cuda" else 0
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model on the device, in the format that parameters are kept in; frozen parts keep their own."""
+        """Move the model to the device, and `cast` the model."""
         self.cast(model.to(self.device))
         return model
 
     def cast(self, module: nn.Module) -> None:
-        """Put the parameters and buffers of a module into the format that they are kept in, where they are."""
-        # A frozen base in 16 bits needs half the memory, and rounds nothing that anybody learns. But in float64, which
-        # shows that results are equal, everything is.
+        """Cast the parameters and buffers of a module to `param_dtype` in place."""
+        # A frozen base in 16 bits needs half the memory and is never updated, so rounding does no harm. In float64,
+        # which serves to show that results are equal, everything is cast.
         if self.param_dtype != torch.float64 and _is_frozen(module):
             return
         for param in module.parameters(recurse=False):
@@ -130,11 +136,11 @@ class Precision:
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """Return what `backward` multiplies gradients by."""
+        """Return the factor that `backward` applies to gradients."""
         return 1.0 if self.scaling is None else self.scaling.scale
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar loss, times `loss_scale`, to those that are there."""
+        """Add the gradients of a scalar loss, times `loss_scale`, to existing ones."""
         if self.scaling is not None:
             loss = loss * self.scaling.scale
         loss.backward()
@@ -142,17 +148,17 @@ class Precision:
     def rescale(self, gradients: list[Tensor], factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` in place."""
         if isinstance(factor, Tensor):
-            # Not a number: reading it from the device would make the host wait in every step, as it has to where it
-            # keeps the gradients itself.
+            # A tensor stays a tensor, because reading its value would make the host wait in every step. Only gradients
+            # in host memory need that wait.
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
         elif factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
-        """Step the optimizer, unless gradients have overflowed. Return whether they have.
+        """Step the optimizer, or return True if gradients have overflowed.
 
         Args:
-            grad_norm: () of the whole gradient, the same on all ranks.
+            grad_norm: () norm of the whole gradient, the same on all ranks.
         """
         if self.scaling is None:
             optimizer.step()
@@ -166,17 +172,17 @@ class Precision:
         return overflowed
 
     def begin_anew(self) -> None:
-        """Forget what the run has taught about its numbers."""
+        """Reset all values that have adapted to gradients."""
         if self.scaling is not None:
             self.scaling.begin_anew()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return live references to what a checkpoint must hold of this: nothing, where nothing adapts to gradients."""
+        """Return live references to the checkpointed tensors, {} without scaling."""
         return {} if self.scaling is None else self.scaling.state_dict()
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Return whether the module has parameters, and none of them trains."""
+    """Return whether the module has parameters and all are frozen."""
     trains = [param.requires_grad for param in module.parameters()]
     return bool(trains) and not any(trains)
 
@@ -184,17 +190,17 @@ def _is_frozen(module: nn.Module) -> bool:
 def build_precision(
     config: PrecisionConfig, device: torch.device, gpus: Sequence[Gpu] = (), fixed_point: FixedPoint | None = None
 ) -> Precision:
-    """Return the format that the configuration names; "auto" is bf16 where all `gpus` of the world have it, else fp32.
+    """Return the configured precision.
 
-    What it is for a model's parameters does not depend on the world.
+    "auto" is bf16 if all `gpus` of the world support it, else fp32. The format of parameters is the same in any world.
 
     Args:
-        fixed_point: how gradients are added up in an exact run.
+        fixed_point: sums gradients in an exact run.
     """
     kind = config.kind
     if kind == "fp64":
         return Precision(device, torch.float64, scaling=fixed_point)
-    # Not on a CPU unless it is asked for: most of them emulate bf16.
+    # On a CPU only if it is configured, because most CPUs emulate bf16.
     if kind == "bf16" or (kind == "auto" and gpus and all(gpu.has_bf16 for gpu in gpus)):
         return Precision(device, autocast_dtype=torch.bfloat16, scaling=fixed_point)
     if kind == "fp16":

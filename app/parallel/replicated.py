@@ -1,4 +1,7 @@
-"""Data parallel with gradient buckets of our own: every worker holds the whole model."""
+"""Data parallel with this program's gradient buckets.
+
+Every worker holds the whole model.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from app.world.runtime import World
 
 
 class ReplicatedParallelism:
-    """The `Parallel` of models that every worker holds whole. The model is trained as it is, without a wrapper."""
+    """Strategy for models that every worker holds whole, without a wrapper."""
 
     survivors_hold_all: ClassVar[bool] = True
     loss_scale = 1.0
@@ -29,7 +32,7 @@ class ReplicatedParallelism:
 
     @property
     def buckets(self) -> GradientBuckets:
-        """Return what holds the gradients of the model that was wrapped last."""
+        """Return the gradient buckets of the model that was wrapped last."""
         return self._buckets
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -53,7 +56,7 @@ class ReplicatedParallelism:
         self._buckets.detach_unused()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
-        # Not by the optimizer: it would take the parameters' views of the buckets away.
+        # The optimizer's zero_grad would remove the parameters' views of the buckets.
         self._buckets.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -1,1 +1,1 @@
-"""The workers of one attempt: their process groups, the control channel between them, and how far each has come."""
+"""Workers of one attempt: process groups, control channel and progress."""

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors while they come and go, also of tensors without data."""
+"""Memory of tensors over time, counted even for tensors without data."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Allocations(TorchDispatchMode):
-    """Within this context, the bytes that tensors hold together.
+    """Counts the bytes of all tensors within the context.
 
     Attributes:
-        bytes: now.
-        peak_bytes: the most that there have been.
+        bytes: current sum.
+        peak_bytes: largest sum so far.
     """
 
-    # torch's own MemTracker sorts them by module as well, and refuses a second microbatch.
+    # torch's own MemTracker also groups bytes by module, and refuses a second microbatch.
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
@@ -30,15 +30,15 @@ class Allocations(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # by storage
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that are already there."""
+        """Count tensors that exist already."""
         for tensor in tensors:
             self._count(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it calls operators on its local tensor, which come here too
+            return NotImplemented  # DTensor calls operators on its local tensor, which are dispatched here too
         result = func(*args, **(kwargs or {}))
-        if func is _DEVICE:  # every other call, and no tensor
+        if func is _DEVICE:  # frequent, and returns no tensor
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -52,7 +52,7 @@ class Allocations(TorchDispatchMode):
                 self._count(storage)
             return resized
 
-        # No operator, and FSDP frees what it has gathered by it.
+        # `resize_` is not an operator, and FSDP frees gathered parameters by it.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -61,7 +61,7 @@ class Allocations(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        # The address of the storage itself, not of its data: there may be none.
+        # The key is the address of the storage object, because its data may not exist.
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0

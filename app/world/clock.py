@@ -1,4 +1,7 @@
-"""Clocks whose marks stand in the order of the work itself: on CUDA in the device's stream, as the host runs ahead."""
+"""Clocks for work on the host or in a CUDA stream.
+
+On CUDA the host runs ahead, so a mark has to be part of the stream.
+"""
 
 import time
 from typing import Any
@@ -7,16 +10,16 @@ import torch
 
 
 class HostClock:
-    """Takes the time of what the host computes itself."""
+    """Measures the time of the host's own work."""
 
     on_device = False
 
     def mark(self) -> Any:
-        """Return a mark of what has been asked for so far."""
+        """Return a mark after all work requested so far."""
         return time.perf_counter()
 
     def passed(self, mark: Any) -> bool:
-        """Return whether everything before the mark is done."""
+        """Return whether all work before the mark is done."""
         return True
 
     def between_s(self, first: Any, second: Any) -> float:
@@ -25,7 +28,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Takes the time of what the host launches on a CUDA device, by events in the stream. Nothing waits for them."""
+    """Measures work on a CUDA device by events, without waiting."""
 
     on_device = True
 

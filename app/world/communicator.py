@@ -1,4 +1,4 @@
-"""What carries collectives of tensors on a device: gloo on CPU, NCCL on CUDA; tests have a third that is like NCCL."""
+"""Collectives of tensors, by gloo on CPU and by NCCL on CUDA."""
 
 import contextlib
 import os
@@ -20,39 +20,42 @@ _BUCKET = 25 * 2**20 // 4, torch.float32
 
 
 class Communicator(Protocol):
-    """Collectives over all ranks of a world, in place. Each is launched at once, and its result is there later.
+    """Asynchronous collectives over all ranks of a world, in place.
 
-    An abort ends what is under way, from another thread. Gloo then raises; NCCL completes with partial sums and says
-    nothing. So whoever uses a result stands behind `Groups.gate`.
+    Another thread may abort running collectives. Gloo then raises an error; NCCL completes with partial sums and
+    without an error. So results may be used only after `Groups.gate`.
     """
 
-    abort_leaves_garbage: ClassVar[bool]  # in what is to be received
-    group: dist.ProcessGroup  # for what torch launches itself
-    under_way: list[dist.Work]  # launched, and not waited for yet
+    abort_leaves_garbage: ClassVar[bool]  # in tensors that are being received
+    group: dist.ProcessGroup  # for collectives that torch starts itself
+    under_way: list[dist.Work]  # started and not waited for yet
 
     def sum(self, tensor: Tensor) -> None:
-        """Launch the sum of a tensor over all ranks."""
+        """Start the sum of a tensor over all ranks."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Launch the overwriting of every rank's tensor with that of rank `source`."""
+        """Start the copy of rank `source`'s tensor to every rank."""
         ...
 
     def wait(self) -> None:
-        """Have whatever is computed from now on see the results. The host may return before they are there."""
+        """Make later computations see the results; the host may return earlier."""
         ...
 
     def synchronize(self) -> None:
-        """Make the host wait for every result, or for the abort that ends them."""
+        """Make the host wait for all results, or for the abort."""
         ...
 
     def abort(self) -> None:
-        """End all that is under way, and refuse more. Safe from any thread; `Groups.aborted` is set before."""
+        """End all collectives and refuse more; callable from any thread.
+
+        `Groups.aborted` is set before.
+        """
         ...
 
 
 class GlooCommunicator:
-    """The `Communicator` of gloo. Its host threads do the work, and whoever waits for them is told of a failure."""
+    """Collectives by gloo, whose threads on the host raise errors."""
 
     abort_leaves_garbage: ClassVar[bool] = False
 
@@ -85,18 +88,18 @@ class GlooCommunicator:
         self.wait()
 
     def abort(self) -> None:
-        # Gloo's own abort and shutdown release nobody; what does is to shut its sockets, which are the groups'.
+        # Gloo's own abort and shutdown release no waiting thread. `Groups.abort` shuts down the sockets instead.
         return
 
 
 def arrived(work: dist.Work, aborted: threading.Event) -> bool:
-    """Wait for one of gloo's collectives. Return False if an abort has come before its result."""
-    # Not by `work.wait()`. When a connection ends, gloo wakes those who wait for a message to begin, but nobody whose
-    # message is half-way: that wait would last until the collective's time-out.
+    """Wait for a collective of gloo; return False after an abort."""
+    # Not by `work.wait()`: when a connection ends, gloo wakes threads that wait for a message to begin, but not threads
+    # in the middle of a message, which would wait until the collective's time-out.
     if not work.is_completed():
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
-        # The future may be complete a moment before the work says that it is.
+        # The future may be complete a moment before the work reports it.
         while not (done.wait(_LOOK_S) or work.is_completed()):
             if aborted.is_set():
                 return False
@@ -104,12 +107,12 @@ def arrived(work: dist.Work, aborted: threading.Event) -> bool:
 
 
 class NcclCommunicator:
-    """The `Communicator` of NCCL, whose kernels run on the device and wait there for the peers'.
+    """Collectives by NCCL, whose kernels wait for the peers' kernels.
 
     Args:
         group: a group of NCCL alone, bound to its device.
-        abort: ends the communicator, which may take long: it waits for the driver.
-        bound_s: most that the abort may take. A process that cannot end its kernels can only end itself.
+        abort: ends the communicator, which may take long, because it waits for the driver.
+        bound_s: time limit of the abort. A process that cannot end its kernels can only end itself.
     """
 
     abort_leaves_garbage: ClassVar[bool] = True
@@ -118,7 +121,7 @@ class NcclCommunicator:
         self.group = group
         self._abort = abort
         self._bound_s = bound_s
-        # An abort frees the communicator, also under the hands of a thread that is launching.
+        # An abort frees the communicator even while another thread starts a collective.
         self._launching = threading.Lock()
         self._ending_lock = threading.Lock()  # nobody launches under it
         self._ending: threading.Thread | None = None
@@ -165,7 +168,7 @@ class NcclCommunicator:
 
     def wait(self) -> None:
         for work in self.under_way:
-            work.wait()  # the device's stream waits, the host does not
+            work.wait()  # only the device's stream waits, not the host
         self.under_way.clear()
 
     def synchronize(self) -> None:
@@ -174,14 +177,15 @@ class NcclCommunicator:
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        # On a thread of its own: without heartbeats, which are this one, the coordinator takes this process for dead.
-        # Nor does this one wait for a launch, which may connect to a peer that is gone.
+        # On a thread of its own, because the calling thread sends heartbeats, without which the coordinator declares
+        # this process dead. The caller does not wait for a starting collective either, which may connect to a dead
+        # peer.
         with self._ending_lock:
             if self._ending is not None:
                 return
             ending = threading.Thread(target=self._end, daemon=True, name="abort")
             ending.start()
-            self._ending = ending  # once it runs: `synchronize`, on another thread, joins what it finds here
+            self._ending = ending  # set once it runs, because `synchronize` on another thread joins this thread
         threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
 
     def _mark(self) -> Callable[[], bool]:

@@ -1,4 +1,4 @@
-"""Compilations by torch.compile: they interrupt a phase at any moment, may take minutes, and may come again."""
+"""Compilations by torch.compile, which interrupt a phase and may take minutes."""
 
 import functools
 import traceback
@@ -12,25 +12,25 @@ import torch
 from app.run.events import Event, GraphBreak, Recompiled
 from app.world.progress import Progress
 
-_progress: weakref.WeakSet[Progress] = weakref.WeakSet()  # of this process: one
+_progress: weakref.WeakSet[Progress] = weakref.WeakSet()  # of this process, which has only one
 
 
 def follow_compilations(progress: Progress) -> None:
-    """Mark each compilation in `progress`, from now on."""
+    """Mark each later compilation in `progress`."""
     _register()
     _progress.add(progress)
 
 
 @functools.cache
 def _register() -> None:
-    # Imported here, where building an optimizer has imported it already: by itself it takes a second.
+    # Imported here, after building an optimizer has imported the module: the import takes a second.
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(_begin)
     callback_handler.register_end_callback(_end)
 
 
-# Called on the thread that compiles: the training thread, or autograd's while the training thread waits for it.
+# Called on the thread that compiles: the training thread, or autograd's while the training thread waits.
 def _begin(_: Any) -> None:
     for progress in _progress:
         progress.compiling()
@@ -42,14 +42,14 @@ def _end(_: Any) -> None:
 
 
 class CompilerNews:
-    """What the compiler of this process has done that costs time, and that nobody has been told of yet."""
+    """Costly actions of this process's compiler that were not reported yet."""
 
     def __init__(self) -> None:
-        self._last_us = 0  # when the last compilation began that was looked at
+        self._last_us = 0  # start of the last compilation that was examined
         self._told: set[GraphBreak] = set()
 
     def events(self) -> list[Event]:
-        """Return what is new since the last call: graph breaks, each of them once, and functions compiled again."""
+        """Return new graph breaks and recompilations since the last call."""
         return [*self._new_breaks(), *self._recompiled()]
 
     def _new_breaks(self) -> list[GraphBreak]:
@@ -79,21 +79,21 @@ class CompilerNews:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of a stack that is not PyTorch's, "" if there is none."""
+    """Return the innermost line of a stack outside of PyTorch, or ""."""
     library = str(Path(torch.__file__).parent)
     places = [f"{frame.filename}:{frame.lineno}" for frame in stack if not frame.filename.startswith(library)]
     return places[-1] if places else ""
 
 
 def is_compiler_failure(error: BaseException) -> bool:
-    """Return whether an error comes from torch.compile, not from the code that it compiles for."""
+    """Return whether an error comes from torch.compile itself."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 def one_line(told: object) -> str:
-    """Return the first line of a text of the compiler's, which has advice and stacks below it."""
+    """Return the first line of a compiler's message, without advice and stacks."""
     lines = str(told).strip().splitlines() or [""]
-    # "backend='inductor' raised:", and then what
+    # A first line such as "backend='inductor' raised:" needs the second one.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,8 +1,10 @@
-"""The control channel: how all ranks act on the same step without ever waiting for the device.
+"""Control channel, by which all ranks act on the same step.
 
-It is a small all-reduce of host data on a gloo group of its own. A message is posted when a step ends and read when the
-next one ends, so it travels while the device works; every rank reads it at the same step. Short steps share a message:
-the leader proposes how many, and all ranks follow from the same message on.
+No rank waits for the device.
+
+The channel is a small all-reduce of host data on its own gloo group. A message is posted when a step ends and read when
+the next one ends, so it travels while the device works, and every rank reads it at the same step. Short steps share a
+message: the leader proposes how many, and all ranks follow from the same message on.
 """
 
 import math
@@ -23,21 +25,21 @@ from app.world.runtime import FINISH, LEAVE, STOP
 from app.world.sums import Plain, Summation
 
 _HALF = 1 << 32
-_POST_EVERY_S = 0.05  # how old a step may become before it is posted; one message costs about 0.5 ms of CPU
-_WARM_UP = 32  # steps of an attempt, each with a message of its own, before their time is trusted
-_BESIDE = 5  # numbers of a step in a message, beside the parts of its loss and of its metrics
+_POST_EVERY_S = 0.05  # largest age of a step before its message is posted; a message costs about 0.5 ms of CPU
+_WARM_UP = 32  # first steps of an attempt, which have a message each, until the time of a step is known
+_BESIDE = 5  # numbers of a step in a message besides the parts of loss and metrics
 
 
 class StepResult(NamedTuple):
-    """What one rank did in a step.
+    """Results of one rank for one step.
 
     Attributes:
         numbers: (width + 2 + 2 * width * metrics,) float64: the `width` parts of this rank's loss sum, its count, the
             norm of the whole mean gradient, then the parts of sum and count of each metric on this rank. They stay on
-            the device until somebody needs them.
-        grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor where it is sharded.
-        losses: each microbatch of this rank, pads excluded, with its () loss sum and its count, which stay on the
-            device as well.
+            the device until they are needed.
+        grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor if sharded.
+        losses: each microbatch of this rank, pads excluded, with its () loss sum and its count, which also stay on the
+            device.
     """
 
     step: int
@@ -47,11 +49,11 @@ class StepResult(NamedTuple):
     metric_names: tuple[str, ...] = ()
     grad_norms: Tensor | None = None
     lr: float = 0.0  # of the first parameter group
-    overflowed: bool = False  # gradients in fp16 have, on all ranks alike, and updated nothing
-    seconds: float = 0.0  # of the host, which waits for the device at every gate
-    data_s: float = 0.0  # of these, the wait for batches
+    overflowed: bool = False  # gradients in fp16 overflowed, on all ranks alike, and the step updated nothing
+    seconds: float = 0.0  # on the host, which waits for the device at every gate
+    data_s: float = 0.0  # part of `seconds`: the wait for batches
     losses: tuple[tuple[Microbatch, Tensor, Tensor | int], ...] = ()
-    summation: type[Summation] = Plain  # whose parts `numbers` has
+    summation: type[Summation] = Plain  # defines the parts in `numbers`
 
     @property
     def grad_norm(self) -> Tensor:
@@ -60,7 +62,10 @@ class StepResult(NamedTuple):
 
 
 class _HostCopy:
-    """The numbers of a step on their way from the device. `row()` waits only if they have not arrived yet."""
+    """Asynchronous copy of a step's numbers to the host.
+
+    `row()` waits if the copy is not complete.
+    """
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
@@ -78,7 +83,7 @@ class _HostCopy:
         return _BESIDE + self._width * (1 + 2 * len(self.result.metric_names))
 
     def row(self) -> list[float]:
-        """Return the numbers that are added up over ranks, `len(self)` of them."""
+        """Return the `len(self)` numbers to add up over ranks."""
         if self._arrived is not None:
             self._arrived.synchronize()
         host: list[float] = self._host.tolist()
@@ -86,16 +91,16 @@ class _HostCopy:
         count, self.grad_norm = host[self._width : self._width + 2]
         metrics = host[self._width + 2 :]
         not_finite = not (math.isfinite(sum(loss)) and (math.isfinite(self.grad_norm) or self.result.overflowed))
-        # Float64 is exact to 2^53, so the halves of a digest may be added up over 2^21 ranks.
+        # Float64 is exact up to 2^53, so the halves of a digest can be summed over 2^21 ranks.
         high, low = divmod(self.result.samples_digest, _HALF)
         return [*loss, count, high, low, self.result.num_samples, not_finite, *metrics]
 
     def stats(self, row: Sequence[float]) -> StepStats:
-        """Return what all ranks know of the step, from the sum of their rows."""
+        """Return the results of a step from the sum of all rows."""
         loss_sum = self.result.summation.join(row[: self._width])
         count, *others = row[self._width : self._width + _BESIDE]
         high, low, num_samples, not_finite = map(int, others)
-        # Where everything in a step is masked there is no mean, and what the task made of nothing is no fault.
+        # A step in which everything is masked has no mean, and its loss, even if not finite, is not an error.
         divisor = count or math.nan
         finite = not not_finite or count == 0
         return StepStats(
@@ -112,7 +117,10 @@ class _HostCopy:
         )
 
     def _suspects(self) -> tuple[NotFinite, ...]:
-        """Return the microbatches of this rank whose loss is not finite. The host waits for the device."""
+        """Return this rank's microbatches with losses that are not finite.
+
+        The host waits for the device.
+        """
         found: list[NotFinite] = []
         for microbatch, loss, count in self.result.losses:
             if not bool(loss.isfinite()):
@@ -121,7 +129,7 @@ class _HostCopy:
 
 
 class _Pace:
-    """Decides how many steps a message may cover, from the time between the latest ones."""
+    """Decides how many steps share a message, by their duration."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -133,33 +141,35 @@ class _Pace:
     def steps_per_message(self) -> int:
         if len(self._ended) < _WARM_UP:
             return 1
-        # The median, because a step with a checkpoint or a validation after it takes many times as long.
+        # The median, because a step followed by a checkpoint or a validation takes many times as long.
         step_s = median(new - old for old, new in pairwise(self._ended))
         return max(1, min(_WARM_UP, int(_POST_EVERY_S / step_s)))
 
 
 class Rider:
-    """Numbers that travel along with every message and are added up over ranks. This one sends none."""
+    """Further numbers in every message, summed over ranks; here none."""
 
     def payload(self) -> list[float]:
-        """Return the numbers that this rank adds to the message. The length must be equal on all ranks."""
+        """Return this rank's numbers; their count is the same on all ranks."""
         return []
 
     def on_result(self, step: int, payload: list[float]) -> None:
-        """Take the sum over all ranks. Every rank is given it after the same step."""
+        """Receive the sum over all ranks, after the same step everywhere."""
 
 
 class ControlChannel:
-    """Exchanges the messages of one attempt. A RuntimeError of its methods is how ranks notice that a peer is gone.
+    """Exchanges the messages of one attempt.
+
+    Its methods raise RuntimeError if a peer is gone.
 
     Args:
-        group: a gloo group of the whole world, which nothing else uses meanwhile.
+        group: a gloo group of the whole world for the channel's exclusive use.
         lag_steps: steps by which a message trails, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
-        names: what a rank may request beside "stop", "leave" and "finish"; the same on all ranks, in the same order.
-        rider: what else travels in the messages.
+        names: requests besides "stop", "leave" and "finish"; the same on all ranks, in the same order.
+        rider: further numbers in the messages.
 
     Attributes:
-        requested: what any rank has requested and nobody has acknowledged yet, equal on all ranks.
+        requested: requests of any rank that are not acknowledged yet, equal on all ranks.
     """
 
     def __init__(
@@ -178,8 +188,8 @@ class ControlChannel:
         self._rider = rider or Rider()
         self._pace = _Pace(clock)
         self._step = 0
-        self._num_steps = 1  # that the next message covers
-        self._requests: set[str] = set()  # this rank's, for the next message
+        self._num_steps = 1  # covered by the next message
+        self._requests: set[str] = set()  # of this rank, for the next message
         self._copies: deque[_HostCopy] = deque()
         self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy]]] = deque()
 
@@ -188,16 +198,16 @@ class ControlChannel:
         return not self.requested.isdisjoint((STOP, LEAVE, FINISH))
 
     def acknowledge(self, name: str) -> None:
-        """Forget a request that has been carried out, on all ranks at the same step."""
+        """Remove a request that all ranks have carried out."""
         self.requested.discard(name)
 
     def exchange(self, result: StepResult, requests: Iterable[str]) -> list[StepStats]:
-        """Take the numbers of a step; return those of the steps that all ranks have finished meanwhile."""
+        """Add a step's numbers, and return the steps finished by all ranks."""
         self._pace.tick()
         self._step = result.step
         self._copies.append(_HostCopy(result))
         self._requests |= set(requests)
-        # Read before the next one is posted: the message before has had a whole step to travel.
+        # Read before the next message is posted: the last message has had a whole step to travel.
         finished = self._read() if self._posted else []
         num_ready = len(self._copies) - self._lag_steps
         if num_ready >= self._num_steps:
@@ -205,7 +215,7 @@ class ControlChannel:
         return finished
 
     def drain(self) -> list[StepStats]:
-        """Return every step that `exchange` has not returned yet, oldest first. A collective."""
+        """Return all steps not returned by `exchange`, oldest first. A collective."""
         if self._copies:
             self._post(len(self._copies))
         finished = []
@@ -221,7 +231,7 @@ class ControlChannel:
             numbers += copy.row()
         self._requests.clear()
         message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
-        # Not by dist.all_reduce, whose checks take as long as this call.
+        # Called on the group, because the checks of dist.all_reduce take as long as this call.
         work = self._group.allreduce([message])
         self._posted.append((work, message, copies))
 
@@ -243,7 +253,11 @@ class ControlChannel:
 
 
 def means(names: Sequence[str], parts: Sequence[float], summation: type[Summation]) -> dict[str, float]:
-    """Return each metric's mean, given the parts of sum and count of one after the other; nan for that of nothing."""
+    """Return each metric's mean, nan for a count of 0.
+
+    Args:
+        parts: the parts of sum and count of each metric in turn.
+    """
     width = summation.width
     numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
     found = {}
@@ -253,22 +267,22 @@ def means(names: Sequence[str], parts: Sequence[float], summation: type[Summatio
 
 
 def agree_on_names(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the names that any rank has, in one order on all ranks. A blocking collective."""
-    # Ranks add their numbers up by place, so what one rank has and another lacks must have a place too.
+    """Return all ranks' names in one order. A blocking collective."""
+    # Ranks add up numbers by position, so a name that only one rank has needs a position on all ranks.
     by_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(by_rank, list(names), group=group)
     return tuple(dict.fromkeys(chain.from_iterable(by_rank)))
 
 
 def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether the condition holds on any rank, so that all ranks branch alike. A blocking collective."""
+    """Return whether the condition holds on any rank. A blocking collective."""
     answers = torch.tensor([condition], dtype=torch.int64)
     dist.all_reduce(answers, dist.ReduceOp.MAX, group=group)
     return bool(answers)
 
 
 def gather_numbers(number: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the numbers that the ranks give, (ranks,) int64. A blocking collective."""
+    """Return the numbers of all ranks, (ranks,) int64. A blocking collective."""
     numbers = torch.empty(dist.get_world_size(), 1, dtype=torch.int64)
     dist.all_gather(list(numbers), torch.tensor([number]), group=group)
     return numbers.squeeze(1)

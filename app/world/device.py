@@ -1,4 +1,4 @@
-"""The device of this process: which one it is, how it computes, and what the GPUs of the other ranks are."""
+"""Device of this process: selection, numerics, and the GPUs of all ranks."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from app.errors import UsageError
 
 _CPU = torch.device("cpu")
 
-# What makes sums come out in the same order each time. cuBLAS: a workspace of its own for each stream (its manual,
-# "Results reproducibility"). NCCL: one algorithm and protocol whatever the message's size; the switch of NVLink SHARP
-# adds in the order in which data arrive. Read when a library is first used, which is long after a worker has begun.
+# Settings that make sums repeat in the same order. cuBLAS: a separate workspace for each stream (its manual, "Results
+# reproducibility"). NCCL: one algorithm and protocol for all message sizes; the switch of NVLink SHARP would add in the
+# order of arrival. The libraries read them at their first use, long after a worker has begun.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -24,22 +24,25 @@ DETERMINISTIC = {
 
 
 class Gpu(NamedTuple):
-    """What the other ranks have to know of a rank's GPU."""
+    """Properties of a rank's GPU that all ranks need."""
 
-    name: str  # as `torch.cuda.get_device_name` gives it
+    name: str  # from `torch.cuda.get_device_name`
     has_bf16: bool  # in hardware: a T4 or V100 only emulates it, slower than fp32
 
 
 def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
-    """Return the GPU that Ray has assigned to this process, the CPU if it has assigned none."""
-    # It is not enough to ask torch: from a worker without a GPU, Ray does not hide those of its machine.
+    """Return the GPU that Ray has assigned, or the CPU."""
+    # torch alone does not know: Ray does not hide a machine's GPUs from a worker without a GPU.
     if not gpu_ids or not torch.cuda.is_available():
         return _CPU
-    return _current(0)  # Ray shows a worker just the one that is its own
+    return _current(0)  # Ray shows a worker only its own GPU
 
 
 def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
-    """Return the device of a rank that torchrun has started, where `scaling.gpus_per_worker` is `wanted`.
+    """Return the device of a rank under torchrun.
+
+    Args:
+        wanted: the configured `scaling.gpus_per_worker`.
 
     Raises:
         UsageError: this machine has fewer GPUs than ranks.
@@ -50,8 +53,8 @@ def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_ranks > num_gpus:
         raise UsageError(
-            f"torchrun has started {num_ranks} rank(s) on this machine, which has {num_gpus} GPU(s): each needs one of "
-            "its own. Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0"
+            f"torchrun has started {num_ranks} rank(s) on this machine, which has {num_gpus} GPU(s): each rank needs a "
+            "GPU of its own. Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0"
         )
     return _current(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -62,28 +65,30 @@ def _current(index: int) -> torch.device:
 
 
 def cores_of_a_worker() -> int:
-    """Return how many of this machine's cores there are for each of the workers that train on its GPUs, at least 1."""
+    """Return this machine's cores per worker, at least 1."""
+    # Assumes one worker for each of its GPUs.
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not num_workers:
-        # Not asked of torch: Ray shows a worker no GPU but its own.
+        # Not from torch, because Ray shows a worker only its own GPU.
         num_workers = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 
 def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None = None) -> None:
-    """Set how this process computes, before its first product and its first collective.
+    """Set the numerics of this process, before its first product and collective.
 
     Args:
         tf32: round the factors of fp32 products to 10 bits, on tensor cores.
-        deterministic: give the same bits each time. A variable of `DETERMINISTIC` that the user has set stays his.
-        num_threads: of a CPU, among which sums are divided; None leaves it to the environment.
+        deterministic: give the same bits each time. Variables of `DETERMINISTIC` that the user has set keep their
+            values.
+        num_threads: number of CPU threads, which sums are divided among; None leaves it to the environment.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    # By the older names, which torch keeps in step with the newer `fp32_precision`. After setting those, both
-    # `torch.get_float32_matmul_precision` and `torch.backends.cudnn.flags` raise, and a user's code may call them.
+    # The older names are used, which torch keeps consistent with the newer `fp32_precision`. After the newer ones are
+    # set, `torch.get_float32_matmul_precision` and `torch.backends.cudnn.flags` raise, and user code may call them.
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32  # which torch would leave on for convolutions
+    torch.backends.cudnn.allow_tf32 = tf32  # torch's default leaves it on for convolutions
     if deterministic:
         for name, value in DETERMINISTIC.items():
             os.environ.setdefault(name, value)
@@ -92,12 +97,12 @@ def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None = None
 
 
 def variables_kept() -> tuple[str, ...]:
-    """Return the variables of `DETERMINISTIC` that the user has set otherwise, as NAME=VALUE."""
+    """Return the user's deviations from `DETERMINISTIC`, as NAME=VALUE."""
     return tuple(f"{name}={os.environ[name]}" for name in DETERMINISTIC if os.environ.get(name) != DETERMINISTIC[name])
 
 
 def gather_gpus(device: torch.device, size: int, control: dist.ProcessGroup) -> tuple[Gpu, ...]:
-    """Return the GPU of every rank, () where a world trains on CPUs. A collective on GPUs."""
+    """Return every rank's GPU, () on CPUs. A collective on GPUs."""
     if device.type != "cuda":
         return ()
     own = Gpu(torch.cuda.get_device_name(device), torch.cuda.is_bf16_supported(including_emulation=False))

@@ -1,4 +1,4 @@
-"""The last collectives of this process, as torch's flight recorder has seen them begin and end."""
+"""The last collectives of this process, from torch's flight recorder."""
 
 import base64
 import os
@@ -9,14 +9,14 @@ from typing import Any
 _SIZE = "TORCH_FR_BUFFER_SIZE"
 _FORMER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _MOMENT_S = 0.1
-_LARGEST_BYTES = 2**26  # of a record
-_LONGEST = 2**19  # of one that is packed; it goes the way of heartbeats
+_LARGEST_BYTES = 2**26  # of an unpacked record
+_LONGEST = 2**19  # of a packed record, which is sent with the heartbeats
 
 
 class FlightRecorder:
-    """Remember the last `size` collectives on a kind of device, and read them beside the threads that hang.
+    """Records the last `size` collectives, readable while threads hang.
 
-    To be made before the first process group, by which time torch asks the environment for the size.
+    Create it before the first process group, when torch reads the size from the environment.
     """
 
     def __init__(self, size: int, device: str) -> None:
@@ -28,16 +28,16 @@ class FlightRecorder:
             os.environ.setdefault(_SIZE, str(size))
 
     def read(self) -> None:
-        """Read what is remembered, for `take`. Return after a moment also where that takes longer."""
+        """Read the record for `take`, and return after a moment anyway."""
         if not self._size or (self._reading is not None and self._reading.is_alive()):
             return
-        # On a thread of its own, which may be stuck for as long as the device: NCCL asks it what has ended.
+        # NCCL asks the device which collectives have ended, so a hanging device may block this thread as well.
         self._reading = threading.Thread(target=self._read_all, daemon=True, name="flight recorder")
         self._reading.start()
         self._reading.join(_MOMENT_S)
 
     def take(self) -> str:
-        """Return what has been read, packed, once; "" if there is nothing new."""
+        """Return the packed record once after each read, else ""."""
         taken, self._read = self._read, ""
         return taken
 
@@ -55,7 +55,7 @@ def pack(record: bytes) -> str:
 
 
 def unpack(packed: str) -> bytes:
-    """Return the record of a text. Raises ValueError if it is none."""
+    """Return the record of a packed text, or raise ValueError."""
     try:
         return zlib.decompressobj().decompress(base64.b64decode(packed), _LARGEST_BYTES)
     except zlib.error as error:
@@ -63,11 +63,11 @@ def unpack(packed: str) -> bytes:
 
 
 def _recorded(device: str, only_active: bool) -> bytes:
-    """Return what torch remembers, a pickle of plain values as its `torchfrtrace` reads them."""
-    # Imported here, because the coordinator needs no torch to unpack.
+    """Return torch's record, a pickle of plain values for `torchfrtrace`."""
+    # Imported here, because the coordinator unpacks records without torch.
     from torch._C import _distributed_c10d
 
-    # NCCL has a recorder of its own, which a PyTorch without CUDA lacks.
+    # NCCL has its own recorder, which PyTorch without CUDA lacks.
     dump: Any = getattr(_distributed_c10d, "_dump_nccl_trace" if device == "cuda" else "_dump_fr_trace", None)
-    # Stacks are left out: their symbols would take the GIL, which who hangs may hold.
+    # Stacks are left out, because symbolizing them takes the GIL, which the hanging thread may hold.
     return dump(includeStackTraces=False, onlyActive=only_active) if dump else b""

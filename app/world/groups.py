@@ -1,6 +1,6 @@
-"""The process groups of one attempt, and how they end when a peer is gone.
+"""Process groups of one attempt, and their abort after a loss.
 
-Its private names of torch.distributed are nowhere else: tests/unit/test_torch_internals.py fails first when one moves.
+tests/unit/test_torch_internals.py checks the private names of torch.distributed that this module uses.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ from app.world.timeouts import Timeouts
 
 _SIOCGIFADDR = 0x8915  # Linux's request for the IPv4 address of an interface
 _POLL_S = 0.0005
-_RELEASE_S = 1.0  # an abort releases those who wait within this time, if it can at all
-# Of torch.distributed.ProcessGroupNCCL. Its abort "should be used with TORCH_NCCL_ASYNC_ERROR_HANDLING turned off".
+_RELEASE_S = 1.0  # if an abort can release waiting threads at all, it does so within this time
+# Settings of torch.distributed.ProcessGroupNCCL, whose abort "should be used with TORCH_NCCL_ASYNC_ERROR_HANDLING
+# turned off".
 _IN_PROCESS_RECOVERY = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -41,17 +42,18 @@ _IN_PROCESS_RECOVERY = {
 }
 _abandoned: list[tuple[dist.ProcessGroup, ...]] = []
 
-# Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text tells from a bug in the code.
+# Gloo has no exception of its own: a lost peer is a RuntimeError, which only its text distinguishes from a bug.
 # If the peer has ended: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer", or "reset" for "closed".
 # If it is silent: "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation".
 # After the latter, every further collective of the group: "Application timeout caused pair closure".
-# The text cannot tell a peer that is gone from one that cannot be reached; the coordinator knows who lives.
+# The text does not distinguish a dead peer from an unreachable one; the coordinator knows which workers live.
 _MARKS = ("/gloo/", "caused pair closure")
-# Texts of gloo, NCCL and their stores that an error of the user's own code may have too.
+# Texts of gloo, NCCL and their stores that an error of user code may contain too.
 _COMMON_MARKS = ("gloo", "nccl", "connection closed by peer", "connection reset", "broken pipe", "socket", "tcpstore")
-# A failure of this rank's own GPU, in torch's words and in NCCL's.
+# Texts of torch and NCCL for a failure of this rank's own GPU.
 _DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
-# Code that calls collectives: this program, and of torch what C++ raises through, that of `loss.backward()` included.
+# Code that calls collectives: this program, and the parts of torch through which C++ raises, `loss.backward()`
+# included.
 _TORCH = Path(torch.__file__).parent
 _CALLERS = (
     Path(__file__).parents[1],
@@ -60,23 +62,23 @@ _CALLERS = (
 
 
 class PeerLost(Exception):
-    """A collective failed because another member of the world is gone. It ends the attempt, not the run."""
+    """Failure of a collective whose peer is gone, which ends the attempt."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of one attempt."""
+    """Process groups of one attempt."""
 
     control: dist.ProcessGroup  # gloo, of the whole world, for host data
     communicator: Communicator  # for tensors on the device
     store: dist.Store  # of this attempt alone
-    sockets: dict[int, int]  # descriptor -> inode of what gloo has opened
+    sockets: dict[int, int]  # descriptor -> inode of each socket that gloo has opened
     aborted: threading.Event  # set before a communicator is aborted
     timeouts: Timeouts = field(default_factory=Timeouts)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # whose memory the communicator reaches
-    axes: list[Communicator] = field(default_factory=list)  # of parts of the world, see `split`
+    axes: list[Communicator] = field(default_factory=list)  # for parts of the world, see `split`
     sides: list[dist.ProcessGroup] = field(default_factory=list)
-    under_way: list[dist.Work] = field(default_factory=list)  # that nobody waits for when the attempt ends
+    under_way: list[dist.Work] = field(default_factory=list)  # collectives that may be incomplete at the attempt's end
 
     @classmethod
     def form(
@@ -89,19 +91,19 @@ class Groups:
         timeouts: Timeouts,
         aborted: threading.Event | None = None,
     ) -> Self:
-        """Form the default group and the control group, both of gloo, and the communicator of the device. A collective.
+        """Form the groups of gloo and the device's communicator. A collective.
 
         Args:
             aborted: event by which another thread ends the first collectives of the device.
 
         Raises:
-            PeerLost: a member did not come, or died while forming.
+            PeerLost: a member did not come, or died meanwhile.
             RuntimeError: this rank's device has failed, or has no memory left.
         """
         before = _open_sockets()
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
-        # Torch names groups in the store by this count, which goes on where forming has failed. A survivor would then
-        # look for newcomers under another name than theirs, for ever.
+        # Torch names groups in the store by this count, which keeps rising after a failure to form. A survivor would
+        # then wait for new workers under another name than theirs, without end.
         _world.group_count = 0
         aborted = aborted or threading.Event()
         try:
@@ -109,11 +111,11 @@ class Groups:
             prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
             dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
             control = dist.new_group(backend="gloo", timeout=timeouts.connect)
-            # Taken before NCCL connects: its sockets are its own to close.
+            # Recorded before NCCL connects, because NCCL closes its own sockets.
             sockets = _opened_since(before)
             communicator = connect(device, aborted, timeouts)
         except (RuntimeError, dist.DistError) as error:
-            _destroy(abort=True)  # one of them may have formed
+            _destroy(abort=True)  # a group may have formed already
             if is_own_fault(error):
                 raise
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
@@ -122,53 +124,56 @@ class Groups:
         return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
 
     def gate(self) -> None:
-        """Wait until everything that a peer had a hand in has arrived: what collectives left is true from here on.
+        """Wait for all collectives, whose results are valid from here on.
 
         Raises:
-            PeerLost: the groups have been aborted, and what a collective left may be garbage.
+            PeerLost: the groups have been aborted, so results may be garbage.
         """
-        # In this order: `aborted` is set before anything is cut short, so what is there while it is not set is whole.
+        # In this order: `aborted` is set before any collective is cut short, so results are complete while it is not
+        # set.
         for communicator in self._communicators:
             communicator.synchronize()
         if self.aborted.is_set():
             raise PeerLost("the world was aborted")
 
     def split(self, shard: int, device: torch.device) -> tuple[Communicator, Communicator]:
-        """Form communicators of the ranks that hold one model, and of those that hold the same part. A collective.
+        """Form communicators for each replica and each part of the model.
+
+        A collective.
 
         Args:
-            shard: how many neighbouring ranks hold one model among them.
+            shard: number of neighbouring ranks that together hold one model.
 
         Returns:
-            This rank's one across replicas, and its one within its replica.
+            This rank's communicator across replicas, and the one within its replica.
 
         Raises:
-            PeerLost: a member died while they formed.
+            PeerLost: a member died meanwhile.
         """
         size = dist.get_world_size()
         across = [range(part, size, shard) for part in range(shard)]
         within = [range(first, first + shard) for first in range(0, size, shard)]
         before = _open_sockets()
         try:
-            # Every rank forms all of them, in one order, as torch wants it.
+            # Torch requires that every rank forms all groups, in the same order.
             formed = [connect_part(ranks, device, self.aborted, self.timeouts) for ranks in (*across, *within)]
         except (RuntimeError, dist.DistError) as error:
             if is_own_fault(error):
                 raise
             raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
-        if device.type != "cuda":  # NCCL's are its own to close
+        if device.type != "cuda":  # NCCL closes its own sockets
             self.sockets.update(_opened_since(before))
         mine = [communicator for communicator in formed if communicator is not None]
         self.axes.extend(mine)
         return mine[0], mine[1]
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Return whether the communicator can carry a tensor from where it is."""
+        """Return whether the communicator reaches the memory of a tensor."""
         return tensor.device.type == self.device.type
 
     @property
     def across(self) -> Communicator:
-        """Return the communicator of the ranks that hold the same part of the model as this one."""
+        """Return the communicator of ranks with the same part of the model."""
         return self.axes[0] if self.axes else self.communicator
 
     @property
@@ -176,7 +181,7 @@ class Groups:
         return [self.communicator, *self.axes]
 
     def side_group(self) -> dist.ProcessGroup:
-        """Form another gloo group of the whole world, for what may take long beside the rest. A collective."""
+        """Form another gloo group of the world, for long transfers. A collective."""
         before = _open_sockets()
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         self.sockets.update(_opened_since(before))
@@ -184,23 +189,26 @@ class Groups:
         return group
 
     def abort(self) -> None:
-        """Make every collective that is under way raise, here and at the peers. Safe from any thread."""
+        """Make all running collectives raise, here and at the peers.
+
+        Any thread may call it.
+        """
         self.aborted.set()
-        # First of all, because NCCL's kernels spin on the device until their communicator is aborted.
+        # Communicators come first, because NCCL's kernels spin on the device until the abort.
         for communicator in self._communicators:
             communicator.abort()
-        # Gloo's own abort and shutdown release nobody, and its sockets stay open for as long as anything, a traceback
-        # say, refers to the group. So they are shut from outside.
+        # Gloo's own abort and shutdown release no waiting thread, and its sockets stay open while any object, such as a
+        # traceback, refers to the group. So the sockets are shut down directly.
         for descriptor, inode in list(self.sockets.items()):
             with contextlib.suppress(OSError):  # closed meanwhile
                 _shut(descriptor, inode)
 
     def wait(self, works: Iterable[dist.Work]) -> None:
-        """Wait for collectives in which a rank may only send, or only receive.
+        """Wait for collectives in which ranks may only send or receive.
 
         Raises:
             RuntimeError: a collective has failed.
-            PeerLost: the groups have been aborted; what was to be received may be garbage.
+            PeerLost: the groups have been aborted, so received data may be garbage.
         """
         works = list(works)
         try:
@@ -213,8 +221,8 @@ class Groups:
             raise
 
     def destroy(self) -> None:
-        """Destroy all groups, so that this process can be part of another world."""
-        # What an abort has left under way may still write to gradients, which the next attempt uses again.
+        """Destroy all groups, so that this process can join another world."""
+        # Collectives that an abort has left running may still write to gradients, which the next attempt uses.
         left = [*self.under_way]
         for communicator in self._communicators:
             with contextlib.suppress(RuntimeError):
@@ -224,7 +232,7 @@ class Groups:
         _destroy(abort=self.aborted.is_set())
 
     def _abandon_if_stuck(self, works: list[dist.Work]) -> None:
-        # The end of a group waits for its threads. One that is stuck keeps its group, until the process ends.
+        # Destroying a group waits for its threads. A group with a stuck thread is kept until the process ends.
         until_s = time.monotonic() + _RELEASE_S
         while not all(work.is_completed() for work in works):
             if time.monotonic() >= until_s:
@@ -235,18 +243,18 @@ class Groups:
 
 
 def serve_store(host: str) -> dist.TCPStore:
-    """Serve a store for the members of one world, on one address of this machine."""
-    # Torch's server asks nobody for anything, and lists its keys to whoever wants them, so no secret in their names
-    # would help. All that can be done is to listen on one interface, which is the loopback where all workers are local.
+    """Serve a store for one world, on one address of this machine."""
+    # Torch's server has no authentication and lists its keys to any client, so secret names would not help. It listens
+    # on one interface only, which is the loopback if all workers are local.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
-    # It closes the descriptor that it is given.
+    # The store closes the descriptor that it is given.
     return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Communicator:
-    """Return the communicator of a device, connected, over all ranks of the default group. A collective."""
+    """Connect the communicator of a device over all ranks. A collective."""
     if device.type != "cuda":
         return GlooCommunicator(_get_default_group(), aborted)
     communicator = _connect_nccl(range(dist.get_world_size()), device, aborted, timeouts)
@@ -257,7 +265,7 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
 def connect_part(
     ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
 ) -> Communicator | None:
-    """Return the communicator of some ranks, connected; None if this one is not among them. A collective of all."""
+    """Connect some ranks, and return None on the rest. A collective of all ranks."""
     if device.type == "cuda":
         return _connect_nccl(ranks, device, aborted, timeouts)
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
@@ -292,29 +300,29 @@ def _connect_nccl(
 
 
 def _abort_soon(backend: Any, limit_s: float) -> None:
-    # Torch's abort waits for at most the group's time-out, and the limit of a collective is half an hour.
+    # Torch's abort waits for up to the group's time-out, and the limit of a collective is half an hour.
     backend._set_default_timeout(timedelta(seconds=limit_s))
     backend.abort()
 
 
 def recover_in_process() -> None:
-    """Leave it to this process what follows from a failure of NCCL. Before the first group is formed.
+    """Disable torch's own reaction to NCCL failures, before the first group.
 
-    Torch's watchdog would end the process that is to outlive its peers, up to a minute after their death.
+    Torch's watchdog would end this process, which is to survive its peers, up to a minute after their death.
     """
     for name, value in _IN_PROCESS_RECOVERY.items():
         os.environ.setdefault(name, value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that this rank's device or host has no memory left."""
+    """Return whether an error means that this rank lacks memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return _names_device(error) and "out of memory" in str(error).lower()
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether an error says that this rank's own device has failed, or has no memory left."""
+    """Return whether an error is a failure of this rank's device or memory."""
     return is_out_of_memory(error) or _names_device(error)
 
 
@@ -324,11 +332,11 @@ def _names_device(error: BaseException) -> bool:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether an error says that a peer cannot be reached, rather than that the code is wrong."""
+    """Return whether an error means an unreachable peer, not a bug."""
     if isinstance(error, PeerLost):
         return True
     if is_own_fault(error):
-        return False  # NCCL reports a failure of the device too
+        return False  # NCCL reports failures of the device too
     if isinstance(error, dist.DistError):
         return True
     if not isinstance(error, RuntimeError):
@@ -340,7 +348,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def _raised_by_caller(error: BaseException) -> bool:
-    """Return whether the innermost line that an error came from is one that calls collectives, as far as is known."""
+    """Return whether the code that raised an error calls collectives, if known."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return True
@@ -349,10 +357,10 @@ def _raised_by_caller(error: BaseException) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this machine's network interface that has an IPv4 address."""
+    """Return the name of this machine's network interface with an IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it is down, or has no address
+            with contextlib.suppress(OSError):  # the interface is down, or has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
@@ -360,24 +368,24 @@ def interface_of(address: str) -> str | None:
 
 
 def prefer_interface_of(address: str) -> None:
-    """Let gloo and NCCL use the interface that has an address, unless the user has named another."""
-    # What a host's own name leads to is often its loopback, and that is where gloo would listen.
+    """Set the network interface of gloo and NCCL, unless the user has."""
+    # A host's own name often resolves to its loopback, and gloo would listen there.
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", all that begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=" excludes interfaces that merely begin so
 
 
 def _destroy(abort: bool) -> None:
     if not dist.is_initialized():
         return
-    # In torch's order, but for torch the first group that raises is the last: the default group would stay.
+    # In torch's order. Torch itself stops at the first group that raises, which would leave the default group.
     for group in sorted(_world.pg_names, key=lambda each: _world.pg_names[each], reverse=True):
-        if abort:  # or the end of a communicator that is still connecting waits for its peers
+        if abort:  # otherwise the end of a communicator that is still connecting waits for its peers
             with contextlib.suppress(RuntimeError):
                 group.abort()
         with contextlib.suppress(RuntimeError):
             group.shutdown()
-    _world.pg_names.clear()  # of those that torch would shut down again
+    _world.pg_names.clear()  # so that torch does not shut the groups down again
     dist.destroy_process_group()
 
 
@@ -395,9 +403,9 @@ def _opened_since(before: dict[int, int]) -> dict[int, int]:
 
 
 def _shut(descriptor: int, inode: int) -> None:
-    # A descriptor that was closed meanwhile may be another file's by now.
+    # A descriptor that was closed meanwhile may belong to another file by now.
     if os.fstat(descriptor).st_ino == inode:
         with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            # To shut a listener would end the process: gloo's thread throws where nobody catches.
+            # Shutting down a listener would end the process, because gloo's thread raises an uncaught exception.
             if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What a rank computes with, by which it is told who rounds alike, and which part has to be looked at."""
+"""Hardware of a rank, which determines rounding and identifies faulty parts."""
 
 import socket
 import subprocess
@@ -10,17 +10,17 @@ import torch
 
 from app.errors import UsageError
 
-_ASK_S = 10.0  # that nvidia-smi may take
+_ASK_S = 10.0  # time limit of nvidia-smi
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Hardware(NamedTuple):
-    """The hardware of one rank. What is not known is ""."""
+    """Hardware of one rank; unknown fields are ""."""
 
     host: str
     device: str  # name of the GPU, else of the processor
     uuid: str = ""  # of the GPU
-    serial: str = ""  # of the GPU's board; those for desktops have none
+    serial: str = ""  # of the GPU's board; boards for desktops have none
 
     def __str__(self) -> str:
         known = [self.device, self.uuid, f"serial number {self.serial}" if self.serial else ""]
@@ -28,24 +28,25 @@ class Hardware(NamedTuple):
 
 
 def kind_of(device: torch.device) -> str:
-    """Return what must be equal between ranks for equal bits: a sum's order follows from it."""
+    """Return the kind of processor; ranks of one kind give equal bits."""
+    # The order in which a sum is computed depends on the kind.
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def refuse_mixed(kinds: Sequence[str]) -> None:
-    """Raise UsageError if the ranks of an exact run do not all have hardware of one kind."""
+    """Refuse an exact run whose ranks have different kinds of hardware."""
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
             raise UsageError(
-                f"run.exact: rank {rank} computes on {kind}, rank 0 on {kinds[0]}, which round differently. Take "
-                "machines of one model (scaling.label_selector), or run.exact=false"
+                f"run.exact: rank {rank} computes on {kind}, rank 0 on {kinds[0]}, which round differently. Use "
+                "machines of one model (scaling.label_selector), or set run.exact=false"
             )
 
 
 def read_hardware(device: torch.device) -> Hardware:
-    """Return what this process computes with. It may take seconds."""
+    """Return the hardware of this process, within seconds."""
     host = socket.gethostname()
     if device.type != "cuda":
         return Hardware(host, _processor())
@@ -57,7 +58,7 @@ def _serial(uuid: str) -> str:
     command = ["nvidia-smi", f"--id={uuid}", "--query-gpu=serial", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # containers may lack it
+    except (OSError, subprocess.SubprocessError):  # containers may lack nvidia-smi
         return ""
     return "" if answer.startswith("[") else answer  # "[N/A]"
 

@@ -1,6 +1,8 @@
-"""Refuse collectives of the user's code where they would make the result follow from the number of workers.
+"""Refusal of collectives in user code.
 
-The private names of torch.distributed that this needs are checked by tests/unit/test_torch_internals.py.
+Such collectives would make results depend on the number of workers.
+
+tests/unit/test_torch_internals.py checks the private names of torch.distributed that this module uses.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-# Methods of a process group by which torch's collectives and point-to-point functions run.
+# Methods of a process group that run torch's collectives and point-to-point functions.
 COLLECTIVES = (
     "_allgather_base",
     "_get_backend",  # from torch 2.14 on, batch_isend_irecv asks the backend first
@@ -47,11 +49,11 @@ COLLECTIVES = (
 
 
 class RefusedCollective(Exception):
-    """Code within `no_collectives` called a collective of the default process group."""
+    """User code within `no_collectives` has called a collective."""
 
 
 class _StandIn(dist.ProcessGroup):
-    """Process group that knows rank and size, and raises RefusedCollective instead of communicating."""
+    """Process group that has rank and size, but refuses to communicate."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the store is optional
@@ -76,15 +78,15 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 for _name in COLLECTIVES:
     setattr(_StandIn, _name, _refusing(_name))
 
-_stand_in: _StandIn | None = None  # for the default group that was seen last
+_stand_in: _StandIn | None = None  # for the most recent default group
 
 
 @contextmanager
 def no_collectives() -> Iterator[None]:
-    """Raise RefusedCollective for each collective of the default group within, before anything is sent.
+    """Raise RefusedCollective for collectives of the default group, before any message.
 
-    Rank and size stay available. Groups that torch or this program pass explicitly, such as those of fully_shard,
-    communicate as before. Costs about a microsecond.
+    Rank and size remain available. Groups that torch or this program pass explicitly, such as those of fully_shard,
+    communicate as before. The context costs about a microsecond.
     """
     group = _world.default_pg
     if group is None:

@@ -1,4 +1,7 @@
-"""How far a worker is: marks that its training thread sets and another thread reads."""
+"""Progress of a worker, marked by its training thread.
+
+Another thread reads and reports it.
+"""
 
 import os
 import sys
@@ -17,26 +20,29 @@ from app.world.stacks import stacks
 
 T = TypeVar("T")
 
-# Phases that a rank enters on its own, between two that all ranks enter alike: in the order of one microbatch.
+# Phases that a rank enters on its own, between two phases of all ranks: in the order of one microbatch.
 _LOCAL = {"forward": 1, "backward": 2, "loader": 3, "gradients": 4, "update": 5}
 _COMPILE = "compile"
 _ALL_LEFT = 1 << 30  # the first microbatch of the step has not begun
-_REMEMBERED = 512  # durations of a phase
+_REMEMBERED = 512  # durations kept per phase
 _A_WHILE_S = 0.5
 _IN_COLLECTIVES = (os.path.dirname(torch.__file__) + os.sep, groups.__file__, communicator.__file__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a phase may take: five times what nearly all before it took, and never less than these."""
+    """Least time limits of phases.
 
-    step_s: float = 3.0  # the phases of a step
-    rare_s: float = 10.0  # those that wait for storage, where some seconds more are ordinary
-    unseen_s: float = 300.0  # those never completed so far, such as the first checkpoint; and every compilation
+    A phase may take five times the 99th percentile of its former durations, and at least these limits.
+    """
+
+    step_s: float = 3.0  # for phases of a step
+    rare_s: float = 10.0  # for phases that wait for storage, where some more seconds are normal
+    unseen_s: float = 300.0  # for phases that were never completed, such as the first checkpoint, and all compilations
 
     def of(self, phase: str, durations: list[float]) -> float:
-        """Return the limit of a phase in seconds, from the seconds that it took before."""
-        # How long one takes tells nothing about the next, of another function.
+        """Return the limit of a phase, from former durations, in seconds."""
+        # The duration of one compilation says nothing about that of another function.
         if not durations or phase == _COMPILE:
             return self.unseen_s
         p99 = sorted(durations)[int(0.99 * len(durations))]
@@ -47,35 +53,40 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """How far a worker is, as every heartbeat tells it. Small, because it travels as JSON."""
+    """Progress of a worker in a heartbeat.
+
+    A report is small, because it is sent as JSON.
+    """
 
     attempt: int
     rank: int
-    position: list[int]  # compares among the workers of an attempt, whatever their shares
-    step: int  # the last one that the worker has done; 0 until its attempt has restored one
+    position: list[int]  # comparable among the workers of an attempt, whatever their shares
+    step: int  # the last finished step; 0 until the attempt has restored one
     phase: str
     seconds: float  # in this phase so far
-    limit_s: float | None  # for this phase; None for ever
+    limit_s: float | None  # for this phase; None for no limit
     spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
-    # On a device in this attempt, from each step's first forward to its last backward: there a phase ends when the host
-    # has launched its work.
+    # Seconds of work on the device in this attempt, from each step's first forward to its last backward. There a phase
+    # ends as soon as the host has launched its work, so its own duration says little.
     device_s: float = 0.0
 
 
 class _Mark(NamedTuple):
-    # One object, because another thread reads it: separate attributes could be read half old, half new.
+    # One object, because another thread reads it and could see separate attributes partly updated.
     phase: str
     since_s: float
-    turn: int  # how many phases all ranks have entered alike
+    turn: int  # number of phases that all ranks have entered
     left: int  # microbatches of the step that have not begun
-    place: int  # of the phase among a rank's own
+    place: int  # position of the phase within a microbatch
 
 
 class Progress:
-    """The progress of one process. The training thread marks its phases, and one other thread reads `report()`.
+    """Progress of one process.
+
+    The training thread marks its phases, and one other thread reads `report()`.
 
     Args:
-        gap_s: most that counts of a time without a report: this process, or its machine, was stopped then.
+        gap_s: the most that counts of a time without a report, in which this process or its machine was stopped.
     """
 
     def __init__(
@@ -85,8 +96,8 @@ class Progress:
         self._gap_s = gap_s
         self._clock = clock
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self._interrupted: _Mark | None = None  # by a compilation
-        # What the reading thread knows.
+        self._interrupted: _Mark | None = None  # the phase that a compilation interrupts
+        # State of the reading thread.
         self._reported_s = clock()
         self._reported_mark: _Mark | None = None
         self._seconds = 0.0
@@ -98,11 +109,11 @@ class Progress:
         return self._mark.phase
 
     def begin(self, attempt: int, rank: int, device_clock: HostClock | None = None) -> None:
-        """Enter an attempt, on the training thread. The first phase is to build model and data."""
+        """Begin an attempt, on the training thread, in the phase "build"."""
         self._attempt = attempt
         self._rank = rank
         self._device_clock = device_clock or HostClock()
-        self._device_began: Any = None  # marks of the device's work on a step's microbatches
+        self._device_began: Any = None  # marks around a step's microbatches on the device
         self._device_ended: Any = None
         self._device_s = 0.0
         self._thread = threading.get_ident()
@@ -111,17 +122,21 @@ class Progress:
         self._mark = _Mark("build", self._clock(), 0, _ALL_LEFT, 0)
 
     def resume(self, step: int) -> None:
-        """Take note of the step that the attempt goes on from."""
+        """Record the step from which the attempt continues."""
         self._step = step
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Mark a phase that all ranks enter in the same order; `step` is one that has just been done."""
+        """Mark a phase of all ranks, and any `step` just finished."""
         if step is not None:
             self._step = step
         self._complete(phase, self._mark.turn + 1, _ALL_LEFT)
 
     def mark(self, phase: str, left: int | None = None) -> None:
-        """Mark a phase of this rank's own, with the microbatches left after this one if their number has changed."""
+        """Mark a phase of this rank alone.
+
+        Args:
+            left: number of microbatches after this one, if it has changed.
+        """
         self._complete(phase, self._mark.turn, self._mark.left if left is None else left)
         if self._device_clock.on_device:
             self._mark_device(phase)
@@ -132,12 +147,12 @@ class Progress:
         elif phase == "gradients":
             self._device_ended = self._device_clock.mark()
         elif phase == "update" and self._device_began is not None:
-            # The gate lies between: both have passed.
+            # The gate comes before the update, so both marks have passed.
             self._device_s += self._device_clock.between_s(self._device_began, self._device_ended)
             self._device_began = self._device_ended = None
 
     def compiling(self) -> None:
-        """Mark that a compilation interrupts the phase, however long it takes. `compiled` goes on with the phase."""
+        """Mark a compilation of any length within a phase, until `compiled`."""
         if self._mark.phase in ("idle", _COMPILE):
             return
         self._interrupted = self._mark
@@ -146,7 +161,7 @@ class Progress:
         self._mark = self._mark._replace(phase=_COMPILE, since_s=now_s)
 
     def compiled(self) -> None:
-        """Mark that the compilation is over."""
+        """Mark the end of the compilation, and continue the interrupted phase."""
         if self._mark.phase != _COMPILE or self._interrupted is None:
             return
         now_s = self._clock()
@@ -154,7 +169,7 @@ class Progress:
         self._mark = self._interrupted._replace(since_s=now_s)
 
     def fetching(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches, and mark the wait for each as the loader phase."""
+        """Yield the batches, marking each wait as the loader phase."""
         while True:
             self.mark("loader")
             try:
@@ -164,15 +179,18 @@ class Progress:
             yield fetched
 
     def spent_s(self, phase: str) -> float:
-        """Return the seconds of all completed phases of this name in this attempt, on the training thread."""
+        """Return this attempt's seconds of completed phases of this name.
+
+        Call it on the training thread.
+        """
         return self._spent[phase]
 
     def leave(self) -> None:
-        """Leave the attempt. The phase that this breaks off was not completed, so it does not count."""
+        """Leave the attempt; the interrupted phase does not count."""
         self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT, 0)
 
     def report(self) -> ProgressReport:
-        """Return how far this worker is. One thread calls this, in intervals of at most `gap_s`."""
+        """Return this worker's progress. One thread calls this at least every `gap_s`."""
         now_s = self._clock()
         mark = self._mark
         if mark is not self._reported_mark:
@@ -197,7 +215,7 @@ class Progress:
         )
 
     def stacks(self) -> str:
-        """Return the stacks of every other thread of this process, the training thread's first."""
+        """Return the stacks of all threads but this one, training thread first."""
         return stacks(self._thread)
 
     def _complete(self, phase: str, turn: int, left: int) -> None:
@@ -208,8 +226,8 @@ class Progress:
         self._mark = _Mark(phase, now_s, turn, left, _LOCAL.get(phase, 0))
 
     def _is_done_on_device(self) -> int:
-        # Hosts that have launched all they have to, wait alike for the gradients' sums. The rank that they wait for is
-        # the one whose device still computes.
+        # Hosts that have launched all their work wait alike for the gradients' sums. They wait for the rank whose
+        # device still computes.
         ended = self._device_ended
         if ended is None:
             return 0
@@ -219,11 +237,11 @@ class Progress:
             return 0
 
     def _is_in_collective(self) -> int:
-        # Of two ranks that have come equally far, the one inside a collective waits for the one that is not. A rank
-        # that has not been there for a while is not asked: it is no suspect yet, and is on its way.
+        # If two ranks are at the same position, the one inside a collective waits for the one outside. A rank that has
+        # just entered the phase is not examined, because it is not suspect yet.
         if self._seconds <= _A_WHILE_S:
             return 0
         frame = sys._current_frames().get(self._thread)
-        while frame is not None and frame.f_code.co_filename == threading.__file__:  # a lock that somebody waits for
+        while frame is not None and frame.f_code.co_filename == threading.__file__:  # waits for a lock
             frame = frame.f_back
         return int(frame is not None and frame.f_code.co_filename.startswith(_IN_COLLECTIVES))

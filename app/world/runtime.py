@@ -1,6 +1,7 @@
-"""What a worker asks of whoever started it: a world to train in, signals, and somewhere to publish events.
+"""Interface of a worker to its launcher.
 
-The implementation for Ray is in app/orchestration/, that for torchrun in app/launch/torchrun.py.
+The interface provides worlds to train in, signals, and publication of events. app/orchestration/ implements it for Ray,
+app/launch/torchrun.py for torchrun.
 """
 
 import socket
@@ -21,7 +22,7 @@ from app.world.timeouts import Timeouts
 
 _DEFAULT = Timeouts()
 
-# What any rank may request of all of them, see `Signals`.
+# Requests that any rank may make of all ranks, see `Signals`.
 STOP = "stop"
 LEAVE = "leave"
 CHECKPOINT = "checkpoint"
@@ -30,10 +31,10 @@ FINISH = "finish"
 
 @dataclass(frozen=True)
 class World:
-    """The set of workers of one attempt, and this worker's place in it.
+    """Workers of one attempt, and this worker's place among the ranks.
 
-    The ranks stand on two axes: `shard` neighbouring ranks hold one model among them and are a replica, and there are
-    `replicate` replicas.
+    The ranks are arranged on two axes: `shard` neighbouring ranks together hold one model and form a replica, and there
+    are `replicate` replicas.
     """
 
     rank: int
@@ -41,8 +42,8 @@ class World:
     attempt: int
     groups: Groups
     amendments: Amendments = field(default_factory=Amendments)
-    progress: Progress = field(default_factory=Progress)  # the process's own, which remembers earlier attempts
-    node: str = field(default_factory=socket.gethostname)  # the machine, with which this worker may be lost
+    progress: Progress = field(default_factory=Progress)  # belongs to the process, and remembers earlier attempts
+    node: str = field(default_factory=socket.gethostname)  # machine, whose loss includes this worker
     shard: int = 1
 
     @property
@@ -51,7 +52,7 @@ class World:
 
     @property
     def part(self) -> int:
-        """Return which part of its replica's model this rank holds, of `shard` parts."""
+        """Return this rank's part of the model, of `shard` parts."""
         return self.rank % self.shard
 
     @property
@@ -66,60 +67,60 @@ class World:
 
 @dataclass(frozen=True)
 class Signals:
-    """What is requested of the run from outside. Nothing happens before all ranks have agreed on it."""
+    """Requests to the run from outside, effective once all ranks agree."""
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
     finish: bool = False  # end the run at the next agreed step as if it were its last
-    checkpoint: bool = False  # write one, since nobody who holds the state will be in the next world
+    checkpoint: bool = False  # write a checkpoint, because no worker with the state will be in the next world
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a worker reached the end of an attempt. `resized` means that another world follows."""
+    """End of an attempt for a worker; after "resized" another world follows."""
 
     kind: Literal["finished", "stopped", "resized"]
     step: int
 
     @classmethod
     def of(cls, step: int, num_steps: int, requested: Collection[str]) -> Self:
-        """Return how an attempt ends after `step` of a run of `num_steps`, with what all ranks know is requested."""
+        """Return the end of an attempt after `step`, from the agreed requests."""
         if step == num_steps or FINISH in requested:
             return cls("finished", step)
-        # Whoever wants the run to stop wants no other world for it, even if a worker has to leave as well.
+        # A run that is to stop needs no other world, even if a worker has to leave as well.
         if LEAVE in requested and STOP not in requested:
             return cls("resized", step)
         return cls("stopped", step)
 
     def needs_checkpoint(self, survivors_hold_all: bool, requested: Collection[str]) -> bool:
-        """Return whether the state must be written down, because no survivor will carry all of it to another world."""
+        """Return whether the state must be written, for lack of survivors."""
         carried = self.kind == "resized" and survivors_hold_all and CHECKPOINT not in requested
         return self.step > 0 and not carried
 
 
 class Runtime(Protocol):
-    """How a worker is orchestrated."""
+    """Services that a worker needs from its launcher."""
 
     device: torch.device
 
     def next_world(self) -> World | None:
-        """Return the next world once it has formed; None when this worker is not needed any more."""
+        """Return the next formed world, or None if this worker may end."""
 
     def signals(self) -> Signals:
-        """Return what is requested of the run now."""
+        """Return the current requests to the run."""
 
     def publish(self, event: Event) -> None:
-        """Record an event and show it."""
+        """Record and show an event."""
 
     def failed(self, step: int, error: BaseException) -> bool:
-        """Record why an attempt broke after `step`. Return whether this worker trains on.
+        """Record why an attempt failed after `step`; return whether this worker continues.
 
-        Raises `error` if the run may not go on because of it.
+        Raises `error` if it ends the run.
         """
 
 
 def publish_once(event: Event, runtime: Runtime, world: World) -> None:
-    """Publish an event of this attempt that every rank knows of: the leader does it for all."""
+    """Publish an event that all ranks know, on the leader only."""
     if world.leader:
         runtime.publish(event.of_attempt(world.attempt))
 

@@ -1,4 +1,4 @@
-"""Write down what every thread of this process is doing."""
+"""Stacks of all threads of this process as text."""
 
 import sys
 import threading
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 _USUAL_S = sys.getswitchinterval()
-_EXCLUSIVE_S = 0.25  # a hundred times what reading the frames takes; and how long a busy thread may delay it
+_EXCLUSIVE_S = 0.25  # a hundred times the time of reading the frames; a busy thread may delay it by as much
 _YIELD_S = 0.001
 
 
 def stacks(first: int) -> str:
-    """Return the calls of all threads but the current one, the innermost first.
+    """Return the calls of all threads but the current one, innermost first.
 
     Args:
         first: identifier of the thread that comes first.
     """
     calls: dict[int, list[str]] = {}
-    # The frames of a running thread may be freed while they are walked, so no other thread runs meanwhile. faulthandler
-    # would stop all threads as well, but it also reads those that a library has not quite attached yet, and crashes.
+    # The frames of a running thread may be freed during the walk, so no other thread may run. faulthandler stops all
+    # threads too, but it crashes on threads that a library has not fully attached yet.
     with _exclusive():
         for thread, frame in sys._current_frames().items():
             if thread != threading.get_ident():
@@ -44,8 +44,8 @@ def _calls(frame: FrameType | None) -> list[str]:
 
 @contextmanager
 def _exclusive() -> Iterator[None]:
-    # A thread requests the GIL after one switch interval. With a longer interval, sleeping once hands the GIL over, and
-    # the turn that follows is this thread's own for about that long.
+    # A thread requests the GIL after one switch interval. With a longer interval, one sleep hands the GIL over, and the
+    # next turn of this thread lasts about that long.
     sys.setswitchinterval(_EXCLUSIVE_S)
     time.sleep(_YIELD_S)
     try:

@@ -1,4 +1,4 @@
-"""Sums of losses and metrics over microbatches and ranks, in float64: as numbers, or so that no order changes them."""
+"""Sums of losses and metrics over microbatches and ranks, in float64."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
@@ -6,15 +6,15 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-# By what the parts of a number are multiplied: whole numbers of up to 30 bits, so that 2^23 of them add up without
-# rounding. They reach from 2^83 down to 2^-60, and below that a loss counts as nothing.
+# Units of the parts of a number. A part is an integer of up to 30 bits, so that 2^23 parts add up without rounding.
+# Together the parts reach from 2^83 down to 2^-60; a smaller loss counts as 0.
 _UNITS = (2.0**30, 1.0, 2.0**-30, 2.0**-60)
 
 
 class Summation(Protocol):
-    """How numbers are split into parts, and sums of parts joined."""
+    """Way of splitting numbers into parts and joining sums of parts."""
 
-    width: ClassVar[int]  # parts of a number
+    width: ClassVar[int]  # number of parts of a number
 
     @staticmethod
     def split(number: Tensor) -> Tensor:
@@ -23,12 +23,12 @@ class Summation(Protocol):
 
     @staticmethod
     def join(parts: Sequence[float]) -> float:
-        """Return the number whose parts these are, `width` of them."""
+        """Return the number with these `width` parts."""
         ...
 
 
 class Plain:
-    """Numbers are added as they are, and each sum is rounded."""
+    """Adds numbers unchanged, so that each sum is rounded."""
 
     width: ClassVar[int] = 1
 
@@ -42,10 +42,11 @@ class Plain:
 
 
 class OrderFree:
-    """Numbers are cut into whole numbers of units that are added without rounding, so every order gives one sum.
+    """Splits numbers into integers, whose sum is the same in every order.
 
-    As the accumulators of "indexed" floating-point types have it (Ahrens, Demmel and Nguyen, "Algorithms for Efficient
-    Reproducible Floating Point Summation", ACM TOMS 46-3, 2020), with units that are fixed.
+    The integers count fixed units and are added without rounding, as in the accumulators of "indexed" floating-point
+    types (Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible Floating Point Summation", ACM TOMS 46-3,
+    2020).
     """
 
     width: ClassVar[int] = len(_UNITS)
@@ -55,14 +56,14 @@ class OrderFree:
         left = number.double()
         parts: list[Tensor] = []
         for unit in _UNITS:
-            part = torch.round(left / unit)  # dividing by a power of two rounds nothing
-            left = left - part * unit  # nor does this
+            part = torch.round(left / unit)  # dividing by a power of two is exact
+            left = left - part * unit  # exact as well
             parts.append(part)
         return torch.stack(parts)
 
     @staticmethod
     def join(parts: Sequence[float]) -> float:
-        # From the smallest on, always in this order.
+        # Always from the smallest part on, because this sum rounds.
         total = 0.0
         for part, unit in zip(reversed(parts), reversed(_UNITS), strict=True):
             total += part * unit
@@ -70,5 +71,5 @@ class OrderFree:
 
 
 def summation(exact: bool) -> type[Summation]:
-    """Return how an exact run adds numbers up, or another."""
+    """Return the summation of an exact or an ordinary run."""
     return OrderFree if exact else Plain

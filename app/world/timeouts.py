@@ -1,4 +1,7 @@
-"""How long things may take. All of it follows from one number, so that the limits keep their order whatever it is."""
+"""Time limits of a world, all derived from `silence_s`.
+
+So the limits keep their order for any value of `silence_s`.
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -6,28 +9,28 @@ from datetime import timedelta
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The time limits of a world. Each is there for when the one before it has not helped."""
+    """Time limits of a world, from the first to the last resort."""
 
-    silence_s: float = 5.0  # a worker without a heartbeat for so long counts as dead
+    silence_s: float = 5.0  # a worker without a heartbeat for this long counts as dead
 
     @property
     def heartbeat_s(self) -> float:
         """Return the interval between two heartbeats."""
-        # Several within the limit, so that a late one is not a death; and often enough for the watchdog, which reads
-        # progress from them.
+        # Several fit into the limit, so that a late one is not taken for a death. The watchdog needs them often too,
+        # because they carry the progress.
         return min(0.5, self.silence_s / 5)
 
     @property
     def connect(self) -> timedelta:
         """Return the limit for members that have met to connect."""
-        # Gloo waits five times as long for a connection, and nothing frees it from that. So a death at this moment
-        # costs the others 7.5 times silence_s at most.
+        # Gloo waits five times as long for a connection, and cannot be interrupted meanwhile. So a death at this moment
+        # delays the other members by up to 7.5 times silence_s.
         return timedelta(seconds=1.5 * self.silence_s)
 
     @property
     def form(self) -> timedelta:
         """Return the limit for the members of a world to meet."""
-        # All of them are there when it begins. One that falls silent is declared dead long before the others give up.
+        # All members are alive at the beginning. A silent one is declared dead long before the limit.
         return timedelta(seconds=4 * self.silence_s)
 
     def first_collectives(self, size: int) -> timedelta:
@@ -37,12 +40,13 @@ class Timeouts:
 
     @property
     def lease_s(self) -> float:
-        """Return for how long a worker goes on without hearing from the coordinator."""
-        # After that it has been taken for dead long since. Not less: a coordinator that waits for its storage is no
-        # reason to end all workers.
+        """Return how long a worker continues without contact to the coordinator."""
+        # By then the coordinator has long declared the worker dead. A shorter limit would end all workers when the
+        # coordinator merely waits for storage.
         return 8 * self.silence_s
 
     @property
     def collective(self) -> timedelta:
-        """Return the limit for one collective, as a last resort: a peer may be writing a checkpoint or validating."""
+        """Return the limit for one collective, as a last resort."""
+        # A peer may be writing a checkpoint or validating meanwhile.
         return timedelta(seconds=max(1800.0, 100 * self.silence_s))

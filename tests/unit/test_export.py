@@ -107,7 +107,7 @@ def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
     assert not (run / "touched").exists()
     assert command("export", run, "--out", run / "weights.pt") == 0  # which builds no model
     assert command("export", run, "--format", "hf", "--out", run / "hf", "--trust-code") == 2
-    assert "gave a int, not a torch.nn.Module" in capsys.readouterr().err
+    assert "returned a int, not a torch.nn.Module" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

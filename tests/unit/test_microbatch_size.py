@@ -116,7 +116,7 @@ def test_the_number_of_a_run_is_in_one_place(directory: RunDirectory) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"microbatch_size": 0}', '{"microbatch_size": "4"}', "[4]", "\xff"])
 def test_a_number_that_cannot_be_read_is_not_chosen_again(directory: RunDirectory, text: str) -> None:
     directory.store.commit("microbatch.json", text.encode("latin-1"))
-    with pytest.raises(StorageError, match=r'what .*auto has chosen .* Put \{"microbatch_size": N\} there'):
+    with pytest.raises(StorageError, match=r'size .*auto has chosen. Write \{"microbatch_size": N\} there'):
         directory.microbatch_size()
 
 
@@ -149,5 +149,5 @@ def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
 def test_workers_that_the_chosen_grid_has_no_work_for_are_refused() -> None:
     config = parse_config(AUTO)
     assert _scaled(config, (2, 9), 3).scaling.num_workers == (2, 3)
-    with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* as .*auto was chosen"):
+    with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* because .*auto was resolved"):
         _scaled(config, (4, 9), 3)

@@ -133,5 +133,5 @@ def test_a_task_that_returns_its_loss_is_told_of_sums() -> None:
 def test_the_kind_of_a_task_follows_from_what_its_loss_takes() -> None:
     assert isinstance(own_task(Embedding(), "mine:Embedding"), GlobalTask)
     assert not isinstance(own_task(WithAMethodCalledEmbed(), "mine:It"), GlobalTask)
-    with pytest.raises(ConfigError, match=r"task\.target: .*gave a dict without loss\(model, batch\)"):
+    with pytest.raises(ConfigError, match=r"task\.target: .*returned a dict without loss\(model, batch\)"):
         own_task({}, "builtins:dict")

@@ -126,7 +126,7 @@ def begin(directory: RunDirectory, said: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.yaml", b"", "config.yaml is empty. Bring it back"),
+        ("config.yaml", b"", "config.yaml is empty. Restore the file"),
         ("config.yaml", b"\0\0", "config.yaml:1: not valid YAML: a character that no text has"),
         ("config.yaml", b"\xff\xfe", "config.yaml:1: not UTF-8 text"),
         ("config.yaml", b"garbage: [", "config.yaml:1: not valid YAML"),

@@ -286,15 +286,15 @@ def test_optimizer_that_resumes_exactly_is_accepted(name: str, sharded: bool) ->
     attempt(ours(name), Model(), sharded)
 
 
-CANNOT = "cannot go on from a checkpoint, which holds only tensors in an optimizer's state"
+CANNOT = "cannot continue from a checkpoint, which holds only tensors in an optimizer's state"
 REFUSED = {
     "Counting": f"Counting {CANNOT}: it also keeps num_steps in its state, as a number",
     "CountingInGroups": f"CountingInGroups {CANNOT}: it also keeps k in param_groups",
     "CountingByItself": f"CountingByItself {CANNOT}: it also keeps calls as an attribute",
     "Listing": f"Listing {CANNOT}: its updates depend on more than these",
     "TowardsConstruction": f"TowardsConstruction {CANNOT}: its updates depend on more than these",
-    "Noisy": "Noisy draws random numbers in its steps, and each worker would draw others",
-    "DrawingByPython": "DrawingByPython draws random numbers in its steps, and each worker would draw others",
+    "Noisy": "Noisy draws random numbers in its steps, and each worker would draw different ones",
+    "DrawingByPython": "DrawingByPython draws random numbers in its steps, and each worker would draw different ones",
     "Sam": "Sam needs a closure, that is several forwards in a step; a step here has one. Take another optimizer",
     "Failing": "Failing fails in a step on small parameters: ValueError: no kernel for it",
 }
