@@ -77,7 +77,7 @@ class Writer:
         self._news: deque[Event] = deque()
         self._error: BaseException | None = None
         self._told_s = -_TELL_EVERY_S
-        self._thread: threading.Thread | None = None
+        self._is_running = False  # the thread, which ends when nothing is left to write: it holds the buffers
 
     @property
     def busy(self) -> bool:
@@ -110,9 +110,9 @@ class Writer:
         with self._changed:
             self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoints")
-            self._thread.start()
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, daemon=True, name="checkpoints").start()
 
     def drop(self) -> None:
         """Give up whatever is not committed yet."""
@@ -147,15 +147,14 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None)
                 pending = self._waiting
                 self._waiting = None
                 self._under_way = pending
-            assert pending is not None
+                if pending is None:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
             self._write_until_done(pending)
-            with self._changed:
-                self._under_way = None
-                self._changed.notify_all()
 
     def _write_until_done(self, pending: PendingWrite) -> None:
         delay_s = _FIRST_DELAY_S

@@ -1,7 +1,7 @@
 """Gradients in flat buffers that live as long as the model, and travel while the backward still runs."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -162,10 +162,11 @@ class GradientBuckets:
         self._missing: list[int] = []  # by bucket, the parameters whose gradient is not whole yet
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
+        accumulated = weak_hook(self._accumulated)
         for index, bucket in enumerate(self._buckets):
             for param in bucket.params:
                 self._bucket_of[id(param)] = index
-                param.register_post_accumulate_grad_hook(self._accumulated)
+                param.register_post_accumulate_grad_hook(accumulated)
         self._flats = [bucket.flat for bucket in self._buckets]
         self._flags = [bucket.used for bucket in self._buckets]
         self.clear()
@@ -264,6 +265,19 @@ class GradientBuckets:
             if id(param) not in self._reached:
                 bucket.unused.append(place)
                 bucket.used[place] = 0
+
+
+def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a tensor's hook that calls a method, and does nothing once the method's object is gone."""
+    # Garbage collection does not look into a parameter's hooks: an object that they hold, and that holds the parameter,
+    # would live for ever.
+    found = weakref.WeakMethod(method)
+
+    def hook(param: Tensor) -> None:
+        if call := found():
+            call(param)
+
+    return hook
 
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakKeyDictionary()
