@@ -73,7 +73,7 @@ class _Together(torch.optim.Optimizer):
 
 
 def _compute_on_parts(optimizer: Any) -> None:
-    """Let Adam compute on this rank's parts of DTensors, which no element's update leaves. All else has the DTensors."""
+    """Let Adam compute on this rank's parts of DTensors, which suffice for an elementwise update."""
     if not all(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         return
     collect = optimizer._init_group
