@@ -78,6 +78,7 @@ class WorkerState:
         # Code of the user's may draw while it builds these, as `random_split` does: every rank must draw the same.
         with own_randomness(config.run.seed):
             self.task = build_task(config.task)
+        self.compiled.take_loss(self.task)
         self.task_checked = False  # see `check_task`
         with own_randomness(config.run.seed):
             self.dataset = build_dataset(config.data)

@@ -776,9 +776,9 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
-    """blocks runs the repeated layers (those that fsdp gathers one at a time) through torch.compile in training. They
-    are compiled once, for full microbatches of samples of one shape; a shorter one, validation and hooks run as without
-    it"""
+    """blocks runs the repeated layers (those that fsdp gathers one at a time), and the loss of language_modeling,
+    through torch.compile in training. They are compiled once, for full microbatches of samples of one shape; a shorter
+    one, validation and hooks run as without it, and so does a loss in chunks of tokens"""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

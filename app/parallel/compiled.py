@@ -1,4 +1,4 @@
-"""Compilation by torch.compile: the repeated layers of a model, one shape of their inputs, in training alone.
+"""Compilation by torch.compile: repeated layers and a loss, for one shape of their inputs, in training alone.
 
 What is compiled are the functions that the layers share, not the layers. So one compilation serves all layers of a
 class, and those of the models that later attempts build: torch finds the code of a function by the function.
@@ -16,6 +16,7 @@ from app.config import Compile
 from app.errors import TrainingError, UsageError
 from app.parallel.blocks import blocks_of, stop_caching
 from app.run.events import Event
+from app.tasks import LanguageModeling
 from app.world.compilation import CompilerNews, is_compiler_failure, one_line
 
 Forward = Callable[..., Any]  # of a layer, which is its first argument
@@ -55,13 +56,21 @@ class CompiledBlocks:
             # within the layer's hooks, with which FSDP gathers parameters; these are not compiled.
             block.forward = MethodType(self._switched(forward.__func__), block)
 
+    def take_loss(self, task: object) -> None:
+        """Have a language model's loss run compiled code within `running`: one pass over the logits in place of many.
+
+        The logits are the largest tensors of a step by far.
+        """
+        if self.wanted and isinstance(task, LanguageModeling):
+            task.summed_loss = self._switched(task.summed_loss)
+
     def _switched(self, eager: Forward) -> Forward:
         if eager not in self._forwards:
             compiled = _compile(eager)
 
             # Of this name, so that a layer that is pickled comes back with the forward of its class.
-            def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
-                return (compiled if self._is_running else eager)(block, *args, **named)
+            def forward(*args: Any, **named: Any) -> Any:
+                return (compiled if self._is_running else eager)(*args, **named)
 
             self._forwards[eager] = forward
         return self._forwards[eager]

@@ -57,10 +57,16 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Sums: ...
 
 
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
+
+
 class LanguageModeling:
     """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
 
     _chunk_tokens: int | None = None  # also of a subclass that does not call `__init__`
+    summed_loss = staticmethod(summed_loss)  # which `CompiledBlocks` replaces
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
         """Have logits of no more than `chunk_tokens` tokens at a time, None for all of a microbatch."""
@@ -73,10 +79,11 @@ class LanguageModeling:
         """
         if self._chunk_tokens is not None:
             return self._loss_in_chunks(model, batch, self._chunk_tokens)
-        logits, targets = _forward(model, batch)
+        inputs, targets = _parts(batch)
+        logits = _called(model, inputs)
         if isinstance(batch, Mapping):
             logits, targets = logits[:, :-1], targets[:, 1:]
-        return Sums(_summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
+        return Sums(self.summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
 
     @staticmethod
     def _loss_in_chunks(model: nn.Module, batch: Batch, num_tokens: int) -> Sums:
@@ -199,12 +206,7 @@ def _head_of(model: nn.Module) -> nn.Linear:
 
 
 def _loss_of_hidden(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
-    return _summed_loss(F.linear(hidden, head.weight, head.bias), targets)
-
-
-def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over tokens: logits (tokens, vocab), targets int64 (tokens,)."""
-    return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
+    return summed_loss(F.linear(hidden, head.weight, head.bias), targets)
 
 
 def _full_precision(outputs: Tensor) -> Tensor:
