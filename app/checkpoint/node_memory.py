@@ -68,8 +68,11 @@ class NodeMemory(Protocol):
         """Return a buffer to fill. Raises OSError if there is none."""
         ...
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        """Make room for so many buffers while something else is done. From any thread; nothing happens if it fails."""
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread | None:
+        """Make room for so many buffers; nothing happens if it fails. Return the thread that does it, if one has to.
+
+        Nothing may be taken before this thread has ended.
+        """
         ...
 
     def commit(self, buffer: Buffer, label: Label) -> None:
@@ -124,8 +127,8 @@ class ProcessMemory:
         self._taken.add(len(self._tensors) - 1)
         return Buffer(len(self._tensors) - 1, self._tensors[-1])
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        pass  # the first copy may take longer than the others
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread | None:
+        return None  # the first copy may take longer than the others
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:
@@ -171,26 +174,30 @@ class SharedMemory:
         self._arguments = (str(watched_pid), str(linger_s))
         self._device = device
         self._connection: socket.socket | None = None
-        self._mapped: dict[int, Tensor] = {}
+        self._mapped: dict[int, tuple[int, Tensor]] = {}  # by number, the inode and what is mapped of it
 
     def take(self, num_bytes: int) -> Buffer:
-        answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
+        answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes, "mapped": list(self._mapped)}, num_bytes)
         for gone in self._mapped.keys() - set(answer["there"]):
             del self._mapped[gone]
         number = int(answer["buffer"])
         return Buffer(number, self._map(number, descriptor, answer["bytes"]))
 
-    def reserve(self, num_bytes: int, count: int) -> None:
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread:
         # Over a connection of its own: the other one is the training thread's.
         asking = SharedMemory(self._name, 0, 0.0)
         asking._arguments = self._arguments
 
-        def ask() -> None:
+        def make_room() -> None:
             with contextlib.suppress(OSError):
-                asking._ask({"verb": "reserve", "bytes": num_bytes, "count": count}, num_bytes * count)
-            asking.close()
+                for _ in range(count):
+                    answer, descriptor = asking._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
+                    self._map(int(answer["buffer"]), descriptor, answer["bytes"])
+            asking.close()  # which gives back what it has taken
 
-        threading.Thread(target=ask, daemon=True, name="reserve").start()
+        thread = threading.Thread(target=make_room, daemon=True, name="reserve")
+        thread.start()
+        return thread
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:
@@ -254,15 +261,17 @@ class SharedMemory:
         if descriptor is None:
             raise OSError("an answer without memory")
         try:
-            if number not in self._mapped:
+            # Another server counts its buffers anew.
+            inode = os.fstat(descriptor).st_ino
+            if self._mapped.get(number, (None,))[0] != inode:
                 # Populated at once: a page is found faster here than when training waits for its copy.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 _check_size(descriptor, num_bytes)
                 memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
                 if self._device.type == "cuda":
                     pin(memory, self._device)
-                self._mapped[number] = memory
-            return self._mapped[number]
+                self._mapped[number] = inode, memory
+            return self._mapped[number][1]
         finally:
             os.close(descriptor)
 
@@ -313,7 +322,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Leave the copies to others."""
-        self._mapped.clear()  # another server counts its buffers anew
+        self._mapped.clear()
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -95,8 +95,16 @@ class Writer:
         self._skip = skip
 
     def reserve(self, shards: Sequence[Shard]) -> None:
-        """Make room for the first `put` of such shards, on a thread of its own."""
-        threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
+        """Make room for each `put` of such shards, on a thread of its own."""
+        on_device = any(shard.tensor.is_cuda for shard in shards)
+        # Memory that is not pinned is there soon enough once a second buffer is needed, and many runs never need it.
+        buffers = self._buffers if on_device else self._buffers[:1]
+
+        def make_room() -> None:
+            for buffer in buffers:
+                buffer.reserve(shards)
+
+        threading.Thread(target=make_room, daemon=True, name="reserve").start()
 
     def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
         """Copy the shards, which is what training waits for, and leave the rest to the thread."""
