@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.checkpoint.manifest import FileDigest, Manifest
-from app.checkpoint.shards import Shard, StagingBuffer
+from app.checkpoint.shards import Layout, Shard, StagingBuffer
 from app.run.events import CheckpointFailed, Event
 from app.storage import Bytes
 
@@ -96,12 +96,11 @@ class Writer:
 
     def reserve(self, shards: Sequence[Shard]) -> None:
         """Make room for each `put` of such shards, on a thread of its own."""
-        on_device = any(shard.tensor.is_cuda for shard in shards)
-        # Memory that is not pinned is there soon enough once a second buffer is needed, and many runs never need it.
-        buffers = self._buffers if on_device else self._buffers[:1]
 
         def make_room() -> None:
-            for buffer in buffers:
+            # Memory that is not pinned is there soon enough once a second buffer is needed, and many runs need none.
+            is_pinned = Layout.of(shards).device is not None
+            for buffer in self._buffers if is_pinned else self._buffers[:1]:
                 buffer.reserve(shards)
 
         threading.Thread(target=make_room, daemon=True, name="reserve").start()
