@@ -394,10 +394,11 @@ def test_pinned_memory_is_unregistered_before_it_is_unmapped(
 
 
 def test_memory_that_was_reserved_is_pinned_by_the_thread_that_reserves_it(name: str, cuda: LikeCuda) -> None:
-    other = memory_of(name)
-    other.reserve(NUM_BYTES, 2).join()  # of another worker, whose buffers are free too
-    memory = memory_of(name, device=DEVICE)
+    other, memory = memory_of(name), memory_of(name, device=DEVICE)
+    for _ in range(2):
+        other.take(NUM_BYTES)
     memory.reserve(NUM_BYTES, 2).join()
+    other.give_back()  # buffers of another worker, which are free too by then
     assert cuda.threads == ["reserve"] * 2
     copies_of(memory, cuda, NUM_BYTES, 1)
     assert len(cuda.threads) == 2
