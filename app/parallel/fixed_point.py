@@ -44,14 +44,16 @@ class FixedPoint:
         self._magnitude = torch.zeros((), dtype=torch.int64, device=device)
         self._chunk = _CHUNK.get(device.type, _CHUNK["cpu"])
         self._scratch: Tensor | None = None  # for integers of a chunk
-        self._shift: int | None = None  # units are 2^-shift in this step; None before it is asked for
+        # () float64, units to one in this step; None before its first term. The host never asks for it: in the
+        # midst of a backward it would wait for the device.
+        self._scale: Tensor | None = None
         self._largest = torch.zeros((), dtype=torch.float64, device=device)  # element of the step's gradient
         self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks, in all buckets, but zeros
         self._num_too_large = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks
 
     def begin(self) -> None:
         """Forget what is known of the step under way."""
-        self._shift = None
+        self._scale = None
         self._largest.zero_()
         self._num_terms.zero_()
         self._num_too_large.zero_()
@@ -62,9 +64,9 @@ class FixedPoint:
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
         """Add a term, (elements,), to `total`, and set the term to zero. What `first` finds in `total` is forgotten."""
-        if self._shift is None:
-            self._shift = self._bits - _HEADROOM_BITS - int(self._magnitude)
-        scale = 2.0**self._shift  # multiplying by it rounds nothing
+        if self._scale is None:
+            self._scale = _power_of_two(self._bits - _HEADROOM_BITS - self._magnitude)
+        scale = self._scale  # multiplying by it rounds nothing
         if self._scratch is None:
             self._scratch = torch.empty(self._chunk, dtype=torch.int64, device=gradient.device)
         peaks: list[Tensor] = []
@@ -86,9 +88,9 @@ class FixedPoint:
 
     def store(self, total: Tensor, gradient: Tensor) -> None:
         """Write a sum over all ranks as a gradient: not a number where a term was not finite, or too large."""
-        assert self._shift is not None
+        assert self._scale is not None
         num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
-        factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 2.0**-self._shift)
+        factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 1.0 / self._scale)
         peaks = [self._largest]
         for into, part in self._pieces(total, gradient):
             part.copy_(into).mul_(factor)
@@ -125,6 +127,11 @@ class FixedPoint:
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to what a checkpoint must hold."""
         return {"magnitude": self._magnitude}
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent, () int64 -> () float64, exactly: no device's own function promises that."""
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _largest(numbers: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
     # It is not enough to ask torch: from a worker without a GPU, Ray does not hide those of its machine.
     if not gpu_ids or not torch.cuda.is_available():
         return _CPU
-    return _current(0)  # Ray shows a worker just the one that is its own
+    # Ray shows a worker just the one that is its own, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    own, visible = str(gpu_ids[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own in visible:
+        return _current(visible.index(own))
+    return _current(int(own) if own.isdigit() and int(own) < torch.cuda.device_count() else 0)
 
 
 def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:

@@ -1,5 +1,7 @@
 """What a rank computes with, by which it is told who rounds alike, and which part has to be looked at."""
 
+import contextlib
+import re
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from app.errors import UsageError
 
 _ASK_S = 10.0  # that nvidia-smi may take
 _CPU_INFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Hardware(NamedTuple):
@@ -30,7 +33,10 @@ class Hardware(NamedTuple):
 def kind_of(device: torch.device) -> str:
     """Return what must be equal between ranks for equal bits: a sum's order follows from it."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        # Libraries choose their kernels by these.
+        found = torch.cuda.get_device_properties(device)
+        libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        return f"{found.name}, {found.multi_processor_count} SMs, {libraries}, driver {_driver()}"
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
@@ -40,7 +46,7 @@ def refuse_mixed(kinds: Sequence[str]) -> None:
         if kind != kinds[0]:
             raise UsageError(
                 f"run.exact: rank {rank} computes on {kind}, rank 0 on {kinds[0]}, which round differently. Take "
-                "machines of one model (scaling.label_selector), or run.exact=false"
+                "machines of one model and with the same libraries (scaling.label_selector), or run.exact=false"
             )
 
 
@@ -60,6 +66,14 @@ def _serial(uuid: str) -> str:
     except (OSError, subprocess.SubprocessError):  # containers may lack it
         return ""
     return "" if answer.startswith("[") else answer  # "[N/A]"
+
+
+def _driver() -> str:
+    """Return the version of this machine's NVIDIA driver, "unknown" where the kernel does not tell it."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Module .*?(\d+\.[\d.]+)", _DRIVER.read_text()):
+            return found[1]
+    return "unknown"
 
 
 def _processor() -> str:
