@@ -42,13 +42,14 @@ class Counted:
         self.num_alive.append(len({id(model) for each in self.models if (model := each())}))
 
 
-def tensor_bytes(kind: type = torch.Tensor) -> int:
+def tensor_bytes(kind: type[torch.Tensor] = torch.Tensor) -> int:
     """Return the bytes behind all tensors of a kind that are alive in this process, and behind their gradients."""
     gc.collect()
     sizes: dict[int, int] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and isinstance(each, kind):  # some objects pretend to be one
-            for tensor in (each, each.grad if each.is_leaf else None):
+            held: torch.Tensor = each
+            for tensor in (held, held.grad if held.is_leaf else None):
                 if tensor is not None:
                     storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
                     sizes[storage.data_ptr()] = storage.nbytes()
