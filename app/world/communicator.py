@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LOOK_S = 0.05  # how often who waits for gloo looks at `aborted`
+_LOOK_S = 0.05  # interval at which a wait for gloo checks `aborted`
 _POLL_S = 0.001
 _BUCKET_BYTES = 25 * 2**20  # size of most buckets of gradients
 _POLL_S = 0.001
