@@ -51,7 +51,7 @@ def offload(scene: Scene) -> None:
     that the second one's peak of device memory is at most half of what a rank's shard takes with gradient and moments.
     Figures: both peaks as multiples of that, and the largest difference of losses.
     """
-    width = 8192 if scene.on_gpu else 256
+    width = 4096 if scene.on_gpu else 256
     net = f"model.args={{width: {width}, num_layers: 8}}"
     with torch.device("meta"):
         num_weights = sum(parameter.numel() for parameter in Net(width=width, num_layers=8).parameters())

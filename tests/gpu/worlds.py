@@ -33,7 +33,7 @@ _RUN = """
 run:        {name: run}
 batch:      {global_size: 24, microbatch_size: 4}
 model:      {target: "tests.gpu.subjects:Net"}
-data:       {target: "tests.gpu.subjects:Points", validation_fraction: 0.0}
+data:       {target: "tests.gpu.subjects:Points", validation_fraction: 0.0, num_workers: 0}
 task:       {kind: classification}
 optimizer:  {target: "tests.gpu.subjects:WatchedAdamW", lr: 1.0e-3}
 precision:  {kind: fp32}
