@@ -18,6 +18,8 @@ CATALOG = (
     _first(
         "clock", "the app's step time, rate and MFU against the wall clock", "tests.gpu.speed:clock", 30, alone=True
     ),
+    _first("compile", "the compiled app beside a compiled loop", "tests.gpu.speed:compiled", 300, alone=True),
+    _first("large-model", "the same with a billion parameters", "tests.gpu.speed:large", 240, alone=True),
     _first("auto-size", "microbatches as large as fit", "tests.gpu.memory:auto", 150, alone=True),
     _first("loader", "the device does not wait for data", "tests.gpu.feeding:loader", 90, alone=True),
     _first("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
@@ -30,6 +32,11 @@ CATALOG = (
     _second("poison", "a death leaves the survivors no garbage", "tests.gpu.poison:ddp", 240),
     _second("death-in-init", "a death while communicators connect", "tests.gpu.recovery:death_in_init", 150),
     _second("watchdog", "torch's watchdog ends no survivor", "tests.gpu.recovery:watchdog", 200, torch_alone=True),
+    _second("late-peer", "a rank may be late in a collective", "tests.gpu.collectives:late_peer", 170),
+    _second("faulty-device", "a device that fails is its own rank's fault", "tests.gpu.faults:faulty_device", 180),
+    _second("soak", "very many collectives", "tests.gpu.collectives:soak", 170),
+    Drill("node-memory", "pinned copies of shards that change size", "tests.gpu.copies:node_memory", 120),
+    Drill("rollback", "ten rollbacks, nothing grows", "tests.gpu.faults:rollback", 160),
     _second("cycles", "worlds of 3 and 2 in turn, nothing grows", "tests.gpu.cycles:ddp", 240),
     _second("cycles-fsdp", "the same with sharded state", "tests.gpu.cycles:fsdp", 180),
     _second("fsdp-memory", "peaks of a sharded model, and change of strategy", "tests.gpu.memory:fsdp", 240),

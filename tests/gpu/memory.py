@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ def fsdp(scene: Scene) -> None:
         company = Company(scene, ["run.steps=20", "parallel.kind=fsdp", net, "checkpoint.every=5 steps"], f"of-{size}")
         _train(scene, company, size)
         shard_bytes = _BYTES_PER_WEIGHT * num_weights / size
-        for note in _memory(company):
+        for note in company.memory():
             if "peak_bytes" in note:
                 moment = "start" if note["after_attempt"] == 0 else "re-form"
                 scene.figure(**{f"of_{size}_{moment}": note["peak_bytes"] / shard_bytes})
@@ -63,7 +62,7 @@ def offload(scene: Scene) -> None:
         _train(scene, company, 2)
         losses[home] = [line["loss"] for line in read_ledger(company.directory.store).lines]
         scene.check(len(company.events("restore")) == 1, f"on the {home}: the second world began anew")
-        for note in _memory(company)[1:]:
+        for note in company.memory()[1:]:
             if "peak_bytes" in note:
                 shards = note["peak_bytes"] / shard_bytes
                 scene.figure(**{f"on_{home}": shards})
@@ -100,10 +99,6 @@ def _trained(scene: Scene, overrides: list[str], name: str) -> Company:
         codes = ranks.wait(_START_S + _END_S)
     scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
     return company
-
-
-def _memory(company: Company) -> list[dict[str, Any]]:
-    return [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
 
 
 def _change_strategy(scene: Scene, net: str) -> None:
@@ -144,7 +139,7 @@ def auto(scene: Scene) -> None:
         size, sample, free = event["microbatch_size"], event["sample_bytes"], event["free_bytes"]
         scene.figure(microbatch_size=size, sample_gb=sample / 1e9, free_gb=free / 1e9)
         scene.check_on_gpu(size < 64, "all 64 samples fit, so nothing was decided: take a larger model")
-        for note in _memory(company)[-1:]:
+        for note in company.memory()[-1:]:
             if "peak_bytes" in note:
                 share = note["peak_bytes"] / free
                 scene.figure(peak_share=share)
@@ -208,7 +203,7 @@ def _tensors(path: Path) -> list[tuple[str, Tensor]]:
 
 def _check_growth(scene: Scene, company: Company, num_bytes: int) -> None:
     """Compare the process's memory before its world with that after it."""
-    sizes = [note["rss_bytes"] for note in _memory(company)]
+    sizes = [note["rss_bytes"] for note in company.memory()]
     if len(sizes) < 2:
         scene.check(False, "the member has said nothing of its memory")
         return

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from app.config import Config, parse_config
+from app.faults.numerics import BadStep
 from app.run.directory import RunDirectory
 from app.run.events import Event, RunStarted
 from app.worker import work
@@ -29,6 +30,7 @@ from tests.gpu.scene import Scene
 
 _BEAT_S = 0.2
 _OVER = "over"
+_GROWTH = 1.1  # of what is in use once it has settled
 _RUN = """
 run:        {name: run}
 batch:      {global_size: 24, microbatch_size: 4}
@@ -48,14 +50,20 @@ trackers:   []
 class Company:
     """The members of a drill, and the worlds that they are told to form."""
 
-    def __init__(self, scene: Scene, overrides: list[str], name: str, beats: bool = False) -> None:
-        """`beats` has every member report its progress, as heartbeats do."""
+    def __init__(self, scene: Scene, overrides: list[str], name: str, beats: bool = False, stance: str = "") -> None:
+        """Start no member yet.
+
+        Args:
+            beats: every member reports its progress, as heartbeats do.
+            stance: of torch's compiler, from the second attempt on.
+        """
         overrides = [f"run.storage={scene.folder / name}", *overrides]
-        args = {"overrides": overrides, "beats": beats}
+        args = {"overrides": overrides, "beats": beats, "stance": stance}
         self.ranks = Ranks(scene, "tests.gpu.worlds:be_a_member", 0, args, f"{name}-members")
         self.directory = RunDirectory.of(configuration(overrides))
         self.directory.check_writable()
         self.directory.record(RunStarted(launcher="drill"))
+        self._scene = scene
         self._attempt = 0
 
     def form(self, members: list[int]) -> None:
@@ -85,6 +93,13 @@ class Company:
             time.sleep(0.02)
         return False
 
+    def train_on(self, when: str, bound_s: float) -> None:
+        """Wait until the present world has taken steps. Raises RuntimeError if that takes longer."""
+        # Steps do not begin anew: the world must get beyond what was done before it.
+        before = int(self.directory.last_step_line().get("step", 0))
+        if not self.wait_for_step(before + 3, bound_s):
+            raise RuntimeError(f"{when}: no steps within {bound_s:g} s: {self.ranks.last_words(0)}")
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the run's events of a name, oldest first."""
         path = Path(str(self.directory / "events.jsonl"))
@@ -95,6 +110,21 @@ class Company:
         """Return the digests that a member took of its weights around each update of an attempt."""
         lines = [line for line in self.ranks.notes(member) if line.get("kind") == "updates"]
         return [update for line in lines if line["attempt"] == attempt for update in line["updates"]]
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Return what member 0 has noted of its memory: before its first world, and after each."""
+        return [note for note in self.ranks.notes(0) if note["kind"] == "memory"]
+
+    def check_flat(self, num_settling: int) -> None:
+        """Check that nothing which member 0 holds grows after so many worlds."""
+        for name in ("allocated_bytes", "reserved_bytes", "rss_bytes", "num_threads", "num_fds"):
+            values = [note[name] for note in self.memory() if name in note]
+            if values:
+                self._scene.figure(**{name: f"{values[0]} .. {values[-1]}"})
+            settled = values[1 + num_settling :]
+            if len(settled) >= 2:
+                claim = f"{name} grows after world {num_settling}: {settled[0]} -> {settled[-1]}"
+                self._scene.check(settled[-1] <= max(_GROWTH * settled[0], settled[0] + 2), claim)
 
 
 def configuration(overrides: list[str]) -> Config:
@@ -152,6 +182,8 @@ class MemberRuntime:
         store = self._rank.store
         world = form_world(store, rank, size, self._attempt, self.device, progress=self.progress)
         world = replace(world, amendments=self._directory.amendments())
+        if self._attempt > 1 and (stance := self._rank.args["stance"]):
+            torch.compiler.set_stance(stance)
         self._rank.note(kind="formed", attempt=self._attempt, seconds=time.monotonic() - began_s)
         subjects.attempt = self._attempt
         threading.Thread(target=self._abort_when_told, args=(world, self._attempt), daemon=True).start()
@@ -177,7 +209,7 @@ class MemberRuntime:
         """Note why an attempt broke. A lost peer is what most drills are about; anything else ends the member."""
         text = f"{type(error).__name__}: {error}"
         self._rank.note(kind="failed", attempt=self._attempt, step=step, error=text[:500], peer=is_peer_loss(error))
-        if not is_peer_loss(error):
+        if not is_peer_loss(error) and not isinstance(error, BadStep):
             raise error
         return True
 
