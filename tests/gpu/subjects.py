@@ -127,8 +127,9 @@ class WatchedAdamW(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         global _num_updates
-        # State is created by a step at rate 0, which is no update.
-        if not self.param_groups[0]["lr"]:
+        # State is created by a step at rate 0, which is no update. Nor are those that the app tries before its first
+        # attempt.
+        if not self.param_groups[0]["lr"] or not attempt:
             super().step(closure)
             return
         if _due("update"):
