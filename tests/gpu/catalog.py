@@ -30,7 +30,7 @@ CATALOG = (
     ),
     _second("abort", "an abort with a collective under way", "tests.gpu.recovery:abort", 120, alone=True),
     _second("poison", "a death leaves the survivors no garbage", "tests.gpu.poison:ddp", 240),
-    _second("death-in-init", "a death while communicators connect", "tests.gpu.recovery:death_in_init", 150),
+    _second("death-in-init", "a death while communicators connect", "tests.gpu.recovery:death_in_init", 180),
     _second("watchdog", "torch's watchdog ends no survivor", "tests.gpu.recovery:watchdog", 200, torch_alone=True),
     _second("late-peer", "a rank may be late in a collective", "tests.gpu.collectives:late_peer", 170),
     _second("faulty-device", "a device that fails is its own rank's fault", "tests.gpu.faults:faulty_device", 180),

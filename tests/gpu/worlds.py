@@ -23,7 +23,7 @@ import torch
 from app.config import Config, parse_config
 from app.faults.numerics import BadStep
 from app.run.directory import RunDirectory
-from app.run.events import Event, RunStarted
+from app.run.events import Event, Restore, RunStarted
 from app.worker import work
 from app.world.groups import PeerLost, is_peer_loss
 from app.world.progress import Limits, Progress
@@ -117,13 +117,13 @@ class Company:
         return [update for line in lines if line["attempt"] == attempt for update in line["updates"]]
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return what member 0 has noted of its memory: before its first world, and after each."""
+        """Return what member 0 has noted of its memory: before its first world, after each, and after restores."""
         return [note for note in self.ranks.notes(0) if note["kind"] == "memory"]
 
     def check_flat(self, num_settling: int) -> None:
         """Check that nothing which member 0 holds grows after so many worlds."""
         for name in ("tensor_bytes", "allocated_bytes", "reserved_bytes", "rss_bytes", "num_threads", "num_fds"):
-            values = [note[name] for note in self.memory() if name in note]
+            values = [note[name] for note in self.memory() if note["moment"] == "trained" and name in note]
             if values:
                 self._scene.figure(**{name: f"{values[0]} .. {values[-1]}"})
             settled = values[1 + num_settling :]
@@ -220,6 +220,8 @@ class MemberRuntime:
 
     def publish(self, event: Event) -> None:
         self._events.write(event)
+        if isinstance(event, Restore):  # by the leader, before its first step
+            self.note_memory("restored")
 
     def failed(self, step: int, error: BaseException) -> bool:
         """Note why an attempt broke. A lost peer is what most drills are about; anything else ends the member."""
@@ -236,8 +238,8 @@ class MemberRuntime:
             subjects.updates.clear()
             self._rank.note(kind="updates", attempt=subjects.attempt, updates=lines)
 
-    def note_memory(self) -> None:
-        """Write down the peak of device memory since the last time."""
+    def note_memory(self, moment: str = "trained") -> None:
+        """Write down what this member holds, and the peak of device memory since the last time."""
         gc.collect()  # cycles that nobody refers to are no growth
         figures: dict[str, Any] = {"num_threads": threading.active_count(), "num_fds": len(os.listdir("/proc/self/fd"))}
         figures["rss_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -247,7 +249,7 @@ class MemberRuntime:
             figures["allocated_bytes"] = torch.cuda.memory_allocated()
             figures["reserved_bytes"] = torch.cuda.memory_reserved()
             torch.cuda.reset_peak_memory_stats()
-        self._rank.note(kind="memory", after_attempt=self._attempt, **figures)
+        self._rank.note(kind="memory", after_attempt=self._attempt, moment=moment, **figures)
 
     def _beat(self) -> None:
         """Report progress, as heartbeats do."""
