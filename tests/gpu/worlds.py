@@ -264,6 +264,7 @@ def _tensor_bytes() -> int:
     """Return the bytes of all tensors of this process that Python knows of."""
     storages: dict[int, int] = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.layout == torch.strided and not hasattr(each, "to_local"):
+        # Subclasses have no storage of their own: those that a compiler traces with, and shards, which wrap a tensor.
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and not each.is_meta:
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
