@@ -62,7 +62,7 @@ def soak(scene: Scene) -> None:
     Asserts that no collective hangs and that every sum is right. Figures: for both modes how many collectives there
     were, and milliseconds for each.
     """
-    lasts_s = {"app": 40.0, "torch": 10.0} if scene.on_gpu else {"app": 3.0, "torch": 1.0}
+    lasts_s = {"app": 25.0, "torch": 5.0} if scene.on_gpu else {"app": 3.0, "torch": 1.0}
     ranks = Ranks(scene, "tests.gpu.collectives:add_in_mixed_sizes", 2, {"lasts_s": lasts_s})
     with ranks.start_all():
         codes = ranks.wait(_START_S + 2 * sum(lasts_s.values()))

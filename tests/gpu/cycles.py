@@ -12,12 +12,12 @@ _START_S, _STEP_S = 90.0, 45.0
 
 
 def ddp(scene: Scene) -> None:
-    """Kill a member and take in a newcomer, 20 times over (4 in a rehearsal), while member 0 trains on.
+    """Kill a member and take in a newcomer, 12 times over (4 in a rehearsal), while member 0 trains on.
 
     Asserts that device memory, host memory, threads and descriptors of member 0 stay flat after the third cycle.
     Figures: these by cycle, and the median seconds of forming, building, restoring and the first step.
     """
-    _cycles(scene, "ddp", 20 if scene.on_gpu else 4)
+    _cycles(scene, "ddp", 12 if scene.on_gpu else 4)
 
 
 def fsdp(scene: Scene) -> None:

@@ -144,7 +144,7 @@ def watchdog(scene: Scene) -> None:
     1 s, a new world of the survivors works, and nobody is ended. Whether torch's defaults allow it is a figure.
     Figures: for each delay of the abort the seconds of destroying, and the exit codes of both kinds.
     """
-    delays_ms = (0, 50, 150, 300) if scene.on_gpu else (0, 50)
+    delays_ms = (0, 150) if scene.on_gpu else (0, 50)
     live_on_s = 70.0 if scene.on_gpu else 2.0
     kinds: tuple[tuple[str, dict[str, str]], ...] = (("survivable", SURVIVABLE), ("defaults", {}))
     gangs: dict[tuple[str, int], Ranks] = {}
