@@ -28,7 +28,7 @@ CATALOG = (
     Drill(
         _RANKS, "three NCCL ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True, torch_alone=True
     ),
-    _second("abort", "an abort with a collective under way", "tests.gpu.recovery:abort", 120, alone=True),
+    _second("abort", "an abort with a collective under way", "tests.gpu.recovery:abort", 180, alone=True),
     _second("poison", "a death leaves the survivors no garbage", "tests.gpu.poison:ddp", 240),
     _second("watchdog", "torch's watchdog ends no survivor", "tests.gpu.recovery:watchdog", 200, torch_alone=True),
     _second("death-in-init", "a death while communicators connect", "tests.gpu.recovery:death_in_init", 180),

@@ -67,11 +67,11 @@ def abort(scene: Scene) -> None:
     """
     times = 10 if scene.on_gpu else 4
     gangs = {}
-    for way in ("app", "bare"):
-        args = {"times": times, "way": way}
+    for way, often in (("app", times), ("bare", 4)):
+        args = {"times": often, "way": way}
         gang = Ranks(scene, "tests.gpu.recovery:abort_again_and_again", 2, args, way)
         with gang.start_all(**SURVIVABLE):
-            codes = gang.wait(_START_S + 4 * times)
+            codes = gang.wait(_START_S + 4 * often)
         gangs[way] = gang, codes
     scene.figure(bare_codes=" ".join(map(str, gangs["bare"][1].values())), bare_aborts=len(gangs["bare"][0].notes(0)))
     ranks, codes = gangs["app"]
