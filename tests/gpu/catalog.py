@@ -24,6 +24,7 @@ CATALOG = (
     _first("loader", "the device does not wait for data", "tests.gpu.feeding:loader", 90, alone=True),
     _first("determinism", "same run, same bits", "tests.gpu.exactness:same_bits", 400),
     _first("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
+    _first("ways", "ways to train, and races of streams", "tests.gpu.setups:ways", 180),
     _first("set-ups", "two ranks on one GPU, and none on it", "tests.gpu.setups:starts", 150),
     Drill(
         _RANKS, "three NCCL ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True, torch_alone=True
