@@ -1,6 +1,7 @@
 # Each target is enough by itself on a fresh machine: it makes .venv and installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+NEWEST := .venv-newest/bin
 PYTEST := $(BIN)/python -m pytest
 # Test processes at a time, where tests do not mind their neighbours.
 JOBS ?= 2
@@ -11,7 +12,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow test-all e2e gpu gpu-1 gpu-2 check docs
+.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster test-all test-newest e2e gpu gpu-1 gpu-2 check docs
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -20,10 +21,11 @@ PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-# Of Streaming only what reads shards: all that it asks for would take numpy and transformers back to older ones.
+# Streaming with the packages that read shards. All of its requirements would bring older numpy and transformers.
+STREAMING := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
 .venv/.dev: pyproject.toml constraints.txt .venv/.train
 	$(PIP_INSTALL) -e ".[dev]"
-	$(PIP_INSTALL) --no-deps mosaicml-streaming brotli catalogue cramjam python-snappy zstd
+	$(PIP_INSTALL) --no-deps $(STREAMING)
 	@touch $@
 
 .venv/.e2e: pyproject.toml constraints.txt .venv/.dev
@@ -45,12 +47,28 @@ test: unit
 	$(PYTEST) tests/cluster -m "not slow"
 
 # What `make test` leaves out: more worlds, more points to be killed at, more seeds.
-test-slow: .venv/.dev
+test-slow: slow-unit slow-dist slow-cluster
+
+slow-unit: .venv/.dev
 	$(PYTEST) $(PARALLEL) --hypothesis-profile=thorough tests/unit -m "slow or hypothesis"
+
+slow-dist: .venv/.dev
 	$(PYTEST) $(PARALLEL) tests/dist -m slow
+
+slow-cluster: .venv/.dev
 	$(PYTEST) tests/cluster -m slow
 
 test-all: test test-slow
+
+# Unit and dist tests with the newest torch that pyproject.toml allows. With torch, pip downloads gigabytes for GPUs.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	grep -vE '^(torch|torchvision|triton|nvidia-.*)==' constraints.txt > .venv-newest/constraints.txt
+	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt -e ".[dev]"
+	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt --no-deps $(STREAMING)
+	$(NEWEST)/python -c "import torch; print('torch', torch.__version__)"
+	$(NEWEST)/python -m pytest $(PARALLEL) tests/unit -m "not slow"
+	$(NEWEST)/python -m pytest $(PARALLEL) tests/dist -m "not slow"
 
 # Needs root and, on Debian, apt-get install openssh-server rsync iproute2. `pytest tests/e2e -m slow` is the rest.
 e2e: .venv/.e2e

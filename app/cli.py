@@ -1,4 +1,4 @@
-"""The command line: `python main.py [verb] --config FILE [key=value ...]`."""
+"""Command line: `python main.py [verb] --config FILE [key=value ...]`."""
 
 import os
 import select
@@ -19,42 +19,49 @@ from app.run.interrupts import EXIT_STOPPED
 from app.units import printable
 
 _HELP_WIDTH = 100
-_EXIT_PIPE = 128 + signal.SIGPIPE  # as a shell gives it for other programs
+_EXIT_PIPE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by SIGPIPE
 
 TRY = """Three commands to try:
   python main.py --config ddp.yaml                     train a small GPT on this machine
   python main.py --config ddp.yaml optimizer.lr=3e-4   the same with another learning rate
-  python main.py --help                                everything else"""
+  python main.py --help                                show all verbs and options"""
 
 HELP = """usage: main.py [verb] --config FILE [key=value ...]
 {verbs}
 
 elsewhere:
-  --cluster FILE    on the head of the cluster that `ray up FILE` started; may be left, and given again, at any time
-  --job             as a Ray job of this machine's cluster, which outlives this terminal
+  --cluster FILE    run on the head of the cluster that `ray up FILE` started. Ctrl-C only leaves the
+                    command, which goes on there; the same command shows it again
+  --job             run as a Ray job of this machine's cluster, which outlives this terminal
 
-FILE is taken as given, else from configs/. key=value overrides it, with dots for sections: batch.global_size=96.
+FILE is a path, or the name of a file in configs/. key=value overrides a key of FILE, with dots for
+sections: batch.global_size=96.
 
 exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopped on request (resumable)
 
 options:
-  -h, --help            show this and exit; after a verb, what the verb takes
+  -h, --help            show this help and exit; after a verb, show the help of the verb
   -c FILE, --config FILE
-                        what to train
-  -v, --verbose         tracebacks, phase times, Ray's own messages"""
+                        configuration to train
+  -v, --verbose         show tracebacks, phase times and Ray's own messages"""
 
 
 def main(started_s: float, argv: Sequence[str] | None = None) -> int:
-    """Run one command, from a process that started at `started_s` (Unix time), and return its exit code."""
+    """Run one command, and return its exit code.
+
+    Args:
+        started_s: Unix time at which the process started.
+        argv: the arguments of the command, by default those of the process.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments:
         print(TRY)
         return 0
-    # Not taken from the parsed options: there are none if the error is in the command line.
+    # If the error is in the command line itself, there are no parsed options.
     verbose = "-v" in arguments or "--verbose" in arguments
     try:
         exit_code = _run(arguments, started_s)
-        if sys.stdout:  # None where it is closed
+        if sys.stdout:  # None in a process that was started with a closed stdout
             sys.stdout.flush()
         return exit_code
     except SteadfastError as error:
@@ -76,12 +83,15 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_left() -> bool:
-    """Return whether nobody reads this process's output any more, as after `| head`, and write no more of it."""
+    """Return whether the reader of stdout has gone, as after `| head`.
+
+    If so, further output is discarded.
+    """
     output = select.poll()
     output.register(sys.stdout, 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest of the output at exit
     return True
 
 
@@ -89,33 +99,39 @@ def _run(arguments: list[str], started_s: float) -> int:
     try:
         os.getcwd()
     except OSError as error:
-        raise UsageError("the working directory has been deleted; change to one that is there") from error
+        raise UsageError("the working directory has been deleted; change to one that exists") from error
     name, rest = split_verb(arguments)
     if name is None:
         if "-h" in rest or "--help" in rest:
             print(HELP.format(verbs=_describe_verbs()))
             return 0
         name = "train"
-    # Only the verb that was asked for is imported, so no other one can slow it down or break it.
+    # Only the module of this verb is imported, so that other verbs can neither slow it down nor break it.
     verb = import_module(f"app.commands.{name}")
     usage = f"main.py {VERBS[name].usage} [options]"
     parser = ArgumentParser(f"main.py {name}", usage, VERBS[name].summary, allow_abbrev=False)
     verb.add_arguments(parser)
-    parser.add_argument("--cluster", metavar="FILE", help="where to run it: the cluster that `ray up FILE` started")
-    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks, phase times, Ray's own messages")
-    # Intermixed, so that overrides may stand on both sides of an option. Argparse itself exits: with 0 after help, with
-    # 2 after an error.
+    parser.add_argument("--cluster", metavar="FILE", help="run on the cluster that `ray up FILE` started")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks, phase times, Ray's own messages")
+    # Intermixed parsing allows overrides on both sides of an option. Argparse itself exits with 0 after help and with 2
+    # after an error.
     return int(verb.run(parser.parse_intermixed_args(rest, Namespace(arguments=arguments, started_s=started_s))))
 
 
 def split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into its verb, which may stand anywhere in it, and the rest."""
+    """Split a command line into its verb and the remaining arguments.
+
+    The verb may be at any position, and is None if there is none.
+
+    Raises:
+        UsageError: the first argument looks like a verb, but is unknown.
+    """
     first = arguments[0]
     if not first.startswith("-") and not is_override(first) and first not in VERBS:
         raise unknown_verb(first)
     before = ""
     for index, word in enumerate(arguments):
-        # A file may be called like a verb.
+        # The file after such an option may have the name of a verb.
         if word in VERBS and before not in ("-c", "--config", "--cluster"):
             return word, arguments[:index] + arguments[index + 1 :]
         before = word

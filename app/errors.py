@@ -1,11 +1,11 @@
-"""The exceptions that this program raises on purpose, and the exit code of each.
+"""Exceptions that this program raises on purpose, with their exit codes.
 
 SteadfastError
 ├── UsageError            2  the command cannot be carried out as given
 │   ├── ConfigError       2  the configuration is wrong; carries every problem found
 │   ├── RunConflict       2  the run directory is in use, or belongs to another configuration
-│   └── ResourcesMissing  2  the cluster did not give the workers asked for in time
-├── TrainingError         1  the run began and cannot go on
+│   └── ResourcesMissing  2  the cluster did not provide the workers in time
+├── TrainingError         1  the run began and cannot continue
 │   └── DataError         1  the data are empty, unreadable or of the wrong shape
 └── StorageError          1  the run directory cannot be read or written
 """
@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 
 class SteadfastError(Exception):
-    """An error told to the user in one clear message, with its remedy and without a traceback."""
+    """Error that the command line shows as one message, without a traceback.
+
+    The message names a remedy.
+    """
 
     exit_code = 1
 
@@ -27,7 +30,7 @@ class UsageError(SteadfastError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration."""
+    """One error in a configuration."""
 
     where: str  # "configs/ddp.yaml:12" or "override"
     path: str  # "optimizer.lr"
@@ -39,14 +42,14 @@ class Problem:
 
 
 class ConfigError(UsageError):
-    """All problems of a configuration at once, so that one edit mends them all."""
+    """All problems of a configuration at once."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        # Workers raise it across processes, and Exception would unpickle it from its message.
+        # Workers raise this error across processes, and Exception would be unpickled from its message alone.
         return ConfigError, (self.problems,)
 
 
@@ -59,7 +62,10 @@ class TrainingError(SteadfastError):
 
 
 class NotDeferrable(TrainingError):
-    """A model cannot be built without memory for its numbers; the message says why."""
+    """A model cannot be built without memory for its numbers.
+
+    The message gives the reason.
+    """
 
 
 class DataError(TrainingError):
@@ -75,20 +81,23 @@ class StorageError(SteadfastError):
 
 
 class UserExit(Exception):
-    """The user's code would have ended the process, or raised what cannot be told as it is."""
+    """SystemExit, KeyboardInterrupt or another BaseException of user code.
+
+    The class also stands for an exception whose text cannot be read.
+    """
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Convert what the user's code raised into an exception like any other, with its traceback.
+    """Convert an exception of user code into an `Exception`.
 
-    Handlers of `Exception` miss SystemExit, KeyboardInterrupt and the user's own BaseExceptions: the worker would exit
-    without reporting them.
+    The traceback is kept. Handlers of `Exception` miss SystemExit, KeyboardInterrupt and the user's own BaseExceptions,
+    so a worker would exit without reporting them.
     """
     try:
         told = str(error)
         if isinstance(error, Exception):
             return error
     except Exception as unprintable:
-        told = f"its own text cannot be had: {type(unprintable).__name__} in __str__"
+        told = f"its text cannot be read: {type(unprintable).__name__} in __str__"
     name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
-    return UserExit(f"{name} in code of your own{f' ({told})' if told else ''}").with_traceback(error.__traceback__)
+    return UserExit(f"{name} in your own code{f' ({told})' if told else ''}").with_traceback(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Train from a script or a notebook: `fit` takes objects in place of import paths, and gives the trained model back."""
+"""Train from a script or a notebook, with objects in place of import paths."""
 
 import copy
 import hashlib
@@ -56,12 +56,12 @@ _training = threading.Lock()
 
 @dataclass(frozen=True)
 class Result:
-    """What has come of a run.
+    """Result of a run.
 
     Attributes:
-        summary: as in `summary.json`; its `status` is "finished" or "stopped".
-        model: as it was trained, on its device. None under fsdp, which leaves no process with a whole one.
-        directory: the run's; `main.py export DIRECTORY --out FILE` writes its weights, those of fsdp too.
+        summary: the content of `summary.json`. Its `status` is "finished" or "stopped".
+        model: the trained model on its device. None under fsdp, because no process holds the whole model.
+        directory: the run directory. `main.py export DIRECTORY --out FILE` writes the weights, also after fsdp.
     """
 
     summary: dict[str, Any]
@@ -86,36 +86,39 @@ def fit(
     return_finished: bool = False,
     verbose: bool = False,
 ) -> Result:
-    """Train under torchrun if that has started this process, else in this process alone. Without Ray.
+    """Train in this process, or with all processes that torchrun started.
 
-    The same call again resumes an unfinished run and returns the model of a finished one, as the same command does.
+    Ray is not used. A second call with the same arguments resumes an unfinished run, and returns the model of a
+    finished run.
 
     Args:
-        config: a configuration, or a file and its `overrides`. What follows takes the place of its sections.
-        model: a copy of it is trained, from its weights, under torchrun those of rank 0; or what makes one.
-        dataset: map-style.
-        validation: data of their own to validate on.
-        collate: makes a batch of a list of training samples; without it they are stacked.
-        validation_collate: the same for validation, which does not take `collate`.
-        order: "sequential", or a function of your own, `app.data.order.Order`; by default samples are shuffled.
-        task: an object with a method `loss(model, batch)` that returns `Sums`, or that function; or with `embed(model,
-            batch)` and `loss(embeddings)`, see `Task`.
+        config: a configuration, or the path of a file. The arguments below replace its sections.
+        overrides: overrides of the file, such as "optimizer.lr=3e-4".
+        model: a model, of which a copy is trained from its current weights (under torchrun from those of rank 0); or a
+            function that returns a model.
+        dataset: a map-style dataset.
+        validation: a separate dataset for validation.
+        collate: makes a batch from a list of training samples. By default samples are stacked.
+        validation_collate: makes a batch from a list of validation samples. `collate` is not used for validation.
+        order: "sequential", or a function (`app.data.order.Order`). By default samples are shuffled.
+        task: an object with a method `loss(model, batch)` that returns `Sums`, or that method as a function; or an
+            object with `embed(model, batch)` and `loss(embeddings)`. See `Task`.
         optimizer: called with `params` and `lr`, such as `torch.optim.SGD`.
-        schedule: called with a step, from 1, and `num_steps`; returns the share of `optimizer.lr`.
-        hooks: objects or classes, beside those of the configuration.
-        return_finished: returns the model of a finished run although it was trained with other values, such as another
-            `optimizer.lr`. Another seed, model, dataset, task or kind of optimizer is an error in any case.
-        verbose: shows what `-v` does.
+        schedule: called with a step, counted from 1, and `num_steps`. It returns a factor of `optimizer.lr`.
+        hooks: objects or classes, in addition to the hooks of the configuration.
+        return_finished: return the model of a finished run even if the run was trained with other values, such as
+            another `optimizer.lr`. Another seed, model, dataset, task or kind of optimizer is always an error.
+        verbose: print the same details as `-v`.
 
     Raises:
-        RunConflict: a run of this name was trained with other values; the message lists the differences.
+        RunConflict: a run of this name was trained with other values. The message lists the differences.
         SteadfastError: the run cannot begin or go on, or another call is training in this process.
     """
     started_s = time.time()
     if not isinstance(config, Config):
         config = load_config(os.fspath(config), overrides)
     elif overrides:
-        raise UsageError("overrides go with a file; of a Config, give another one")
+        raise UsageError("overrides need a configuration file; to change a Config, pass a changed copy of it")
     objects = _Objects()
     config = config.model_copy(
         update={
@@ -128,12 +131,14 @@ def fit(
         }
     )
     with _only_call():
-        taken_variables(config.cluster, os.environ)  # they are here already; what is missing is an error
+        taken_variables(config.cluster, os.environ)  # called for its error if a variable is missing
         os.environ.update(given_variables(config.cluster))
         place = _place(config)
         _check_num_workers(config, place)
-        directory = RunDirectory.of(config)  # once: code of the user's may change the working directory
-        # Without it a search that draws a rate before each call would draw the same one from the second call on.
+        # The path is resolved here once, because the user's code may change the working directory.
+        directory = RunDirectory.of(config)
+        # Training seeds the random generators. Without `kept_randomness` a hyperparameter search that draws a learning
+        # rate before each call would draw the same rate from the second call on.
         with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
             if place.rank == 0:
                 console.stage("starting", started_s)
@@ -146,11 +151,15 @@ def fit(
 
 @contextmanager
 def _only_call() -> Iterator[None]:
-    """Keep the process to one call at a time. Raises UsageError if one is training already."""
-    # The objects of a call and torch's process group are the whole process's.
+    """Allow one call at a time in this process.
+
+    Raises:
+        UsageError: another call is training.
+    """
+    # The registered objects of a call and torch's process group belong to the whole process.
     if not _training.acquire(blocking=False):
         raise UsageError(
-            "another fit is training in this process: wait until it has returned, or start a process for each"
+            "another fit is training in this process: wait until it has returned, or start one process for each call"
         )
     try:
         yield
@@ -159,18 +168,23 @@ def _only_call() -> Iterator[None]:
 
 
 class _Objects:
-    """Gives objects names, by which a configuration holds them, and collects what `load_target` finds there."""
+    """Gives live objects target names for the configuration.
+
+    Each method returns the updated sections, empty without an object. `callables` holds, for each name, the callable
+    that `load_target` finds under it.
+    """
 
     def __init__(self) -> None:
         self.callables: dict[str, Callable[..., Any]] = {}
 
     def model(self, given: nn.Module | Callable[[], nn.Module] | None) -> dict[str, Target]:
+        """Return the section `model` for a model or a function that builds one."""
         if given is None:
             return {}
         if not isinstance(given, nn.Module):
             return {"model": Target(target=self._name("model", given, given))}
-        # A copy each time, because an attempt may have to begin with the weights as they were given. A resume compares
-        # the digest, as it compares all arguments of a model.
+        # Each call returns a new copy, because an attempt may have to start from the original weights. The digest is an
+        # argument of the model, so that a resume with another model is refused.
         name = self._name("model", given, lambda **_: _copied(given))
         return {"model": Target(target=name, args={"parameters": _digest(given)})}
 
@@ -183,7 +197,13 @@ class _Objects:
         validation_collate: Callable[[list[Any]], Any] | None,
         order: Order | Literal["shuffled", "sequential"] | None,
     ) -> dict[str, DataConfig]:
+        """Return the section `data` with the given objects.
+
+        Raises:
+            UsageError: the data are text or tokens and take no collate function, or the order is unknown.
+        """
         if dataset is not None:
+            # Keys that all data sections share, such as `validation_fraction`, keep their values.
             kept = {name: getattr(config, name) for name in SamplesConfig.model_fields if hasattr(config, name)}
             config = TargetData(target=self._name("data", dataset, partial(_itself, dataset)), **kept)
         update: dict[str, Any] = {}
@@ -192,12 +212,17 @@ class _Objects:
             update["validation"] = ValidationTarget(target=target)
         if collate is not None:
             if not isinstance(config, SamplesConfig):
-                raise UsageError("collate goes with a dataset of your own")
+                raise UsageError(
+                    "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
+                )
             update["collate"] = Target(target=self._name("data.collate", collate, collate))
         if validation_collate is not None:
             held_out = update.get("validation") or config.validation or HeldOut()
             if not isinstance(held_out, CollateConfig):
-                raise UsageError("validation_collate goes with a dataset of your own")
+                raise UsageError(
+                    "validation_collate needs a validation dataset of samples: held-out samples, an image folder, a "
+                    "Hugging Face dataset or your own (validation=)"
+                )
             own = Target(target=self._name("data.validation.collate", validation_collate, validation_collate))
             update["validation"] = held_out.model_copy(update={"collate": own})
         if callable(order):
@@ -209,6 +234,7 @@ class _Objects:
         return {"data": config.model_copy(update=update)}
 
     def task(self, config: Config, given: Any) -> dict[str, TargetTask]:
+        """Return the section `task` for an object, a class or a loss function."""
         if given is None:
             return {}
         build = given
@@ -217,15 +243,19 @@ class _Objects:
         return {"task": TargetTask(target=self._name("task", given, build), coupled=config.task.coupled)}
 
     def optimizer(self, config: Config, given: Callable[..., Any] | None) -> dict[str, TargetOptimizer]:
+        """Return the section `optimizer` for a callable."""
         if given is None:
             return {}
+        # These keys exist for every kind of optimizer, so their values are kept.
         of_any = {"lr": config.optimizer.lr, "max_grad_norm": config.optimizer.max_grad_norm}
         return {"optimizer": TargetOptimizer(target=self._name("optimizer", given, given), **of_any)}
 
     def schedule(self, given: Callable[..., float] | None) -> dict[str, Target]:
+        """Return the section `schedule` for a function."""
         return {} if given is None else {"schedule": Target(target=self._name("schedule", given, given))}
 
     def hooks(self, given: Sequence[Any]) -> list[Target]:
+        """Return an entry of `hooks` for each object or class."""
         targets: list[Target] = []
         for index, hook in enumerate(given):
             build = hook if isinstance(hook, type) else partial(_itself, hook)
@@ -233,6 +263,7 @@ class _Objects:
         return targets
 
     def _name(self, key: str, given: Any, found: Callable[..., Any]) -> str:
+        # A partial has no name of its own.
         own = given.func if isinstance(given, partial) else given
         name = getattr(own, "__name__", type(own).__name__)
         target = f"<live {key}>:{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
@@ -241,11 +272,16 @@ class _Objects:
 
 
 def _itself(given: Any, **_: Any) -> Any:
+    """Return the object. Targets are called with arguments, which it ignores."""
     return given
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that the caller made. Raises UsageError if there can be none."""
+    """Return a copy of the caller's model.
+
+    Raises:
+        UsageError: the model cannot be copied.
+    """
     why = "its parameters have no values on the meta device"
     try:
         if not any(param.is_meta for param in model.parameters()):
@@ -254,22 +290,30 @@ def _copied(model: nn.Module) -> nn.Module:
         why = str(error)
     name = type(model).__name__
     raise UsageError(
-        f"model: this {name} cannot be copied: {why}. Give a function that makes it: model=lambda: {name}()"
+        f"model: this {name} cannot be copied: {why}. Pass a function that builds it: model=lambda: {name}()"
     )
 
 
 def _digest(model: nn.Module) -> str:
-    """Return what tells models apart whose weights cannot be each other's."""
+    """Return a digest of the names and shapes of a model's weights."""
     shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
 def _place(config: Config) -> Place:
-    """Return where this process trains. Another call is at another place, or it would read the answers of the first."""
+    """Return the device, rank and store of this process.
+
+    Each call uses keys of its own in the store, because it would read the answers of an earlier call otherwise.
+
+    Raises:
+        UsageError: a process group exists, or gradients are disabled.
+    """
     if dist.is_initialized():
-        raise UsageError("torch.distributed is in use; fit forms groups of its own: call destroy_process_group() first")
+        raise UsageError(
+            "torch.distributed is in use, and fit forms its own groups: call destroy_process_group() first"
+        )
     if not torch.is_grad_enabled():
-        raise UsageError("fit is called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
+        raise UsageError("fit was called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
     number = next(_calls)
     if not under_torchrun():
         return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())
@@ -278,32 +322,38 @@ def _place(config: Config) -> Place:
 
 
 def _check_num_workers(config: Config, place: Place) -> None:
-    """Raise UsageError if the configuration asks for other numbers of workers than there are."""
+    """Check that the configuration allows the number of processes.
+
+    Raises:
+        UsageError: `scaling.num_workers` is set and excludes this number.
+    """
     low, high = config.scaling.num_workers
     if "num_workers" not in config.scaling.model_fields_set or low <= place.world_size <= high:
         return
     wanted = low if low == high else [low, high]
     raise UsageError(
-        f"scaling.num_workers={wanted}, found {place.world_size}: fit trains in the processes of torchrun, else in "
-        f"this one alone. Start the program by torchrun --nproc-per-node {low}, or train by main.py --config"
+        f"scaling.num_workers={wanted}, found {place.world_size}: fit trains in the processes of torchrun, or without "
+        f"torchrun in a single process. Start the program by torchrun --nproc-per-node {low}, or train by main.py "
+        "--config"
     )
 
 
-@cache  # a process meets the others once
+@cache  # the processes of torchrun meet once, not in every call
 def _torchruns_place(gpus_per_worker: Any) -> Place:
     return Place.of_torchrun(gpus_per_worker)
 
 
 @torch.no_grad()
 def _take_weights_of_first(model: nn.Module, place: Place) -> None:
-    """Give every rank the weights that rank 0 has been given. A collective."""
+    """Copy the weights of rank 0's model to all ranks. A collective."""
     if place.world_size == 1:
         return
+    # After a restart by torchrun its store still holds the keys of the attempt before.
     store = dist.PrefixStore(f"weights-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", place.store)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     try:
         for tensor in model.state_dict().values():
-            whole = tensor.cpu().contiguous()
+            whole = tensor.cpu().contiguous()  # this group is one of gloo, for tensors on the CPU
             dist.broadcast(whole, 0)
             tensor.copy_(whole)
     finally:
@@ -311,11 +361,16 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
 
 
 def _result(config: Config, directory: RunDirectory, place: Place, ending: Ending) -> Result:
-    """Return what has come of a run, the same on every rank. Raises UsageError if rank 0 has refused the run."""
+    """Return the result of a run, equal on every rank.
+
+    Raises:
+        UsageError: rank 0 refused the run.
+        TrainingError: the run was stopped before its first step.
+    """
     if ending.refusal:
         raise UsageError(ending.refusal)
     key = f"summary-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if place.rank == 0:  # which has written it
+    if place.rank == 0:  # only rank 0 has written the summary and can surely read it
         place.store.set(key, json.dumps(directory.summary()))
     summary = json.loads(place.store.get(key))
     if summary is None:
@@ -327,7 +382,7 @@ def _result(config: Config, directory: RunDirectory, place: Place, ending: Endin
 
 
 def _model_of(config: Config, directory: RunDirectory, device: torch.device) -> nn.Module:
-    """Return the model of a run that has finished, from its newest checkpoint."""
+    """Return the model of a finished run from its newest checkpoint."""
     catalog = Catalog(directory.store)
     model, _ = build_initial(config)
     model = build_precision(config.precision, device).convert(model)

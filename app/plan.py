@@ -1,18 +1,21 @@
-"""Assign microbatches to workers. Pure arithmetic: the one place where world size and shares enter.
+"""Assign microbatches to workers.
 
-Theorem. The training samples form one endless stream of positions. Each step is the global_size positions behind those
-of the step before, or as many as are left where the run ends; a run that is extended goes on behind the last of them.
-So steps 1 to s (counted from 1) are a partition of the stream up to there: no position is left out, and none comes
-twice. A step is cut into a fixed grid of microbatches, and its gradient is
+The module is pure arithmetic, and the only place in which world size and shares enter.
+
+Theorem. The training samples are one endless stream of positions. Each step is the next global_size positions of the
+stream, or the remaining positions if the run ends. A run that is extended continues after the last position. So steps 1
+to s (counted from 1) are a partition of the stream up to that position: every position is in exactly one step. A step
+is cut into a fixed grid of microbatches, and its gradient is
 
     sum over the grid of (gradient of the microbatch's loss sum)  /  (global count of the step).
 
-Neither the steps, the grid nor the count mention who computed what, so the result does not depend on the world size,
-on the shares, on restarts, or on when any of them changed, except for the order in which floating point sums are taken.
+Neither the steps, the grid nor the count depend on the ranks that compute them. So the result does not depend on the
+world size, on the shares, on restarts, or on the time of their changes, except for the order of floating point sums.
 
-What breaks it: anything that couples samples beyond their microbatch (SyncBatchNorm), randomness keyed by rank or by
-wall time, a mean taken before the sum over ranks, or another `microbatch_size` together with dropout (another draw) or
-with statistics of a microbatch (BatchNorm, whose running ones are such a sum too).
+The theorem does not hold if samples are coupled beyond their microbatch (SyncBatchNorm), if randomness is keyed by rank
+or by wall time, if a mean is taken before the sum over ranks, or if `microbatch_size` changes together with dropout,
+which then draws other numbers, or with statistics of a microbatch (BatchNorm, whose running statistics are also such a
+sum).
 """
 
 import heapq
@@ -21,23 +24,26 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
-Shares = tuple[int, ...]  # microbatches of each rank in a step
+Shares = tuple[int, ...]  # number of microbatches of each rank in a step
 
 
 class Microbatch(NamedTuple):
     """Positions [start, stop) of the stream."""
 
     step: int
-    index: int  # type: ignore[assignment]  # hides a method of tuple that nobody calls here
+    index: int  # type: ignore[assignment]  # hides a method of tuple that is never called here
     start: int
     stop: int
-    # A pad has weight 0: real samples that count for nothing. It keeps a rank in step with its peers' collectives when
-    # it has nothing of its own to compute.
+    # A pad has weight 0: its samples are real, but have no effect. It keeps a rank without work in step with its peers'
+    # collectives.
     weight: int = 1
 
 
 class End(NamedTuple):
-    """An earlier end of the run, which has cut a step short: `position` is the one behind the last sample of `step`."""
+    """Earlier end of the run, with a step of fewer samples.
+
+    `position` is the position after the last sample of `step`.
+    """
 
     step: int
     position: int
@@ -45,29 +51,35 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Amendments:
-    """What has come up in the run so far that its plan goes by from then on. Every rank of a world has the same."""
+    """Changes to the plan from events of the run so far.
 
-    skip: frozenset[int] = frozenset()  # steps that are left out, because their numbers were bad
-    ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first
-    forward_size: int | None = None  # samples that a forward may have, None for those of a microbatch
+    Every rank of a world has the same amendments.
+    """
+
+    skip: frozenset[int] = frozenset()  # steps that are skipped, because their numbers were bad
+    ends: tuple[End, ...] = ()  # earlier ends of the run, oldest first
+    forward_size: int | None = None  # most samples of a forward, None for a whole microbatch
 
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Self:
-        """Read what `to_line` has made."""
+        """Read the amendments from the result of `to_line`."""
         return cls(frozenset(line["skip"]), tuple(End(*end) for end in line["ends"]), line["forward_size"])
 
     def to_line(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the amendments as a JSON object."""
         return {"skip": sorted(self.skip), "ends": self.ends, "forward_size": self.forward_size}
 
     def leaving_out(self, steps: Iterable[int]) -> Self:
-        """Return these with more steps to skip."""
+        """Return these amendments with more steps to skip."""
         return replace(self, skip=self.skip | set(steps))
 
 
 def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:
-    """Return the first position of a step. `ends` are the earlier ends of the run, oldest first."""
-    last = End(0, 0)  # the newest one before the step
+    """Return the first position of a step.
+
+    `ends` are the earlier ends of the run, oldest first.
+    """
+    last = End(0, 0)  # last end before the step
     for end in ends:
         if end.step < step:
             last = end
@@ -75,8 +87,11 @@ def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:
 
 
 def step_of(position: int, global_size: int, ends: Sequence[End] = ()) -> int:
-    """Return the step that a position of the stream is in. `ends` are the earlier ends of the run, oldest first."""
-    last = End(0, 0)  # the newest one up to the position
+    """Return the step of a position in the stream.
+
+    `ends` are the earlier ends of the run, oldest first.
+    """
+    last = End(0, 0)  # last end up to the position
     for end in ends:
         if end.position <= position:
             last = end
@@ -84,30 +99,36 @@ def step_of(position: int, global_size: int, ends: Sequence[End] = ()) -> int:
 
 
 def even_shares(num_microbatches: int, world_size: int) -> Shares:
-    """Return shares as equal as whole microbatches allow; the first ranks take the remainder."""
+    """Return shares that differ by at most one microbatch.
+
+    The first ranks take the remainder.
+    """
     each, remainder = divmod(num_microbatches, world_size)
     return (each + 1,) * remainder + (each,) * (world_size - remainder)
 
 
 def fastest_shares(speeds: Sequence[float], num_microbatches: int, shard: int = 1) -> Shares:
-    """Return the shares with which a step ends soonest, given relative speeds; at least one for each rank.
+    """Return the shares with the shortest step at given speeds.
+
+    Every rank gets at least one microbatch, if there are enough.
 
     Args:
-        speeds: of each replica.
-        shard: how many neighbouring ranks are a replica, and run as many forwards each.
+        speeds: relative speed of each replica.
+        shard: number of neighbouring ranks in a replica, which run equally many forwards.
     """
     if shard > 1:
-        # By rows: what a replica runs at once.
+        # A row is the microbatches that a replica runs at once, one per rank.
         rows = fastest_shares(speeds, _ceil_div(num_microbatches, shard))
         sizes = [shard * num for num in rows]
         sizes[sizes.index(max(sizes))] -= sum(sizes) - num_microbatches
         return tuple(chain.from_iterable(even_shares(size, shard) for size in sizes))
     if num_microbatches <= len(speeds):
         return even_shares(num_microbatches, len(speeds))
-    # Every microbatch goes to the rank that would be done with it first (D'Hondt's highest averages). Not by largest
-    # remainders: they may give a slow rank the one microbatch that all others then wait for.
+    # Every microbatch goes to the rank that would finish it first (D'Hondt's highest averages). Largest remainders
+    # could give a slow rank the one microbatch that all other ranks then wait for.
     shares = [1] * len(speeds)
-    next_done = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # when each would be done with one more
+    # time at which each rank would finish one more microbatch
+    next_done = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(next_done)
     for _ in range(num_microbatches - len(speeds)):
         _, rank = next_done[0]
@@ -117,27 +138,32 @@ def fastest_shares(speeds: Sequence[float], num_microbatches: int, shard: int = 
 
 
 def largest_microbatch(global_size: int, num_workers: int, num_fitting: int) -> int:
-    """Return how many samples to put into a microbatch, where `num_fitting` fit and each worker is to have one."""
+    """Return the number of samples in a microbatch.
+
+    Each worker must have a microbatch, and at most `num_fitting` samples fit.
+    """
     limit = max(1, min(global_size // num_workers, num_fitting))
     divisor = max(size for size in range(1, limit + 1) if global_size % size == 0)
-    # Of a divisor no microbatch is short. But of a prime number the only one that fits is 1.
+    # With a divisor no microbatch is short. But a prime number has no fitting divisor except 1, so a power of two may
+    # be better.
     return divisor if 2 * divisor > limit else 1 << (limit.bit_length() - 1)
 
 
 @dataclass
 class Plan:
-    """An assignment of every step's microbatches to ranks."""
+    """Assignment of every step's microbatches to ranks."""
 
-    global_size: int  # samples in a step, whatever the world
-    microbatch_size: int  # samples in a microbatch; the last one of a step may be shorter
-    shares: Shares  # of the first step; their sum is the size of the grid
-    # So many neighbouring ranks hold one model among them: their forwards are collectives, so each runs as many.
+    global_size: int  # samples in a step, for any world
+    microbatch_size: int  # samples in a microbatch; the last microbatch of a step may have fewer
+    shares: Shares  # of the first step; the sum is the size of the grid
+    # Number of neighbouring ranks that hold one model together. Their forwards are collectives, so each runs equally
+    # many.
     shard: int = 1
-    num_samples: int | None = None  # where the stream ends, None for an endless one; the last step may then be short
-    skip: frozenset[int] = frozenset()  # steps that are left out; no rank runs their positions
-    ends: tuple[End, ...] = ()  # where the run ended before it was extended, oldest first; these steps stay short
+    num_samples: int | None = None  # length of the stream, None for an endless stream; the last step may then be short
+    skip: frozenset[int] = frozenset()  # skipped steps, whose positions no rank runs
+    ends: tuple[End, ...] = ()  # earlier ends of the run, oldest first; the steps of these ends stay short
     _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # (first step, shares), oldest first
-    _last_read: int = field(default=0, init=False)  # the last step that a stream has given out
+    _last_read: int = field(default=0, init=False)  # last step that a stream has yielded
 
     def __post_init__(self) -> None:
         self._check(self.shares)
@@ -154,29 +180,37 @@ class Plan:
         skip: frozenset[int] = frozenset(),
         ends: tuple[End, ...] = (),
     ) -> Self:
-        """Make a plan with even shares."""
+        """Return a plan with even shares."""
         num_microbatches = _ceil_div(global_size, microbatch_size)
         shares = even_shares(num_microbatches, world_size)
         return cls(global_size, microbatch_size, shares, shard, num_samples, skip, ends)
 
     def change(self, first_step: int, shares: Shares) -> None:
-        """Set other shares from `first_step` on, on all ranks alike. Raises ValueError if that step has been read."""
+        """Change the shares from `first_step` on, on all ranks alike.
+
+        Raises ValueError if that step has been read.
+        """
         self._check(shares)
-        # A loader may have fetched these microbatches for another rank already; some would be run twice, others never.
+        # A loader may already have fetched these microbatches under the old shares. Some microbatches would run twice,
+        # and others never.
         if first_step <= self._last_read:
             raise ValueError(f"shares cannot change from step {first_step} on: step {self._last_read} has been read")
         self._changes.append((first_step, shares))
 
     def shares_at(self, step: int) -> Shares:
-        """Return the shares in force in `step`."""
+        """Return the shares of `step`."""
         for first_step, shares in reversed(self._changes):
             if first_step <= step:
                 return shares
         return self.shares
 
     def first_unread(self, step: int, num_ahead: int) -> int:
-        """Return the first step after `step` that no loader has read, if each is `num_ahead` microbatches ahead."""
-        # The same number of microbatches is more steps to a rank with a smaller share: the smallest is the farthest.
+        """Return the first step after `step` that no loader has read.
+
+        Each loader may be `num_ahead` microbatches ahead.
+        """
+        # The same number of microbatches is more steps for a rank with fewer microbatches, so the smallest share
+        # counts.
         smallest = max(1, min(self.shares_at(step + 1)))
         num_steps_ahead = _ceil_div(num_ahead, smallest)
         last_read = step
@@ -187,13 +221,13 @@ class Plan:
         return last_read + 1
 
     def num_forwards(self, step: int, rank: int) -> int:
-        """Return the number of forward passes of `rank` in `step`, pads included."""
-        first = rank - rank % self.shard  # of those that it holds a model with
-        # At least one: a rank that runs nothing would not join the gradients' all-reduce, and its peers would hang.
+        """Return the number of forwards of `rank` in `step`, including pads."""
+        first = rank - rank % self.shard  # first rank of the replica
+        # At least one forward: a rank without one would not join the gradients' all-reduce, and its peers would hang.
         return max(1, *self.shares_at(step)[first : first + self.shard])
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
-        """Return what `rank` runs in `step`, in order."""
+        """Return the microbatches of `rank` in `step`, in order."""
         shares = self.shares_at(step)
         first = sum(shares[:rank])
         stop = first + shares[rank]
@@ -202,30 +236,36 @@ class Plan:
         return share + [self._pad(step)] * num_pads
 
     def stream(self, rank: int, first_step: int, last_step: int) -> Iterator[Microbatch]:
-        """Yield all that `rank` runs from `first_step` to `last_step`, both included, without the steps to skip."""
+        """Yield the microbatches of `rank` from `first_step` to `last_step`.
+
+        Both steps are included, and skipped steps are left out.
+        """
         for step in range(first_step, last_step + 1):
-            # Noted before the shares are looked up: from here on they may not change for this step.
+            # This is set before the shares are read, because from now on the step's shares may not change.
             self._last_read = step
             if step not in self.skip:
                 yield from self.microbatches(step, rank)
 
     @property
     def last_step(self) -> int:
-        """Return the step of the last sample of a stream that ends."""
+        """Return the last step of a stream with an end."""
         assert self.num_samples is not None
         return step_of(self.num_samples - 1, self.global_size, self.ends)
 
     def num_samples_in(self, step: int) -> int:
-        """Return the samples of all ranks in `step`: global_size, or fewer where the run ends, or has ended once."""
+        """Return the number of samples of all ranks in `step`.
+
+        A step has global_size samples, or fewer at an end of the run.
+        """
         start, stop = self.positions(step)
         return stop - start
 
     def num_microbatches_in(self, step: int) -> int:
-        """Return the microbatches of all ranks in `step`, without pads."""
+        """Return the number of microbatches of all ranks, without pads."""
         return _ceil_div(self.num_samples_in(step), self.microbatch_size)
 
     def positions(self, step: int) -> tuple[int, int]:
-        """Return the positions [start, stop) of the stream that all ranks together run in `step`."""
+        """Return the positions [start, stop) of `step` in the stream."""
         begin = begin_of(step, self.global_size, self.ends)
         for end in self.ends:
             if end.step == step:
@@ -237,18 +277,18 @@ class Plan:
         begin, end = self.positions(step)
         start = begin + index * self.microbatch_size
         stop = min(start + self.microbatch_size, end)
-        # The last step before an end has fewer samples than the grid has room for.
+        # The last step before an end has fewer samples than fit into the grid.
         if start >= stop:
             return self._pad(step)
         return Microbatch(step, index, start, stop)
 
     def _pad(self, step: int) -> Microbatch:
-        # A pad replays the step's first microbatch, which a short step has too. A single sample would satisfy the
-        # collectives, but not a model that takes statistics of its batch, nor code compiled for one shape. A pad costs
-        # no time, as other ranks run a microbatch meanwhile.
+        # A pad repeats the step's first microbatch, which even a short step has. A single sample would satisfy the
+        # collectives, but not a model with statistics of its batch, or code compiled for one shape. A pad costs no
+        # time, because other ranks run a microbatch meanwhile.
         begin, end = self.positions(step)
-        # Under the first microbatch's index the replay draws the same random numbers. So a pad uses no parameter of the
-        # model that the first microbatch itself does not use.
+        # The pad has the first microbatch's index, so that it draws the same random numbers. So a pad uses no parameter
+        # of the model that the first microbatch does not use.
         return Microbatch(step, 0, begin, min(begin + self.microbatch_size, end), weight=0)
 
     def _check(self, shares: Shares) -> None:

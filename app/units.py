@@ -7,36 +7,44 @@ from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
 
-# What moves the cursor, changes a terminal's settings or reverses text; lone surrogates cannot be printed at all.
+# Characters that move the cursor, change a terminal's settings or reverse text. Lone surrogates cannot be printed.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONG_ID = re.compile("[0-9a-f]{9,}")
 
 
 def printable(text: str) -> str:
-    """Replace control characters, except newlines and tabs, for text that somebody else may have written."""
+    """Replace control characters, except newlines and tabs.
+
+    The text may come from another user, who could send commands to the terminal.
+    """
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def number(value: float) -> str:
-    """Write four digits, so that the width stays the same from line to line: 2.413, 2.000."""
+    """Format a number with four digits: 2.413, 2.000.
+
+    The width stays the same from line to line.
+    """
+    # The format `#` keeps trailing zeros, but also leaves a point after a number of four digits.
     return f"{value:#.4g}".rstrip(".")
 
 
 def compact(value: float) -> str:
-    """Write a count with a decimal suffix: 812, 39.8k, 1.2M."""
+    """Format a count with a decimal suffix: 812, 39.8k, 1.2M."""
     unit, suffix = pick_unit_and_suffix(int(value), ["", "k", "M", "G", "T"], 1000)
     return f"{value / unit:.1f}{suffix}" if suffix else f"{value:.0f}"
 
 
 def size(num_bytes: float) -> str:
-    """Write a number of bytes with a binary suffix: 10.1 MiB."""
+    """Format a number of bytes with a binary suffix: 10.1 MiB."""
     unit, suffix = pick_unit_and_suffix(int(num_bytes), ["B", "KiB", "MiB", "GiB"], 1024)
     return f"{num_bytes / unit:.1f} {suffix}"
 
 
 def duration(seconds: float) -> str:
-    """Write a duration as precisely as an estimate can be: 45s, 53m, 3h 12m."""
+    """Format an estimated duration: 45s, 53m, 3h 12m."""
     minutes = round(seconds / 60)
+    # Seconds matter only while the estimate is short.
     if minutes < 2:
         return f"{seconds:.0f}s"
     if minutes < 60:
@@ -45,12 +53,12 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: float, noun: str) -> str:
-    """Write a count with its noun: 1 worker, 4 workers."""
+    """Format a count with its noun: 1 worker, 4 workers."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def in_ranges(noun: str, numbers: Sequence[int]) -> str:
-    """Write ascending numbers in a few words, with what they count: rank 2, ranks 0-3, 8."""
+    """Format ascending numbers as ranges: rank 2, ranks 0-3, 8."""
     parts: list[list[int]] = []
     for each in numbers:
         if parts and each == parts[-1][-1] + 1:
@@ -62,22 +70,28 @@ def in_ranges(noun: str, numbers: Sequence[int]) -> str:
 
 
 def node_name(node: str) -> str:
-    """Shorten Ray's id of a node, of whose 56 digits eight are enough to find it; a host's name stays whole."""
+    """Shorten Ray's id of a node.
+
+    Eight of the id's 56 digits identify the node. A host's name is returned whole.
+    """
     return node[:8] if _LONG_ID.fullmatch(node) else node
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join the parts of a console line; empty parts are left out."""
+    """Join the parts of a console line, without empty parts."""
     return " | ".join(part for part in parts if part)
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
-    """Write metrics as a part of a console line: loss 2.413 | accuracy 0.5000."""
+    """Format metrics for a console line: loss 2.413 | accuracy 0.5000."""
     return joined(f"{name} {number(value)}" for name, value in metrics.items())
 
 
 class Wording(string.Formatter):
-    """Fills in a line with fields in braces. Beside Python's format specs there are words for what a value is."""
+    """Formatter of console lines with fields in braces.
+
+    Besides Python's format specs, `size`, `ms`, `each`, `metrics`, `step` and `worker` name the kind of a value.
+    """
 
     def format_field(self, value: Any, format_spec: str) -> str:
         match format_spec:

@@ -1,1 +1,4 @@
-"""Shares of work: decide from measured or given speeds how many microbatches each worker runs."""
+"""Decide how many microbatches each worker runs.
+
+The decision follows from measured speeds or given weights.
+"""

@@ -1,4 +1,7 @@
-"""When measured speeds justify other shares. Pure, so it is tested with a table."""
+"""Policy that decides when measured speeds justify new shares.
+
+The policy is pure, so a table can test it.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,25 +12,26 @@ from numpy.typing import NDArray
 
 from app.plan import Shares, fastest_shares
 
-# Measurements of equal workers differ too. In 50,000 of them, 20 % apart (standard deviation), 11 of 12 never agreed by
-# chance; medians of a sliding window agreed hundreds of times, since neighbouring ones share most of their values.
+# Measurements of equal workers differ too. In 50,000 simulated measurements, 20 % apart (standard deviation), 11 of 12
+# never agreed by chance. Medians of a sliding window agreed hundreds of times, because neighbouring medians share most
+# of their values.
 _MEASUREMENTS = 12
 _DISSENTING = 1
-_WORTH = 0.05  # of a step's time; a finer gain is not worth another order of sums
+_WORTH = 0.05  # share of a step's time; a smaller gain is not worth another order of sums
 
 
 class Reshare(NamedTuple):
-    """A decision: other shares, and the seconds of a microbatch by rank that they follow from."""
+    """Decision for new shares, with the seconds per microbatch by rank."""
 
     shares: Shares
     microbatch_s: tuple[float, ...]
 
 
 class SpeedPolicy:
-    """Proposes other shares when nearly every one of the latest measurements would have gained by them.
+    """Policy that proposes new shares if nearly all recent measurements gain.
 
     Args:
-        shard: how many neighbouring ranks are a replica, which is as fast as its slowest.
+        shard: number of neighbouring ranks in a replica, which is as fast as its slowest rank.
     """
 
     def __init__(self, num_ranks: int, shard: int = 1) -> None:
@@ -36,11 +40,13 @@ class SpeedPolicy:
         self._measured: deque[NDArray[np.float64]] = deque(maxlen=_MEASUREMENTS)
 
     def decide(self, microbatch_s: Sequence[float], shares: Shares) -> Reshare | None:
-        """Return other shares if they are worth it. Once some have been proposed, everything is measured anew.
+        """Return new shares if the gain is worth the change.
+
+        After a proposal everything is measured again.
 
         Args:
-            microbatch_s: seconds of a microbatch by rank; 0 from a rank that has nothing new to say.
-            shares: those in force.
+            microbatch_s: seconds per microbatch by rank; 0 from a rank without a new measurement.
+            shares: current shares.
         """
         latest_s = np.array(microbatch_s)
         self._known_s = np.where(latest_s == 0, self._known_s, latest_s)
@@ -63,6 +69,6 @@ class SpeedPolicy:
         return Reshare(best, tuple(np.median(by_rank_s, axis=0).tolist()))
 
     def _num_forwards(self, shares: Shares) -> NDArray[np.int64]:
-        """Return how many each replica runs, (replicas,)."""
+        """Return the number of forwards of each replica, (replicas,)."""
         forwards: NDArray[np.int64] = np.array(shares).reshape(-1, self._shard).max(axis=1)
         return forwards

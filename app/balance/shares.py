@@ -1,4 +1,7 @@
-"""How a step's microbatches are shared out: evenly, by what workers are labelled, or by how fast they prove to be."""
+"""Distribute a step's microbatches over ranks.
+
+Shares are even, or follow from labels of machines, or from measured speeds.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,24 +19,30 @@ from app.run import events
 from app.world.control import Rider
 from app.world.runtime import Runtime, World, publish_once
 
-LABEL = "STEADFAST_LABEL"  # of a machine, in the environment of its workers
+LABEL = "STEADFAST_LABEL"  # label of a machine, in the environment of its workers
 
 
 class Balance(Rider):
-    """Leaves the shares as they are. It takes no times, and adds none to the messages."""
+    """Balance that leaves the shares unchanged.
+
+    It measures no times, and adds none to the control messages.
+    """
 
     timed = False
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        """Return the batches, taking the time of each on the way."""
+        """Return the batches, and measure the time of each."""
         return batches
 
     def forwarded(self) -> None:
-        """Take note that a forward has ended."""
+        """Record that a forward has ended."""
 
 
 class SpeedBalance(Balance):
-    """Adapts the shares to the ranks' speeds, on every rank alike: all know the same times after the same step."""
+    """Balance that adapts the shares to the ranks' speeds.
+
+    All ranks know the same times after the same step, so all ranks decide alike.
+    """
 
     timed = True
 
@@ -44,7 +53,7 @@ class SpeedBalance(Balance):
         self._runtime = runtime
         self._stopwatch = Stopwatch(runtime.device)
         self._policy = SpeedPolicy(world.size, world.shard)
-        self._changed_from = 0  # the step from which on the planned shares are those in force
+        self._changed_from = 0  # first step with the newest shares
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         return self._stopwatch.batches(batches)
@@ -58,14 +67,14 @@ class SpeedBalance(Balance):
         return payload
 
     def on_result(self, step: int, payload: list[float]) -> None:
-        # Until the other shares are in force, what is measured is of those before.
+        # Until the new shares are in force, the measurements are those of the old shares.
         if step < self._changed_from:
             return
         shares = self._plan.shares_at(step + 1)
         reshare = self._policy.decide(payload, shares)
         if reshare is None:
             return
-        # Steps that the loader has read ahead keep their shares.
+        # Steps that the loader has read ahead keep the old shares.
         self._changed_from = self._plan.first_unread(step, self._num_ahead)
         self._plan.change(self._changed_from, reshare.shares)
         microbatch_ms = tuple(round(1e3 * seconds, 3) for seconds in reshare.microbatch_s)
@@ -78,21 +87,24 @@ class SpeedBalance(Balance):
 def build_balance(
     wanted: str | Mapping[str, float], strategy: str, plan: Plan, num_ahead: int, world: World, runtime: Runtime
 ) -> Balance:
-    """Return what shares the microbatches out. Where workers are weighted by label, a collective that changes `plan`.
+    """Return the balance of the configuration.
+
+    If workers have weights by label, this function is a collective, and changes `plan`.
 
     Args:
-        wanted: "even", "speed" or weights by label, as `batch.balance` says.
-        strategy: name of the parallelism, for the message that shares must stay even.
+        wanted: "even", "speed" or weights by label, from `batch.balance`.
+        strategy: name of the parallel strategy, for the event that shares must stay even.
         num_ahead: microbatches that the loader fetches ahead.
 
     Raises:
-        UsageError: a worker has no label that has a weight.
+        UsageError: a worker has no label with a weight.
     """
     even = plan.shares
     if wanted == "even" or world.size == 1:
         return Balance()
     if world.replicate == 1:
-        # A forward is a collective of all ranks. That other shares were wished for in vain is said, not an error.
+        # A forward is a collective of all ranks, so shares must be even. The event tells the user, but this is no
+        # error.
         publish_once(events.Shares(step=1, before=even, after=even, parallel=strategy), runtime, world)
         return Balance()
     if isinstance(wanted, str):
@@ -107,7 +119,10 @@ def build_balance(
 
 
 def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
-    """Return the labels of every rank: what STEADFAST_LABEL says on its machine, by commas, and last its device."""
+    """Return the labels of every rank.
+
+    STEADFAST_LABEL holds a machine's labels, separated by commas. The last label is the device.
+    """
     own = [label for label in os.environ.get(LABEL, "").split(",") if label]
     own.append(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     labels: list[Any] = [None] * world.size
@@ -116,11 +131,11 @@ def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
 
 
 def _weight(rank: int, labels: tuple[str, ...], weights: Mapping[str, float]) -> float:
-    # A label matches whole, the device by a part of its name: A100 is an A100-SXM4.
+    # A label must match whole. A device matches by a part of its name, so that A100 matches A100-SXM4.
     for name, weight in weights.items():
         if name in labels or name in labels[-1]:
             return weight
     raise UsageError(
         f"batch.balance: worker {rank} is labelled {', '.join(labels)}, and the weights are for {', '.join(weights)}. "
-        "Add one for it, or set STEADFAST_LABEL on its machine"
+        "Add a weight for one of its labels, or set STEADFAST_LABEL on its machine"
     )

@@ -1,4 +1,7 @@
-"""Measures how long this rank computes on a microbatch, without the time in which it waits for other ranks."""
+"""Measure this rank's computing time per microbatch.
+
+The time in which the rank waits for other ranks is left out.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,19 +13,23 @@ import torch
 from app.data import Fetched
 from app.world.clock import build_clock
 
-_FORWARDS = 3.0  # a backward costs two forwards (Kaplan et al., 2020, table 1), until this rank has timed its own
+# a backward costs as much as two forwards (Kaplan et al., 2020, table 1); used until this rank has measured its own
+_FORWARDS = 3.0
 
 
 class _Lapse(NamedTuple):
-    """The marks of a microbatch."""
+    """Time marks of a microbatch."""
 
     began: Any
     forwarded: Any
-    ended: Any  # None for the last one of a step
+    ended: Any  # None for the last microbatch of a step
 
 
 class Stopwatch:
-    """Takes the time of microbatches, each from the moment in which the step asks for it until it asks for the next."""
+    """Timer of microbatches.
+
+    The time of a microbatch begins when the step requests it, and ends at the request for the next one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = build_clock(device)
@@ -31,14 +38,14 @@ class Stopwatch:
         self._forwards_in_whole = _FORWARDS
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        """Yield the batches, and mark when each is asked for."""
+        """Yield the batches, and mark the time of each request."""
         began = self._clock.mark()
         former_step = 0
         former_began = None
         for fetched in batches:
             step = fetched.microbatch.step
             if former_step:
-                # The last one of a step has no end: its backward waits until all ranks' gradients are added up.
+                # The last microbatch of a step has no end, because its backward waits for the gradients of all ranks.
                 ended = began if step == former_step else None
                 self._lapses.append(_Lapse(former_began, self._forwarded, ended))
             former_step = step
@@ -51,11 +58,15 @@ class Stopwatch:
         self._forwarded = self._clock.mark()
 
     def take_s(self) -> float:
-        """Return the median time of the microbatches since the last call in seconds, 0 where there are none."""
+        """Return the median seconds of the microbatches since the last call.
+
+        Returns 0 if there are none.
+        """
         wholes: list[float] = []
         forwards: list[float] = []
         alone: list[float] = []
-        # Up to the first that the device is still at: to wait for it would cost more than a later answer.
+        # The loop ends at the first microbatch that the device still computes, because waiting for it would cost more
+        # than a later answer.
         while self._lapses and self._clock.passed(self._lapses[0].ended or self._lapses[0].forwarded):
             began, forwarded, ended = self._lapses.popleft()
             if ended is None:
@@ -66,7 +77,7 @@ class Stopwatch:
         if wholes:
             self._forwards_in_whole = median(wholes) / max(median(forwards), 1e-9)
             return median(wholes)
-        # With one microbatch a step, none is whole: the time of a forward stands for it, times what it cost before.
+        # With one microbatch per step none is whole. The time of its forward is then scaled by the last known ratio.
         if alone:
             return median(alone) * self._forwards_in_whole
         return 0.0

@@ -1,1 +1,1 @@
-"""Check machines before a run: what each is like (facts), how they connect (network), what is wrong (findings)."""
+"""Checks of machines before a run: node facts, network measurements and findings."""

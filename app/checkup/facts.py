@@ -1,4 +1,4 @@
-"""What a node tells of itself before a run: versions, hardware, free space, limits, interfaces."""
+"""Facts of a node before a run: versions, hardware, free space, limits, interfaces."""
 
 import os
 import resource
@@ -32,7 +32,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and its memory; 0 where the driver does not say."""
+    """GPU with its memory. Sizes that the driver does not report are 0."""
 
     name: str
     free_bytes: int
@@ -41,27 +41,29 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Interface:
+    """Network interface with one of its IPv4 addresses."""
+
     name: str
     address: str
     is_up: bool
-    mbit_per_s: int  # 0 where the driver does not say
+    mbit_per_s: int  # 0 if the driver does not report the speed
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node is like, seen from a process as a worker of it would be."""
+    """Facts of one node, as a worker on it would see them."""
 
-    versions: dict[str, str]  # of Python, torch, ...; what is not there is left out
+    versions: dict[str, str]  # by package, such as Python and torch; missing packages are left out
     num_cpus: int
     gpus: tuple[Gpu, ...]
-    device: str  # on which a worker of it would compute: cpu or cuda
+    device: str  # device of a worker on this node: cpu or cuda
     free_memory_bytes: int
     shared_memory: Space
     disks: tuple[Space, ...]
-    num_open_files: int  # the most that a process may have
-    own_address: str  # of the interface that leads to the head
+    num_open_files: int  # limit of open files for one process
+    own_address: str  # address of the interface towards the head
     interfaces: tuple[Interface, ...]
-    variables: dict[str, str]  # those of `INTERFACE_VARIABLES`, as gloo and NCCL will read them
+    variables: dict[str, str]  # values of `INTERFACE_VARIABLES` that gloo and NCCL will read
 
 
 def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
@@ -69,11 +71,12 @@ def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
 
     Args:
         head: the address of the cluster's head.
-        storage: where run directories will lie: a path or a URI.
-        device: of this process.
+        storage: `run.storage`, a path or a URI.
+        device: the device of this process.
     """
     driver, gpus = _gpus()
     own_address = _address_towards(head)
+    # A worker sets these variables before it forms a group. Setting them here shows the values that a worker would use.
     prefer_interface_of(own_address)
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
@@ -104,7 +107,7 @@ def _versions(driver: str | None) -> dict[str, str]:
 
 
 def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
-    """Return the version of NVIDIA's driver, and the GPUs; None and () where there is none."""
+    """Return driver version and GPUs, None and () without NVIDIA's driver."""
     query = "--query-gpu=driver_version,name,memory.free,memory.total"
     driver = None
     gpus = []
@@ -115,7 +118,7 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
 
 
 def _bytes(mib: str) -> int:
-    return int(mib) * 2**20 if mib.isdigit() else 0  # [N/A] of a GPU that shares the memory of its machine
+    return int(mib) * 2**20 if mib.isdigit() else 0  # nvidia-smi prints [N/A] for a GPU that shares the host's memory
 
 
 def _disks(storage: str) -> tuple[Space, ...]:
@@ -124,12 +127,12 @@ def _disks(storage: str) -> tuple[Space, ...]:
         paths.insert(0, _existing(Path(storage)))
     disks: dict[int, Path] = {}
     for path in paths:
-        disks.setdefault(path.stat().st_dev, path)  # both are often on one disk
+        disks.setdefault(path.stat().st_dev, path)  # both paths are often on one disk, which is then listed once
     return tuple(_space(path) for path in disks.values())
 
 
 def _existing(path: Path) -> Path:
-    """Return the deepest folder above a path, or the path itself, that is there."""
+    """Return the path, or its deepest parent folder that exists."""
     return path if path.is_dir() else _existing(path.parent)
 
 
@@ -139,7 +142,7 @@ def _space(path: Path) -> Space:
 
 
 def _address_towards(host: str) -> str:
-    # Nothing is sent: to connect a socket of UDP only chooses the interface.
+    # Connecting a UDP socket sends nothing. The system only selects the interface.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _DISCARD_PORT))
         return str(probe.getsockname()[0])

@@ -1,4 +1,7 @@
-"""What is wrong with the machines of a run, and what to do about it. Pure: facts and figures in, findings out."""
+"""Judgement of the machines of a run: problems and remedies.
+
+All functions are pure. They take facts and measurements, and return findings.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,41 @@ from app.units import joined, plural, size
 Level = Literal["ok", "warning", "error"]
 _Value = TypeVar("_Value")
 _MIB, _GIB = 2**20, 2**30
-# Sockets of gloo and Ray, files of a checkpoint and of the data: a small run has 200 open.
+# A small run has 200 files open: sockets of gloo and Ray, files of checkpoints and data.
 _FEW_OPEN_FILES, _TOO_FEW_OPEN_FILES = 1024, 512
 _LITTLE_SHARED_MEMORY, _TOO_LITTLE_SHARED_MEMORY = _GIB, 128 * _MIB  # a container has 64 MiB by default
 _LITTLE_DISK, _TOO_LITTLE_DISK = 10 * _GIB, _GIB
-_FULL_DISK = 0.95  # at which Ray stops to use it
+_FULL_DISK = 0.95  # used share of a disk above which Ray stops writing to it
 _LITTLE_MEMORY = _GIB
-_NO_SPACE = ("No space left on device", "Disk quota exceeded")  # Linux's words for ENOSPC and EDQUOT
-_SKEW_S = 1.0  # by which the times of events are wrong
-_TOO_MUCH_SKEW_S = 900.0  # S3 refuses requests that are further off
-_SLOW_SHARE = 0.25  # of the speed of the best link
+_NO_SPACE = ("No space left on device", "Disk quota exceeded")  # Linux's messages for ENOSPC and EDQUOT
+_SKEW_S = 1.0  # skew above which times of events mislead
+_TOO_MUCH_SKEW_S = 900.0  # S3 refuses requests with more skew
+_SLOW_SHARE = 0.25  # share of the best link's speed below which a link counts as slow
 _SLOW_BYTES_PER_S = 30e6
 _SLOW_LATENCY_S = 5e-3
 _SLOW_LATENCY_RATIO = 10.0
-# Interfaces that lead to containers and virtual machines of the same machine, whatever speed they claim.
+# Interfaces to containers and virtual machines on the same machine. Their reported speed means nothing.
 _WITHIN_MACHINE = ("br-", "cali", "cni", "docker", "lxc", "lxd", "podman", "veth", "virbr")
 
-# Of each package: how bad it is where nodes have different ones, and why.
+# By package: the level of a difference between nodes, and the reason.
 _MUST_AGREE: dict[str, tuple[Level, str]] = {
-    "Python": ("error", "Ray and pickled code need the same one"),
-    "torch": ("error", "state and collectives of two releases do not fit each other"),
+    "Python": ("error", "Ray and pickled code need the same version"),
+    "torch": ("error", "state and collectives of two releases are not compatible"),
     "CUDA": ("error", "torch must be the same build on all nodes"),
     "NCCL": ("error", "NCCL connects only to its own version"),
-    "driver": ("warning", "NCCL may choose other transports on each"),
+    "driver": ("warning", "NCCL may choose different transports on the nodes"),
     "Ray": ("error", "Ray refuses nodes of another version"),
 }
-# A head that only coordinates needs no GPU, nor what belongs to one.
+# Packages that a node without GPUs does not need, such as a head that only coordinates.
 _OF_GPUS = ("CUDA", "NCCL", "driver")
 _NONE = "none"
 
 
 class _Fault(NamedTuple):
-    """A known fault of NCCL's abort: the first version that has it, the first that does not, and what it does."""
+    """Known fault of NCCL's abort."""
 
-    since: tuple[int, ...]
-    until: tuple[int, ...]
+    since: tuple[int, ...]  # first version with the fault
+    until: tuple[int, ...]  # first version without the fault
     what: str
 
 
@@ -60,7 +63,7 @@ _NCCL_FAULTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: how it is, and what to do about it where it is not as it should be."""
+    """Result of one check, with a remedy if something is wrong."""
 
     level: Level
     check: str
@@ -71,19 +74,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of nodes, and what was measured between them; where they cannot reach each other, the error."""
+    """Measured link between a pair of nodes."""
 
     first: str
     second: str
-    figures: LinkFigures | None
+    figures: LinkFigures | None  # None if the nodes cannot reach each other
     error: str = ""
 
     @property
     def name(self) -> str:
+        """Return the names of both nodes."""
         return f"{self.first} - {self.second}"
 
     def or_better(self, again: Link) -> Link:
-        """Return what holds of this link after it was measured again: the better figures, but the error if any."""
+        """Combine two measurements: the error if any, else the better figures."""
         if self.figures is None or again.figures is None:
             return self if self.figures is None else again
         best = LinkFigures(
@@ -96,29 +100,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a node saw in the place where run directories will lie: files of other nodes, or an error."""
+    """View of one node on `run.storage`: the visible files, or an error."""
 
-    seen: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()  # names of the nodes whose files it saw
     error: str = ""
 
 
 def silent_finding(node: str, doing: str, limit_s: float) -> Finding:
-    """Return the finding about a node that has not answered in time."""
+    """Return the finding for a node that has not answered in time."""
     remedy = (
-        "See what its machine does, and Ray's logs there (/tmp/ray/session_latest/logs). Where its GPUs or its memory "
-        "are taken by a run, check it when that has ended"
+        "Look at the load of the machine and at Ray's logs there (/tmp/ray/session_latest/logs). If a run uses its "
+        "GPUs or its memory, check the node again when the run has ended"
     )
     return Finding("error", "answer", f"{node} did not answer within {limit_s:g} s ({doing})", remedy)
 
 
 def failed_finding(node: str, doing: str, error: str) -> Finding:
-    """Return the finding about a node on which a check itself has failed."""
-    remedy = "Mend what the error names, or take the node out of the cluster. -v shows Ray's own messages"
+    """Return the finding for a node on which a check has failed."""
+    remedy = "Fix the cause of the error, or remove the node from the cluster. -v shows Ray's own messages"
     return Finding("error", "answer", f"{node} could not be checked ({doing}): {error}", remedy)
 
 
 def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
-    """Compare the versions of all nodes."""
+    """Compare the versions of packages on all nodes."""
     findings = []
     agreed = []
     for package, (level, why) in _MUST_AGREE.items():
@@ -136,14 +140,17 @@ def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def _users(package: str, nodes: Mapping[str, NodeFacts]) -> dict[str, list[str]]:
-    """Return the nodes that have each version of a package, without those that have no use for it."""
+    """Return the nodes with each version of a package.
+
+    Nodes that do not need the package are left out.
+    """
     users: dict[str, list[str]] = {}
     for node, facts in nodes.items():
         version = facts.versions.get(package, _NONE)
         if version == _NONE and package in _OF_GPUS and not facts.gpus:
             continue
         if package == "torch":
-            version = version.partition("+")[0]  # what follows tells CUDA's version again, or that it has none
+            version = version.partition("+")[0]  # the suffix only repeats CUDA's version, or says "cpu"
         users.setdefault(version, []).append(node)
     return users
 
@@ -156,13 +163,16 @@ def _judge_nccl(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
         for fault in _NCCL_FAULTS:
             if fault.since <= numbers < fault.until:
                 fixed = ".".join(map(str, fault.until))
-                what = f"NCCL {version}: {fault.what}, so a worker may not outlive the death of a peer"
+                what = f"NCCL {version}: {fault.what}, so a worker may not survive the death of a peer"
                 findings.append(Finding("warning", "versions", what, f"Install a torch with NCCL {fixed} or newer"))
     return findings
 
 
 def judge_node(node: str, facts: NodeFacts) -> list[Finding]:
-    """Judge what a node has, by itself. Return one finding that sums it up where nothing is wrong."""
+    """Judge the facts of one node.
+
+    Return its problems, or one finding that sums up the node if there are no problems.
+    """
     problems = [
         *_judge_disks(node, facts.disks),
         *_judge_shared_memory(node, facts.shared_memory),
@@ -184,7 +194,7 @@ def _summary(facts: NodeFacts) -> str:
             f"free: memory {size(facts.free_memory_bytes)}, /dev/shm {size(facts.shared_memory.free_bytes)}, "
             + ", ".join(f"{disk.path} {size(disk.free_bytes)}" for disk in facts.disks),
             f"{facts.num_open_files} open files",
-            f"gloo, NCCL and copies by {_interface(facts)}",
+            f"gloo, NCCL and copies use {_interface(facts)}",
         ]
     )
 
@@ -205,7 +215,7 @@ def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
         level: Level = "error" if disk.free_bytes < _TOO_LITTLE_DISK else "warning"
         what = f"{node}: {size(disk.free_bytes)} of {size(disk.total_bytes)} is free at {disk.path}"
         remedy = (
-            "Free space, or choose another disk: run.storage for checkpoints, checkpoint.keep_last for fewer of them"
+            "Free space, keep fewer checkpoints (checkpoint.keep_last), or store them on another disk (run.storage)"
         )
         if full:
             remedy += "; Ray, whose files are in its temporary directory, writes nothing to a disk more than 95 % full"
@@ -214,15 +224,15 @@ def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
 
 
 def _judge_shared_memory(node: str, space: Space) -> list[Finding]:
-    if not space.total_bytes:  # it was mounted without a limit (size=0)
+    if not space.total_bytes:  # the file system was mounted without a limit (size=0)
         return []
     if space.free_bytes >= _LITTLE_SHARED_MEMORY:
         return []
     level: Level = "error" if space.free_bytes < _TOO_LITTLE_SHARED_MEMORY else "warning"
     what = f"{node}: {size(space.free_bytes)} of {size(space.total_bytes)} is free in {space.path}"
     remedy = (
-        "Loader processes and Ray's object store need it. In a container: --shm-size=8g; else: "
-        f"mount -o remount,size=8G {space.path}; or do without loader processes (data.num_workers=0)"
+        "Loader processes and Ray's object store need shared memory. In a container: --shm-size=8g; else: "
+        f"mount -o remount,size=8G {space.path}; or train without loader processes (data.num_workers=0)"
     )
     return [Finding(level, "shared memory", what, remedy, asdict(space))]
 
@@ -231,7 +241,7 @@ def _judge_memory(node: str, num_bytes: int) -> list[Finding]:
     if num_bytes >= _LITTLE_MEMORY:
         return []
     what = f"{node}: {size(num_bytes)} of memory is free, and at most half of that may hold copies of the state"
-    return [Finding("warning", "memory", what, "End what else runs there, or take a larger machine")]
+    return [Finding("warning", "memory", what, "End other processes there, or use a larger machine")]
 
 
 def _judge_open_files(node: str, limit: int) -> list[Finding]:
@@ -239,7 +249,7 @@ def _judge_open_files(node: str, limit: int) -> list[Finding]:
         return []
     level: Level = "error" if limit < _TOO_FEW_OPEN_FILES else "warning"
     what = f"{node}: a process may have {limit} files and sockets open (ulimit -n)"
-    remedy = "Give `ulimit -n 65536` before `ray start` there; for good, in /etc/security/limits.conf or LimitNOFILE="
+    remedy = "Run `ulimit -n 65536` before `ray start` there, or set it in /etc/security/limits.conf or by LimitNOFILE="
     return [Finding(level, "open files", what, remedy, {"limit": limit})]
 
 
@@ -250,13 +260,13 @@ def _judge_interfaces(node: str, facts: NodeFacts) -> list[Finding]:
     for variable, value in facts.variables.items():
         if not any(_selects(value, each.name) for each in usable):
             what = f"{node}: {variable}={value} names no interface that is up; there are: {listed}"
-            remedy = f"Unset {variable}, or name one of them (cluster.env, or the environment of the command)"
+            remedy = f"Unset {variable}, or name one of these (in cluster.env or in the environment of the command)"
             findings.append(Finding("error", "interfaces", what, remedy))
     return findings + _judge_speed(node, facts)
 
 
 def _selects(value: str, name: str) -> bool:
-    """Return whether a value of NCCL_SOCKET_IFNAME, or of gloo's variable, allows an interface."""
+    """Return whether a value of an interface variable allows an interface."""
     if value.startswith("^"):
         return not any(name.startswith(each) for each in value[1:].split(","))
     if value.startswith("="):
@@ -265,6 +275,7 @@ def _selects(value: str, name: str) -> bool:
 
 
 def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
+    # Without the speed of the interface in use there is nothing to compare.
     own = [each for each in facts.interfaces if each.address == facts.own_address and each.mbit_per_s]
     faster = []
     for each in facts.interfaces:
@@ -275,15 +286,17 @@ def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
         return []
     best = max(faster, key=lambda each: each.mbit_per_s)
     what = f"{node}: {own[0].name} has {own[0].mbit_per_s} Mbit/s, and {best.name} has {best.mbit_per_s}"
-    remedy = f"If {best.name} leads to the other nodes: GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}"
+    remedy = f"If {best.name} leads to other nodes, set GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}"
     return [Finding("warning", "interfaces", what, remedy)]
 
 
 def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """Judge how far the clock of each node is from most nodes', from this machine's where most do not agree.
+    """Judge the clock of each node.
+
+    The reference is the clock of most nodes, or this machine's clock if most nodes do not agree.
 
     Args:
-        skews: by how many seconds each is ahead of this machine's, and by how much that may be wrong.
+        skews: by node: seconds by which its clock is ahead of this machine's, and the largest error of that value.
     """
     findings = []
     largest_s = 0.0
@@ -298,7 +311,8 @@ def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
         side = "ahead of" if ahead_s > 0 else "behind"
         what = f"{node}: its clock is {abs(ahead_s):.1f} s {side} {of_whom}"
         remedy = (
-            "Synchronize it (chrony, or timedatectl set-ntp true): times of events mislead, and S3 refuses requests"
+            "Synchronize the clock (chrony, or timedatectl set-ntp true): a wrong clock makes times of events "
+            "misleading, and S3 refuses requests"
         )
         findings.append(Finding(level, "clocks", what, remedy, {"ahead_s": ahead_s, "error_s": error_s}))
     if findings:
@@ -307,8 +321,8 @@ def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
 
 
 def _reference(skews: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
-    """Return the time that clocks are compared with, as seconds ahead of this machine's, and whose it is."""
-    # This machine's own clock may be the one that is wrong, and each of the others would be named for it.
+    """Return the reference clock, in seconds ahead of this machine's, and its name."""
+    # If this machine's own clock is wrong, the clocks of all other nodes would be reported instead.
     all_ahead_s = [ahead_s for ahead_s, _ in skews.values()]
     middle_s = median_low(all_ahead_s) if all_ahead_s else 0.0
     near = [ahead_s for ahead_s in all_ahead_s if abs(ahead_s - middle_s) <= _SKEW_S]
@@ -318,7 +332,7 @@ def _reference(skews: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
 
 
 def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
-    """Judge whether all can write where run directories will lie, and see what the others have written."""
+    """Judge whether all nodes share `run.storage` and can write there."""
     findings = []
     errors = _by_value({node: sight.error for node, sight in sights.items() if sight.error})
     for error, nodes in errors.items():
@@ -335,18 +349,18 @@ def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
             wrote = ", ".join(sorted(unseen))
             what = f"{', '.join(nodes)} {verb} not see at run.storage {location} what {wrote} wrote there"
             remedy = (
-                "Mount one folder on all nodes, at /mnt/shared for example, or give run.storage a bucket or a path "
-                "that all of them share"
+                "Mount one folder on all nodes, for example at /mnt/shared, or set run.storage to a bucket or to a "
+                "path that all nodes share"
             )
             findings.append(Finding("error", "run directory", what, remedy))
     if not findings:
-        what = f"{location}: written by {', '.join(sights)}; each sees what the others wrote"
+        what = f"{location}: {', '.join(sights)} can write there and see each other's files"
         findings.append(Finding("ok", "run directory", what))
     return findings
 
 
 def _by_value(found: Mapping[str, _Value]) -> dict[_Value, list[str]]:
-    """Return the nodes of each value, so that what many nodes have in common is one finding."""
+    """Return the nodes of each value, so that equal values become one finding."""
     nodes: dict[_Value, list[str]] = {}
     for node, value in found.items():
         nodes.setdefault(value, []).append(node)
@@ -354,7 +368,7 @@ def _by_value(found: Mapping[str, _Value]) -> dict[_Value, list[str]]:
 
 
 def judge_links(links: Sequence[Link]) -> list[Finding]:
-    """Judge the links of all pairs of nodes against the best of them."""
+    """Judge the links of all pairs of nodes, relative to the best link."""
     findings = []
     slow = slow_links(links)
     shared = _shared_node(slow)
@@ -362,11 +376,11 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
         figures = link.figures
         if figures is None:
             what = f"{link.name} cannot reach each other: {link.error}"
-            remedy = "Look for a firewall between them, or name the interface that connects them: GLOO_SOCKET_IFNAME"
+            remedy = "Look for a firewall between them, or name the connecting interface: GLOO_SOCKET_IFNAME"
             findings.append(Finding("error", "links", what, remedy))
         elif not figures.intact:
-            what = f"{link.name}: what came back is not what was sent"
-            remedy = "Do not train on both: replace cable, interface or memory of one, and check again"
+            what = f"{link.name}: a message came back changed"
+            remedy = "Do not train on both nodes: replace cable, interface or memory of one node, and check again"
             findings.append(Finding("error", "links", what, remedy))
         elif link in slow:
             findings.append(_slow_finding(link, figures, links, shared))
@@ -377,7 +391,7 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
 
 
 def slow_links(links: Iterable[Link]) -> list[Link]:
-    """Return the links that are much slower than the best of them, or slow by themselves."""
+    """Return links that are slow, or much slower than the best link."""
     measured = [(link, link.figures) for link in links if link.figures]
     best_bytes_per_s = max((figures.bytes_per_s for _, figures in measured), default=0.0)
     best_latency_s = min((figures.latency_s for _, figures in measured), default=0.0)
@@ -391,7 +405,8 @@ def slow_links(links: Iterable[Link]) -> list[Link]:
 
 
 def _shared_node(links: Sequence[Link]) -> str:
-    """Return the node that all of several links have in common; empty if there is none."""
+    """Return the common node of several links, "" if there is none."""
+    # A single link says nothing about which of its two nodes is slow.
     common = set.intersection(*({link.first, link.second} for link in links)) if len(links) > 1 else set()
     return next(iter(common), "")
 
@@ -399,9 +414,9 @@ def _shared_node(links: Sequence[Link]) -> str:
 def _slow_finding(link: Link, figures: LinkFigures, links: Sequence[Link], shared: str) -> Finding:
     middle = median(each.figures.bytes_per_s for each in links if each.figures)
     what = f"{link.name}: {_figures(figures)}; the median of {plural(len(links), 'pair')} is {size(middle)}/s"
-    remedy = "See what is between them (cable, switch, instance type), and which interface they use: GLOO_SOCKET_IFNAME"
+    remedy = "Check the path between them (cable, switch, instance type) and the interface in use (GLOO_SOCKET_IFNAME)"
     if shared:
-        remedy = f"All slow pairs have {shared}: look at its interface and cable, or take it out of the cluster"
+        remedy = f"All slow pairs include {shared}: check its interface and cable, or remove it from the cluster"
     return Finding("warning", "links", what, remedy, {"first": link.first, "second": link.second, **asdict(figures)})
 
 
@@ -418,15 +433,13 @@ def _links_ok(links: Sequence[Link]) -> Finding:
 
 
 def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]], library: str) -> list[Finding]:
-    """Judge collectives of a library, gloo or NCCL, by what each rank has seen of them."""
+    """Judge the collectives of gloo or NCCL by the measurements of each rank."""
     findings = []
     for of_one in zip(*seen.values(), strict=True):
         wrong = {rank: figures.wrong for rank, figures in zip(seen, of_one, strict=True) if figures.wrong}
         name = of_one[0].name
         for rank, what in wrong.items():
-            remedy = (
-                "Do not train here: a wrong result ruins the model in silence. Check node by node which one is broken"
-            )
+            remedy = "Do not train here: a wrong result silently ruins the model. Check the nodes one by one"
             findings.append(Finding("error", "collectives", f"{name} gives {rank} a wrong result: {what}", remedy))
         if not wrong:
             findings.append(_timed(f"{name} over {library}", of_one, len(seen)))
@@ -434,7 +447,7 @@ def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]], library: 
 
 
 def _timed(name: str, of_ranks: Sequence[CollectiveFigures], num_ranks: int) -> Finding:
-    # A collective has ended when its last rank has.
+    # A collective ends when its slowest rank has finished.
     seconds = {num_bytes: max(each.seconds[num_bytes] for each in of_ranks) for num_bytes in of_ranks[0].seconds}
     times = [f"{size(num_bytes)} in {1e3 * passed_s:.2f} ms" for num_bytes, passed_s in seconds.items()]
     what = f"{name} is right on {plural(num_ranks, 'rank')}: {', '.join(times)}"

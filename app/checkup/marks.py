@@ -1,4 +1,4 @@
-"""Leave files where run directories will lie, and look there for those of other nodes."""
+"""Test files in `run.storage`, which show whether nodes share the storage."""
 
 import os
 import time
@@ -8,41 +8,44 @@ from pathlib import Path
 
 from app.storage import LocalStore, Store
 
-_SEEN_S = 10.0  # for which a shared file system may keep an old listing
+_SEEN_S = 10.0  # a shared file system may show an old listing for so many seconds
 _POLL_S = 0.2
 _NUM_TRIES = 5
-_CONTENT = b"left by doctor, which deletes it\n"  # not empty: a full disk, or a quota, takes an empty file
+_CONTENT = b"left by doctor, which deletes it\n"  # not empty: a full disk or a quota still accepts an empty file
 
 
 @dataclass(frozen=True)
 class Marks:
-    """A folder of files, one from each node, that is there for as long as `doctor` looks at storage.
+    """Temporary folder with one file from each node, while `doctor` checks storage.
 
-    It lies in run.storage. Of a path that is not there yet it lies in the deepest folder that is: a run would make the
-    others, and `doctor` leaves nothing behind.
+    The folder is in `run.storage`. If that path does not exist yet, the folder is in the deepest parent that exists,
+    because a run would create the missing folders, but `doctor` must leave nothing behind.
     """
 
     store: Store  # of run.storage
     folder: str
 
     def leave(self, name: str) -> str:
-        """Write the file of a node. Return what storage says against it, empty if nothing."""
+        """Write the file of a node. Return storage's error, "" if there is none."""
         place = _place(self.store)
         try:
             place.commit(f"{self.folder}/{name}", _CONTENT)
         except OSError as error:
             why = error.strerror or str(error)
-            return why if place == self.store else f"{why} (in {place.uri}, the last folder of this path that is there)"
+            return why if place == self.store else f"{why} (in {place.uri}, the last folder of this path that exists)"
         return ""
 
     def seen(self) -> set[str]:
-        """Return whose files are seen from here."""
+        """Return the nodes whose files are visible on this node."""
         with suppress(OSError):
             return set(_place(self.store).list(self.folder))
         return set()
 
     def wait_for(self, names: set[str]) -> set[str]:
-        """Return whose files are seen from here, once all of some nodes are or this has waited long enough."""
+        """Wait for the files of some nodes, and return all visible nodes.
+
+        The wait ends when all `names` are visible, or after ten seconds.
+        """
         until_s = time.monotonic() + _SEEN_S
         seen = self.seen()
         while time.monotonic() < until_s and not names <= seen:
@@ -51,12 +54,15 @@ class Marks:
         return seen
 
     def remove(self) -> None:
-        """Delete the folder with all files, while other nodes do the same."""
+        """Delete the folder with all files.
+
+        Other nodes may delete the folder at the same time.
+        """
         for _ in range(_NUM_TRIES):
             try:
                 _place(self.store).delete(self.folder)
                 return
-            except OSError:  # what it was about to delete, another node has deleted
+            except OSError:  # another node has deleted a file meanwhile
                 time.sleep(_POLL_S)
 
 
@@ -64,7 +70,8 @@ def _place(store: Store) -> Store:
     if not isinstance(store, LocalStore):
         return store
     path = store.path
-    # Not `is_dir`: a file in the way, or a link to a mount that is not there, is where a run would fail.
+    # `lexists` instead of `is_dir`: a run would fail at a file in the way, or at a link to a missing mount, and the
+    # check has to fail there too.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return LocalStore(Path(path))

@@ -1,6 +1,7 @@
-"""Links between nodes, and collectives over all of them: checked for right results, then timed.
+"""Measurements of links between nodes and of collectives over all nodes.
 
-Every function here runs on all ranks of a small world at the same time, and is a collective.
+Results are checked for errors too. All ranks of a small world must call `join_world` and the `measure_` functions at
+the same time.
 """
 
 from __future__ import annotations
@@ -19,55 +20,57 @@ from torch import Tensor
 from app.world.groups import Groups
 from app.world.timeouts import Timeouts
 
-SIZES_BYTES = (2**10, 2**16, 2**22)  # not larger: rank 0 holds as many messages as there are ranks
+SIZES_BYTES = (2**10, 2**16, 2**22)  # larger messages would need much memory on rank 0, which holds one of each rank
 _LINK_SIZES_BYTES = (2**10, 2**16, 2**19, 2**22)
 _NUM_PINGS = 20
-_NUM_TIMES = 5  # of which the fastest counts: whatever else the machines do only makes them slower
-_LONG_S = 0.25  # after which nothing is tried again
-_TOO_LONG_S = 2.0  # that a message and its answer may take
+_NUM_TIMES = 5  # the fastest of these counts, because other load on the machines can only slow down a measurement
+_LONG_S = 0.25  # a measurement that takes longer is not repeated
+_TOO_LONG_S = 2.0  # limit for a message and its answer
 _BYTES_PER_ELEMENT = 4
-_PERIOD = 997  # of the values sent: a prime, so that no two blocks of a message are the same
+_PERIOD = 997  # period of the sent values: a prime, so that blocks of a message differ from each other
 
 
 class Place(NamedTuple):
-    """A rank's place in a world, and where its store listens."""
+    """Rank's position in a world, with the address of the world's store."""
 
     host: str
     port: int
-    number: int  # of the world: no two that use one store may have the same
+    number: int  # number of the world, unique among the worlds that use one store
     rank: int
     size: int
 
 
 @dataclass(frozen=True)
 class LinkFigures:
+    """Measurements of one link."""
+
     latency_s: float
     bytes_per_s: float
-    intact: bool  # what came back is what was sent
+    intact: bool  # whether all messages came back unchanged
 
 
 @dataclass(frozen=True)
 class CollectiveFigures:
-    """What one rank saw of one collective."""
+    """Measurements of one collective on one rank."""
 
     name: str
-    seconds: dict[int, float]  # bytes of a message -> the fastest time
-    wrong: str  # the first wrong value; empty where all were right
+    seconds: dict[int, float]  # shortest time by the bytes of a message
+    wrong: str  # description of the first wrong value, "" if all values were right
 
 
 class _ShortTimeouts(Timeouts):
     @property
     def collective(self) -> timedelta:
-        # Nobody trains here, so who does not answer for so long cannot be reached.
+        # No rank trains during the checks, so a rank that does not answer within this time cannot be reached.
         return timedelta(seconds=20)
 
 
 @contextlib.contextmanager
 def join_world(place: Place, device: torch.device) -> Iterator[Groups]:
-    """Form a world with the other ranks, for as long as the context lasts.
+    """Form a world of all ranks for the duration of the context.
 
     Raises:
-        PeerLost: somebody cannot be reached.
+        PeerLost: a rank cannot be reached.
     """
     timeouts = _ShortTimeouts(silence_s=2.0)
     store = dist.TCPStore(place.host, place.port, None, False, timeout=timeouts.form, wait_for_workers=False)
@@ -79,16 +82,20 @@ def join_world(place: Place, device: torch.device) -> Iterator[Groups]:
 
 
 def measure_link(place: Place, device: torch.device) -> LinkFigures | None:
-    """Send messages to the other of two ranks and back. Return what rank 0 measures, None on rank 1."""
+    """Measure the link between two ranks by sending messages back and forth.
+
+    Return the measurements on rank 0, None on rank 1.
+    """
     with join_world(place, device) as groups:
         if place.rank == 1:
             _echo(groups, device)
             return None
         ping_s, intact = _round_trip(groups, 1, device, _NUM_PINGS)
         bytes_per_s = 0.0
-        # What a network lets through at once, before it slows down, makes smaller messages look fast: the last counts.
+        # Many networks let a burst pass before they limit the speed, which makes small messages look fast. So the speed
+        # of the last, largest message counts.
         for num_bytes in _LINK_SIZES_BYTES:
-            # Before it is sent: over a slow link it would take longer than anybody waits for.
+            # A size that would exceed the time limit, at the speed measured so far, is not sent at all.
             if bytes_per_s and 2 * num_bytes / bytes_per_s > _TOO_LONG_S:
                 break
             passed_s, same = _fastest_round_trip(groups, num_bytes // _BYTES_PER_ELEMENT, device)
@@ -99,7 +106,7 @@ def measure_link(place: Place, device: torch.device) -> LinkFigures | None:
 
 
 def _fastest_round_trip(groups: Groups, num_elements: int, device: torch.device) -> tuple[float, bool]:
-    """Do as `_round_trip` does, several times unless once takes long."""
+    """Return the best of several round trips, or of one slow round trip."""
     first_s, intact = _round_trip(groups, num_elements, device, 1)
     if first_s > _LONG_S:
         return first_s, intact
@@ -108,7 +115,7 @@ def _fastest_round_trip(groups: Groups, num_elements: int, device: torch.device)
 
 
 def _round_trip(groups: Groups, num_elements: int, device: torch.device, num_times: int) -> tuple[float, bool]:
-    """Return the shortest time of a message to the other rank and back, and whether it came back as it was sent."""
+    """Return the shortest round-trip time, and whether messages came back unchanged."""
     group = groups.communicator.group
     sent = _pattern(0, num_elements, device)
     _announce(groups, num_elements, num_times, device)
@@ -130,7 +137,7 @@ def _announce(groups: Groups, num_elements: int, num_times: int, device: torch.d
 
 
 def _echo(groups: Groups, device: torch.device) -> None:
-    """Return whatever rank 0 sends, until it announces an empty message."""
+    """Send back messages until rank 0 announces an empty one."""
     group = groups.communicator.group
     announced = torch.zeros(2, dtype=torch.int64, device=device)
     while True:
@@ -146,7 +153,7 @@ def _echo(groups: Groups, device: torch.device) -> None:
 
 
 def measure_collectives(place: Place, device: torch.device, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures]:
-    """Run each collective with messages of these sizes. Return what this rank saw."""
+    """Measure each collective on this rank with messages of these sizes."""
     measured = []
     with join_world(place, device) as groups:
         for name, collective in COLLECTIVES.items():
@@ -161,7 +168,7 @@ def measure_collectives(place: Place, device: torch.device, sizes_bytes: tuple[i
 
 
 def _repeat(case: _Case, collective: Callable[[_Case], _Ran]) -> tuple[float, str]:
-    """Return the shortest time of a collective, and the first wrong value that came of it."""
+    """Return the shortest time of a collective and its first wrong value."""
     shortest_s = float("inf")
     wrong = ""
     for _ in range(_NUM_TIMES):
@@ -172,12 +179,15 @@ def _repeat(case: _Case, collective: Callable[[_Case], _Ran]) -> tuple[float, st
 
 
 def sizes_for(bytes_per_s: float) -> tuple[int, ...]:
-    """Return the sizes of messages that do not take long over a link of that speed, at least the smallest."""
+    """Return the message sizes that a link of this speed sends quickly.
+
+    The smallest size is always included.
+    """
     return tuple(size for size in SIZES_BYTES if size <= max(SIZES_BYTES[0], bytes_per_s * _LONG_S))
 
 
 class _Case(NamedTuple):
-    """One size of message for one collective, as one rank sees it."""
+    """One collective with messages of one size, on one rank."""
 
     groups: Groups
     rank: int
@@ -190,14 +200,15 @@ class _Case(NamedTuple):
         return self.groups.communicator.group
 
     def message(self, rank: int) -> Tensor:
-        """Return what a rank contributes."""
+        """Return the message of a rank."""
         return _pattern(rank, self.num_elements, self.device)
 
     def messages(self) -> list[Tensor]:
         return [self.message(rank) for rank in range(self.size)]
 
     def time(self, collective: Callable[[], object]) -> float:
-        """Return how long a collective takes until its result is there."""
+        """Return the seconds until the result of a collective is there."""
+        # Without the barrier the time would include the wait for a rank that arrives late.
         dist.barrier(self.groups.control)
         began_s = time.perf_counter()
         collective()
@@ -228,7 +239,7 @@ def _gather(case: _Case) -> _Ran:
     tensor = case.message(case.rank)
     gathered = [torch.zeros_like(tensor) for _ in range(case.size)] if case.rank == 0 else None
     seconds = case.time(lambda: dist.gather(tensor, gathered, 0, case.group))
-    if gathered is None:
+    if gathered is None:  # other ranks than 0 receive nothing that could be compared
         return _Ran(seconds, tensor, tensor)
     return _Ran(seconds, torch.cat(gathered), torch.cat(case.messages()))
 
@@ -244,13 +255,13 @@ COLLECTIVES = {"all_reduce": _all_reduce, "broadcast": _broadcast, "gather": _ga
 
 
 def _pattern(rank: int, num_elements: int, device: torch.device) -> Tensor:
-    # Small integers, so that their sum over ranks is exact in any order.
+    # The values are small integers, so that their sum over ranks is exact in any order.
     return (torch.arange(num_elements, device=device) % _PERIOD + rank + 1).float()
 
 
 def _difference(found: Tensor, expected: Tensor) -> str:
-    """Return where two tensors differ first; empty if they are equal."""
+    """Describe the first difference of two tensors, "" if there is none."""
     if torch.equal(found, expected):
         return ""
     index = int((found != expected).nonzero()[0])
-    return f"element {index} of {len(found)} is {float(found[index]):g}, and should be {float(expected[index]):g}"
+    return f"element {index} of {len(found)} is {float(found[index]):g} instead of {float(expected[index]):g}"

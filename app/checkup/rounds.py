@@ -1,4 +1,4 @@
-"""Pair all nodes with each other, many pairs at a time."""
+"""Schedule of node pairs, in rounds of disjoint pairs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,4 +13,5 @@ def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
     for _ in range(len(circle) - 1):
         opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield [(first, second) for first, second in opposite if first and second]
+        # The first node stays, and all others move on by one place.
         circle = [circle[0], circle[-1], *circle[1:-1]]

@@ -1,4 +1,4 @@
-"""`audit RUN`: prove from its ledger that a run has used every sample as planned, or show where it has not."""
+"""`audit RUN`: prove from its ledger that a run used every sample as planned."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -10,19 +10,22 @@ from app.run.events import AttemptStarted
 from app.storage.documents import json_line
 from app.units import plural, printable
 
-_MOST_SAMPLES = 2**48  # positions of any number of epochs stay within 64 bits
+_MOST_SAMPLES = 2**48  # with this limit all positions of a run fit into 64 bits
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    length = "length of the dataset, held-out samples included, where the run has not recorded it"
+    length = "length of the dataset, held-out samples included, if the run did not record it"
     parser.add_argument("--samples", type=int, metavar="N", help=length)
     parser.add_argument("--json", action="store_true", help="print the numbers as one line of JSON")
     add_trust_argument(parser)
 
 
 def run(options: Namespace) -> int:
-    """Print the numbers of the proof. Return 1, with the first counter-example, if it does not hold."""
+    """Print the numbers of the proof, or the first counter-example.
+
+    Return the exit code: 0 if the proof holds, else 1.
+    """
     take_storage(options)
     if len(options.runs) != 1:
         raise UsageError("audit takes one run, for example: audit ddp")
@@ -33,9 +36,10 @@ def run(options: Namespace) -> int:
     directory = find_run(options.runs[0], options.storage)
     config = directory.stored_config()
     if config is None:
-        raise UsageError(f"{directory.uri} has no config.yaml, which says what was planned")
+        raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
     with reading(directory):
         num_samples = _num_samples(directory, config, options)
+    # The audit calls an order function of the user, which is code that the run directory names.
     check_trusted(options, config, ["data.order.target"])
     try:
         with reading(directory):
@@ -53,7 +57,10 @@ def run(options: Namespace) -> int:
 
 
 def _num_samples(directory: RunDirectory, config: Config, options: Namespace) -> int:
-    """Return the length of the dataset: as given, else as the run recorded it, else that of the dataset itself."""
+    """Return the length of the dataset.
+
+    It is taken from --samples, else from the events of the run, else from the dataset itself.
+    """
     given: int | None = options.samples
     if given is not None:
         if not 1 <= given <= _MOST_SAMPLES:
@@ -62,19 +69,19 @@ def _num_samples(directory: RunDirectory, config: Config, options: Namespace) ->
     for event in directory.events(AttemptStarted):
         if event.num_samples is not None and 1 <= event.num_samples <= _MOST_SAMPLES:
             return event.num_samples
-    # A run of an earlier release, or before its first step.
+    # A run of an earlier release, or a run before its first step, has no event with the length.
     check_trusted(options, config, ["data.target"], ". Or give the length of the dataset: --samples N")
     from app.data import build_dataset
 
     try:
         return len(build_dataset(config.data))
     except DataError as error:
-        raise UsageError(f"{error}. Where the data are not at hand, give their length: --samples N") from error
+        raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
 
 
 def _table(directory: RunDirectory, config: Config, found: dict[str, int]) -> str:
     left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
-    once = "with every training sample at one place of each"
+    once = "each with every training sample once"
     if isinstance(config.data.order, Target):
         once = f"read in the order of {config.data.order.target}"
     rows = {

@@ -1,4 +1,4 @@
-"""`chaos`: prove the claims, by doing every fault to this application, stock Ray Train and torchrun."""
+"""`chaos`: inject every fault into this application, stock Ray Train and torchrun."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -8,21 +8,21 @@ from app.errors import UsageError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
-    minutes = "no fault begins later than this (4.1); 12 is enough for all of them"
+    minutes = "start no fault later than this many minutes (default 4.1); 12 is enough for all faults"
     parser.add_argument("--minutes", type=float, default=4.1, metavar="N", help=minutes)
 
 
 def run(options: Namespace) -> int:
-    """Print what each fault costs each contender. Return 1 if a claim does not hold."""
-    # Chaos reads it again with its own overrides. Here, a mistake is told before the command goes anywhere.
+    """Print the cost of each fault. Return 1 if a claim fails, else 0."""
+    # Chaos reads the configuration again with its own overrides. Reading it here reports mistakes at once.
     read_config(options)
     if options.cluster:
         return run_on_cluster(options)
     try:
-        # It is a proof and no part of a run, so it lies with the tests, which are not in a wheel.
+        # Chaos is a test of the program and no part of a run, so it belongs to the tests, which are not in a wheel.
         from tests.chaos.command import chaos
     except ModuleNotFoundError as error:
-        # The name tells a wheel from a checkout in which something that chaos imports is missing.
+        # Any other missing module is an import of chaos itself, in a checkout that lacks a package.
         if error.name not in ("tests", "tests.chaos", "tests.chaos.command"):
             raise
         raise UsageError("chaos needs a checkout of the repository: tests/chaos is not part of a package") from error

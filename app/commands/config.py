@@ -1,4 +1,7 @@
-"""`config [SECTION ...]`: print every key of the configuration, what it means and its default, as YAML."""
+"""`config [SECTION ...]`: print every key of the configuration as YAML.
+
+Each key comes with its meaning and its default.
+"""
 
 from argparse import ArgumentParser, Namespace
 
@@ -7,7 +10,7 @@ from app.errors import UsageError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; all if none")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; by default all")
 
 
 def run(options: Namespace) -> int:

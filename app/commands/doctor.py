@@ -1,6 +1,6 @@
-"""`doctor [RUN]`: check the machines before a run; or read every checkpoint of a run, and compare it.
+"""`doctor [RUN]`: check machines before a run, or a run's checkpoints.
 
-A finding is a line, and below it what to do.
+Each finding is printed as a line, with the remedy below it.
 """
 
 import json
@@ -22,19 +22,23 @@ from app.units import number, plural, printable, size
 if TYPE_CHECKING:
     from app.checkup.findings import Finding
 
-_STARTING = "looking at the machines; this takes about half a minute"
+_STARTING = "checking the machines; this takes about half a minute"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [RUN | [--config FILE] [key=value ...]] [options]"
     add_run_argument(parser)
-    parser.add_argument("-c", "--config", metavar="FILE", help="check the machines for it: its cluster, its storage")
-    as_json = "findings about machines as one JSON document; progress goes to stderr"
+    parser.add_argument("-c", "--config", metavar="FILE", help="check cluster and storage of this configuration")
+    as_json = "print findings about machines as one JSON document, and progress on stderr"
     parser.add_argument("--json", action="store_true", help=as_json)
 
 
 def run(options: Namespace) -> int:
-    """Print a line for each finding, or for each checkpoint of a run. Return 1 if one of them is bad."""
+    """Print a line for each finding, or for each checkpoint of a run.
+
+    Return the exit code: 1 if a finding is an error or a checkpoint is damaged.
+    """
+    # A word that is no override is the name of a run, whose checkpoints are to be verified.
     if options.config is None and not all(is_of_config(word) for word in options.runs):
         return _check_run(options)
     overrides = [*options.runs, f"run.storage={options.storage}"] if options.storage else options.runs
@@ -45,7 +49,7 @@ def run(options: Namespace) -> int:
 def _check_machines(config: Config, options: Namespace) -> int:
     tell = _teller(options.json)
     tell(_STARTING)
-    # Not before it is said what takes so long: with it come torch and Ray.
+    # This imports torch and Ray, which takes seconds, so the line above is printed first.
     from app.launch.checkup import check_machines
 
     findings = []
@@ -59,9 +63,13 @@ def _check_machines(config: Config, options: Namespace) -> int:
 
 
 def _teller(as_json: bool) -> Callable[[str], None]:
-    """Return what shows a line: on the standard output, beside a JSON document on the standard error."""
+    """Return a function that prints a line of progress.
+
+    With --json the lines go to stderr, because stdout is for the document.
+    """
     if as_json and sys.stdout.isatty():
-        # A terminal has one stream for both, and so has the one by which `--cluster` reads what the head prints.
+        # On a terminal both streams arrive as one, so progress would be mixed into the document. The head of
+        # `--cluster` prints to a terminal too.
         return lambda line: None
     stream = sys.stderr if as_json else sys.stdout
     return lambda line: print(line, file=stream, flush=True)
@@ -87,7 +95,7 @@ def _check_run(options: Namespace) -> int:
     directory = find_run(options.runs[0], options.storage)
     with reading(directory):
         for line, good in examine(Catalog(directory.store)):
-            # Flushed, since reading a checkpoint takes a while and a pipe would hold its line back.
+            # Reading a checkpoint takes a while, and without a flush a pipe would hold the line back.
             print(printable(line), flush=True)
             if not good:
                 exit_code = 1
@@ -95,19 +103,22 @@ def _check_run(options: Namespace) -> int:
 
 
 def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
-    """Read all files of each checkpoint, newest first. Yield its line, and whether the run may resume from it."""
+    """Verify each checkpoint, newest first.
+
+    Yield a line for each checkpoint, and whether the checkpoint is good. An unfinished checkpoint is no fault.
+    """
     for step in catalog.steps():
         try:
             manifest = catalog.manifest(step)
             if manifest is None:
-                # Not a fault: a run is writing it, or ended while it did, and no run will resume from it.
+                # This is no fault: a run is writing the checkpoint, or ended while writing. No run resumes from it.
                 yield f"step {step}: unfinished, never committed", True
                 continue
             began = time.monotonic()
             catalog.verify(manifest)
             yield f"step {step}: good | {_describe(manifest)} | read in {time.monotonic() - began:.1f} s", True
         except Damaged as error:
-            # Unless the run, which may be under way, has deleted this checkpoint meanwhile.
+            # If the run is in progress, it may have deleted this checkpoint meanwhile, which looks like damage.
             if step in catalog.steps():
                 yield f"step {step}: damaged: {error}", False
         except (StorageError, OSError) as error:

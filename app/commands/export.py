@@ -1,4 +1,4 @@
-"""`export RUN --out FILE`: write the weights of a checkpoint for plain PyTorch, or for Hugging Face's libraries."""
+"""`export RUN --out FILE`: write a checkpoint's weights for PyTorch or Hugging Face."""
 
 import shutil
 from argparse import ArgumentParser, Namespace
@@ -19,27 +19,27 @@ _FORMATS = ("safetensors", "pt", "hf")
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("--out", metavar="FILE", help="what to write, .safetensors or .pt; a folder for hf")
-    parser.add_argument("--format", choices=_FORMATS, help="by default what --out ends in; hf is for from_pretrained")
-    parser.add_argument("--raw", action="store_true", help="the weights themselves, where a hook averages them")
-    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint; by default the newest")
+    parser.add_argument("--out", metavar="FILE", help="file to write, .safetensors or .pt; with hf a folder")
+    parser.add_argument("--format", choices=_FORMATS, help="default: the ending of --out; hf is for from_pretrained")
+    parser.add_argument("--raw", action="store_true", help="write the last weights instead of a hook's averages")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; by default the newest")
     add_trust_argument(parser)
 
 
 def run(options: Namespace) -> int:
-    """Write the file or folder, and print what is in it."""
+    """Write the file or folder, and print its content."""
     take_storage(options)
     if len(options.runs) != 1 or options.out is None:
         raise UsageError("export takes one run and --out, for example: export ddp --out model.safetensors")
     if options.cluster:
         return run_on_cluster(options)
     directory = find_run(options.runs[0], options.storage)
-    # Relative to the folder from which run.init_from is read.
+    # A relative path starts at the same folder as a relative `run.init_from`.
     out = base() / options.out
     kind = options.format or out.suffix.removeprefix(".")
     if kind not in _FORMATS:
         raise UsageError(f"--out {out}: must end in .safetensors or .pt, unless there is --format {'|'.join(_FORMATS)}")
-    # The newest even if it turns out to be damaged: whether an older one will do is for the user to say.
+    # The newest checkpoint is taken even if it is damaged, because only the user can accept an older one.
     with reading(directory):
         step = Catalog(directory.store).newest() if options.step is None else options.step
         if step is None:
@@ -53,16 +53,20 @@ def run(options: Namespace) -> int:
 
 
 def _trusted_config(options: Namespace, directory: RunDirectory) -> Config:
-    """Return the configuration of a run whose model may be built. Raises UsageError."""
+    """Return the configuration of a run whose model may be built.
+
+    Raises:
+        UsageError: the run has no configuration, or the command lacks --trust-code.
+    """
     config = directory.stored_config()
     if config is None:
-        raise UsageError(f"{directory.uri} has no config.yaml, which says how to build the model")
+        raise UsageError(f"{directory.uri} has no config.yaml, so the model cannot be built")
     check_trusted(options, config, ["model.target"])
     return config
 
 
 def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, raw: bool) -> str:
-    """Write the tensors of a checkpoint by the names that the model gives them. Return what they are."""
+    """Write a checkpoint's tensors under the model's names. Return a description."""
     import safetensors.torch
     import torch
 
@@ -73,6 +77,7 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     manifest = verified(catalog, step)
     weights = whole_tensors(catalog.readers(manifest), "model")
     averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    # Averages have the names of the weights that they replace.
     weights |= averages
     if kind == "pt":
         _write(out, lambda path: torch.save(weights, path))
@@ -83,7 +88,7 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
 
 
 def _export_model(directory: RunDirectory, config: Config, step: int, out: Path, raw: bool) -> str:
-    """Write what the model's own `save_pretrained` makes of a checkpoint. Return the model's class."""
+    """Write a checkpoint by the model's own `save_pretrained`. Return a description."""
     import torch
 
     from app.checkpoint.initial import build_initial
@@ -93,19 +98,21 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     from app.parallel.precision import build_precision
 
     if out.exists():
-        raise UsageError(f"--out {out}: is there already")
+        raise UsageError(f"--out {out}: already exists; choose another folder")
     model, _ = build_initial(config)
     save: Callable[[Path], object] | None = getattr(model, "save_pretrained", None)
     if save is None:
-        raise UsageError(f"--format hf: {type(model).__name__} has no save_pretrained; take safetensors or pt")
+        raise UsageError(f"--format hf: {type(model).__name__} has no save_pretrained; use safetensors or pt")
     catalog = Catalog(directory.store)
     manifest = verified(catalog, step)
+    # A checkpoint without frozen parameters needs a model with the same frozen parameters.
     manifest.check_base(base_sha256(model) if manifest.base else "", directory / path_of(step))
-    # In the formats of the run, so that what is written computes what the run's model did.
+    # The parameters get the formats of the run, so that the exported model gives the same outputs.
     model = build_precision(config.precision, torch.device("cpu")).convert(model)
     state = {"model": ModelState(model, config.checkpoint.trainable_only).state_dict()}
     load_shards(catalog.readers(manifest), shards_of(state), "model.")
     averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    # Not strict, because there are no averages of frozen parameters, and none at all without the hook.
     model.load_state_dict(averages, strict=False)
     _write(out, save)
     return f"a {type(model).__name__}{_averaged(averages)}"
@@ -116,8 +123,8 @@ def _averaged(averages: Mapping[str, object]) -> str:
 
 
 def _write(out: Path, write: Callable[[Path], object]) -> None:
-    """Have a file or folder written beside `out`, and rename it."""
-    # A full disk then neither leaves half of it nor destroys the former one.
+    """Write a file or folder next to `out`, and rename it."""
+    # So a full disk neither leaves a partial file nor destroys an existing one.
     temporary = out.with_name(f".{out.name}.partial")
     try:
         write(temporary)
@@ -125,6 +132,6 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{out} cannot be written: {error}") from error
     finally:
-        if temporary.is_dir():
+        if temporary.is_dir():  # `save_pretrained` writes a folder
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)

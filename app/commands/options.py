@@ -1,4 +1,4 @@
-"""What several verbs share: their arguments, and what has to be right before a command does anything."""
+"""Arguments and checks that several verbs share."""
 
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -15,21 +15,26 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
+    """Add --config and its overrides."""
     parser.usage = f"{parser.prog} --config FILE [key=value ...] [options]"
     overrides = "overrides FILE, with dots for sections: batch.global_size=96"
     parser.add_argument("words", nargs="*", metavar="key=value", help=overrides)
-    parser.add_argument("-c", "--config", metavar="FILE", help="what to train: as given, else from configs/")
+    parser.add_argument("-c", "--config", metavar="FILE", help="configuration to train: a path, or a file of configs/")
 
 
 def add_run_argument(parser: ArgumentParser) -> None:
-    # Any number of runs passes here, and the verb counts them: argparse's own message would lack an example.
+    """Add RUN, any number of times, and --storage."""
+    # Each verb checks the number of runs itself, because argparse's own message would lack an example.
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run: its name below runs/, its path or its URI")
-    storage = "where runs are looked for by name; run.storage=PLACE is the same"
+    storage = "folder or URI in which runs are found by name; run.storage=PLACE is the same"
     parser.add_argument("--storage", metavar="PLACE", help=storage)
 
 
 def take_storage(options: Namespace) -> None:
-    """Read `run.storage` and `run.name` among the words for runs, as training takes them, and default the storage."""
+    """Accept `run.storage=` and `run.name=` in place of --storage and RUN.
+
+    Training uses these overrides. Without any storage the option gets the default of `run.storage`.
+    """
     runs = []
     for word in options.runs:
         key, equals, value = word.partition("=")
@@ -44,13 +49,16 @@ def take_storage(options: Namespace) -> None:
 
 
 def is_of_config(word: str) -> bool:
-    """Return whether a word is an override of a section that there is; a run may have an equals sign in its name."""
+    """Return whether a word overrides a key of an existing section.
+
+    The name of a run may contain an equals sign too.
+    """
     key = word.partition("=")[0]
     return is_override(word) and key.partition(".")[0] in Config.model_fields
 
 
 def read_config(options: Namespace) -> Config:
-    """Read the configuration that the command names, with its overrides."""
+    """Read the configuration of the command, with its overrides."""
     for word in options.words:
         if not is_override(word):
             raise unknown_verb(word)
@@ -60,42 +68,54 @@ def read_config(options: Namespace) -> Config:
 
 
 def is_override(word: str) -> bool:
-    """Return whether a word is written key=value, and is not a URI with an equals sign in it."""
+    """Return whether a word has the form key=value and is no URI."""
     key, equals, _ = word.partition("=")
     return bool(equals) and "://" not in key
 
 
 def unknown_verb(word: str) -> UsageError:
+    """Return the error for a word that should be a verb."""
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
 
 
 def add_trust_argument(parser: ArgumentParser) -> None:
+    """Add --trust-code."""
     trust = "run the code that RUN's config.yaml names, as the current user; only for runs that you trust"
     parser.add_argument("--trust-code", action="store_true", help=trust)
 
 
 def check_trusted(options: Namespace, config: Config, keys: Iterable[str], otherwise: str = "") -> None:
-    """Check that the command may import the code that a run's `config` names at `keys`.
+    """Check that the command may import code of a run's configuration.
 
-    Whoever can write the run directory chooses that code, and it would run with the rights of who reads the run.
+    Every user who can write the run directory can choose that code. The code would run with the rights of the user who
+    reads the run.
 
     Args:
-        otherwise: another remedy.
+        options: the options of the command.
+        config: the configuration of the run.
+        keys: the keys of code that the command would import.
+        otherwise: text with another remedy.
 
     Raises:
-        UsageError: there is such code, and the command lacks --trust-code.
+        UsageError: the configuration names such code, and the command lacks --trust-code.
     """
     named = [f"{key} {target}" for key, target in config.targets().items() if key in keys]
     if named and not options.trust_code:
         again = shlex.join([*options.arguments, "--trust-code"])
         raise UsageError(
-            f"{', '.join(named)}: code that the run's config.yaml names, and that this command would import and run. "
-            f"If you trust whoever can write the run directory: main.py {again}{otherwise}"
+            f"{', '.join(named)}: the run's config.yaml names this code, and the command would import and run it. "
+            f"If you trust every user who can write the run directory: main.py {again}{otherwise}"
         )
 
 
 def run_on_cluster(options: Namespace, *added: str, variables: Mapping[str, str] = _NONE) -> int:
-    """Give the same command, and `added` with it, on the head of the cluster that `--cluster` names."""
+    """Run the same command on the head of a cluster.
+
+    Args:
+        options: the options of the command.
+        added: further arguments for the command.
+        variables: environment variables for the command.
+    """
     arguments = without_option(options.arguments, "--cluster", options.cluster)
     return remote.run_on_head(options.cluster, [*arguments, *added], options.verbose, variables)
 
@@ -104,6 +124,7 @@ def without_option(arguments: list[str], option: str, value: str | None = None) 
     """Return the command line without one option and its value."""
     left = [each for each in arguments if each not in (option, f"{option}={value}")]
     if value is not None and option in arguments:
-        # The value stands where the option stood. Only there: another argument may be the same word.
+        # The value is now at the option's old position. Only that word is deleted, because another argument may be
+        # equal to it.
         del left[arguments.index(option)]
     return left

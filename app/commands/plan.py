@@ -1,4 +1,4 @@
-"""`plan --config FILE`: say what a run would do with each number of workers, and what it needs, without starting it."""
+"""`plan --config FILE`: show shares and memory for each number of workers."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the plan, and what speaks against it."""
+    """Print the plan and its warnings."""
     config = read_config(options)
     mtbf_s = None if options.mtbf is None else _parse_time(options.mtbf)
     if options.cluster:
@@ -38,7 +38,16 @@ def run(options: Namespace) -> int:
 
 
 def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
-    """Return what the configuration comes to. Raises DataError if its data cannot be read."""
+    """Return steps, shares, memory and warnings of a configuration.
+
+    Args:
+        config: the configuration of the run.
+        mtbf_s: mean time between failures in seconds, if known.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: the model cannot be built on this machine.
+    """
     import torch
 
     from app.data import Loader, build_dataset, build_order
@@ -50,6 +59,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     measured = config.batch.microbatch_size == "auto"
     if measured:
         config = _with_largest_microbatch(config)
+    # One real microbatch gives the shapes of the inputs, on which the memory for activations depends.
     example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
     whole = memory_of_whole(config, example)
     worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
@@ -74,7 +84,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
 
 
 def _with_largest_microbatch(config: Config) -> Config:
-    """Return the configuration with the most samples that `batch.microbatch_size=auto` may choose."""
+    """Return the configuration with the largest size that `auto` may choose."""
     batch = config.batch
     num_workers = min(config.scaling.num_workers[1], batch.global_size)
     largest = largest_microbatch(batch.global_size, num_workers, batch.global_size)
@@ -86,7 +96,7 @@ def _world(config: Config, world_size: int) -> dict[str, Any]:
 
     num_microbatches = config.batch.num_microbatches
     shares = even_shares(num_microbatches, world_size)
-    # The ranks of a replica run as many forwards as the one of them with the largest share.
+    # All ranks of a replica run as many forward passes as the rank with the largest share among them.
     unit = ranks_of_replica(config.parallel, world_size)
     pads = sum(max(shares[first : first + unit]) * unit for first in range(0, world_size, unit)) - num_microbatches
     idle = 1 - num_microbatches / (max(shares) * world_size)
@@ -94,9 +104,12 @@ def _world(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _copies(config: Config, whole: "Memory") -> dict[str, int]:
-    """Return the bytes of a checkpoint, and of the copies in the memory of all nodes together, at least."""
+    """Return the bytes of a checkpoint and of all copies in memory.
+
+    The copies take at least that much.
+    """
     checkpoint = whole.parameters + whole.optimizer
-    # Two generations, and under sharding each is on two nodes.
+    # There are two generations of copies. Under sharding each generation is on two nodes.
     num_copies = 4 if isinstance(config.parallel, FsdpConfig) else 2
     return {
         "checkpoint_bytes": checkpoint,
@@ -105,22 +118,23 @@ def _copies(config: Config, whole: "Memory") -> dict[str, int]:
 
 
 def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[str]:
-    """Yield what a reviewer would ask about, each with the keys that change it."""
+    """Yield a warning for each questionable value, with the keys to change."""
     num_steps = config.run.num_steps(num_train, config.batch.global_size)
     num_samples = num_steps * config.batch.global_size
     if num_samples < num_train:
-        yield f"the dataset is seen less than once: {num_samples} of {num_train} samples; raise run.steps"
+        yield f"the run uses only a part of the dataset: {num_samples} of {num_train} samples; raise run.steps"
     warmup_steps = getattr(config.schedule, "warmup_steps", 0)
     if 2 * warmup_steps > num_steps:
         yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
     smallest, largest = config.scaling.num_workers
     if largest > config.batch.num_microbatches:
         useful = config.batch.num_microbatches
-        yield f"of up to {largest} workers {useful} have work; lower batch.microbatch_size or scaling.num_workers"
+        yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
     every = config.checkpoint.every
+    # An interval in steps or epochs counts as 0 seconds, because the time of a step is unknown before a run.
     interval_s = every.count * _SECONDS.get(every.unit.removesuffix("s"), 0.0)
     if mtbf_s is not None and interval_s > mtbf_s:
-        yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures"
+        yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures; lower it"
     if not config.checkpoint.node_memory and (smallest == 1 or isinstance(config.parallel, FsdpConfig)):
         yield f"with checkpoint.node_memory=false the only copy of the state is a checkpoint, as old as {every}"
 
@@ -141,16 +155,16 @@ def _table(found: dict[str, Any]) -> str:
         spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
         memory = size(world["memory_bytes"])
         if world["host_memory_bytes"]:
-            memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} of its machine"
+            memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
     if found["microbatch_is_measured"]:
-        lines += ["", f"with the most samples that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
-        lines.append("what fits is measured at the start of the run, and then stays")
+        lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
+        lines.append("the run measures at its start which size fits, and keeps that size")
     parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
     lines += ["", f"a whole model needs {', '.join(parts)}"]
     lines.append(
-        f"a checkpoint is {size(found['checkpoint_bytes'])}; copies in the memory of nodes take "
+        f"a checkpoint takes {size(found['checkpoint_bytes'])}; copies in the memory of all nodes take "
         f"{size(found['node_memory_bytes'])}"
     )
     return "\n".join(lines + [f"warning: {each}" for each in found["warnings"]])

@@ -1,4 +1,4 @@
-"""`report RUN`: write the course of a run, and what its failures cost, as one page of HTML."""
+"""`report RUN`: write an HTML page about a run and its failures."""
 
 from argparse import Namespace
 
@@ -11,7 +11,7 @@ add_arguments = add_run_argument
 
 
 def run(options: Namespace) -> int:
-    """Write `report.html` into the run directory, and print where it is."""
+    """Write `report.html` into the run directory, and print its place."""
     take_storage(options)
     if len(options.runs) != 1:
         raise UsageError("report takes one run, for example: report ddp")

@@ -1,6 +1,7 @@
-"""`scale RUN --workers MIN:MAX`: change the bounds of a run that is under way.
+"""`scale RUN --workers MIN:MAX`: change the worker bounds of a run in progress.
 
-The request is left in the run directory, which every node sees, so it needs neither Ray nor its address or token.
+The request is a file in the run directory, which every node sees. So the verb needs neither Ray nor Ray's address or
+token.
 """
 
 import re
@@ -19,11 +20,11 @@ _POLL_S = 0.1
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("--workers", metavar="MIN:MAX", help="the new bounds: 2:8, or 4 for exactly four")
+    parser.add_argument("--workers", metavar="MIN:MAX", help="new bounds: 2:8, or 4 for exactly four")
 
 
 def run(options: Namespace) -> int:
-    """Request other bounds. Once the running command has taken them up, print the former and the new ones."""
+    """Request new bounds, wait for the running command, and print both bounds."""
     take_storage(options)
     if len(options.runs) != 1 or options.workers is None:
         raise UsageError("scale takes one run and --workers, for example: scale ddp --workers 2:8")
@@ -34,22 +35,24 @@ def run(options: Namespace) -> int:
     _check_useful(directory, smallest, largest)
     owner = read_owner(directory.store)
     if owner is None or owner.gone:
-        raise RunConflict(f"{directory.uri} is not running; give scaling.num_workers to the command that starts it")
+        raise RunConflict(f"{directory.uri} is not running; set scaling.num_workers in the command that starts it")
 
     requested_s = time.time()
     directory.request_scale(smallest, largest)
     while time.time() - requested_s < _ANSWER_S:
+        # The event of the change is the answer. Its time comes from the coordinator's machine, so both clocks should
+        # agree.
         for event in reversed(directory.events(Scale)):
             if (event.time_s or 0.0) >= requested_s:
                 print(f"scaling.num_workers of {directory.uri}: {list(event.before)} -> {list(event.after)}")
                 return 0
         time.sleep(_POLL_S)
 
-    # Withdrawn, since the user is told that it failed: nothing may take it up later.
+    # The request is withdrawn, because the user is about to see an error: it must not take effect later.
     directory.pop_scale_request()
     raise RunConflict(
-        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, and with recovery.mode=restart, the "
-        "number of workers changes by a stop and another start"
+        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun and with recovery.mode=restart, stop "
+        "the run and start it again with another scaling.num_workers"
     )
 
 
@@ -57,17 +60,18 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
     config = directory.stored_config()
     if config is None:
         return
+    # With `batch.microbatch_size=auto` only the run itself knows the size in use.
     batch = directory.batch(config)
     if largest > batch.num_microbatches:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
-            f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), and more workers "
-            f"would have nothing to do. Ask for at most {batch.num_microbatches}"
+            f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), so more workers "
+            f"would have no work. Request at most {batch.num_microbatches}"
         )
     if not config.world_sizes((smallest, largest), batch.num_microbatches):
         raise UsageError(
             f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
-            "workers (parallel.shard_size), and no number between makes any"
+            "workers (parallel.shard_size), and no number within these bounds is a multiple of it"
         )
 
 

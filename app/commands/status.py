@@ -1,4 +1,7 @@
-"""`status [RUN] [--watch]`: how runs are now, from any machine that sees their directories."""
+"""`status [RUN] [--watch]`: show the status of one run or of all runs.
+
+The verb works on any machine that sees the run directories.
+"""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
     from app.telemetry.status import Node, Status, StatusReader
 
 _EVERY_S = 1.0
-_NUM_INTERRUPTIONS = 8  # that are shown; all are in --json
+_NUM_INTERRUPTIONS = 8  # number of newest interruptions on the page; --json has all of them
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="for scripts: one object, or a list of all runs")
+    parser.add_argument("--watch", action="store_true", help="refresh the page every second, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts: one object, or a list of all runs")
 
 
 def run(options: Namespace) -> int:
-    """Print how a run is, or a line for each run of a place."""
+    """Print the status of a run, or a line for each run."""
     take_storage(options)
     if len(options.runs) > 1 or (options.watch and options.json):
         raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
@@ -62,24 +65,24 @@ def _one(name: str, storage: str) -> Callable[[bool], object]:
 def _all(storage: str) -> Callable[[bool], object]:
     from app.telemetry.status import StatusReader
 
-    place = RunDirectory.at(storage)  # of all runs
+    place = RunDirectory.at(storage)  # parent of all run directories
 
     def show(as_json: bool) -> object:
         statuses: list[Status] = []
-        unreadable: dict[str, str] = {}  # why, by URI
+        unreadable: dict[str, str] = {}  # reason by URI
         with reading(place):
             names = place.store.list("")
         for name in names:
             directory = RunDirectory.at(place / name)
-            # A run that another user has spoilt, or keeps private, must not hide the others.
+            # An unreadable run, such as a damaged or private one of another user, must not hide the other runs.
             try:
                 with reading(directory):
-                    if read_owner(directory.store):
+                    if read_owner(directory.store):  # a folder without an owner is no run
                         statuses.append(StatusReader(directory).read(brief=True))
             except StorageError as error:
                 unreadable[directory.uri] = str(error)
         if not statuses and not unreadable:
-            raise UsageError(f"no run below {place.uri}; --storage names another place")
+            raise UsageError(f"no run below {place.uri}; choose another place with --storage")
         if not as_json:
             return overview(statuses, unreadable)
         spoilt = [{"uri": uri, "state": "unreadable", "error": why} for uri, why in unreadable.items()]
@@ -97,7 +100,7 @@ def _watch(show: Callable[[], object]) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    # The alternate screen: what stood in the terminal is there again afterwards.
+    # The alternate screen keeps the content of the terminal, which is shown again afterwards.
     with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             live.update(show(), refresh=True)  # type: ignore[arg-type]
@@ -111,10 +114,13 @@ def _print(page: object) -> None:
 
 
 def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "RenderableType":
-    """Return a table with a line for each run, the one that was heard of last at its top.
+    """Return a table with a line for each run.
+
+    The run with the newest step comes first.
 
     Args:
-        unreadable: why runs cannot be read, by URI; their lines come last.
+        statuses: the status of each readable run.
+        unreadable: messages for unreadable runs by URI. Their lines come last.
     """
     from rich.console import Group
     from rich.table import Table
@@ -124,7 +130,7 @@ def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "Render
         table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
     for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
         log = status.log
-        # What stood in the figures is past where nothing runs.
+        # Rate and workers are shown for running runs only, because they describe the present.
         live = log if status.state == "running" else None
         cells = (
             status.uri.rpartition("/")[2],
@@ -141,14 +147,14 @@ def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "Render
 
 
 def _text(content: str) -> "Text":
-    """Return what a run says of itself as text: neither markup nor control characters in it have any effect."""
+    """Return a text of a run with markup and control characters disabled."""
     from rich.text import Text
 
     return Text(printable(content))
 
 
 def page(status: "Status") -> "RenderableType":
-    """Return all that is known of one run."""
+    """Return the page with the full status of one run."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -180,9 +186,9 @@ def _state(status: "Status") -> str:
     where = f"on {status.host}, pid {status.pid}" if status.host else ""
     heard = ""
     if status.state == "silent" and status.heard_s is not None:
-        heard = f"not heard of for {duration(status.heard_s)}; the same command takes it over"
+        heard = f"no sign of life for {duration(status.heard_s)}; the same command takes the run over"
     elif status.state == "killed":
-        heard = "it ended without a word; the same command resumes it"
+        heard = "the command ended without a report; the same command resumes the run"
     return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
 
 
@@ -213,23 +219,24 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
     rate = f"{compact(log.units_per_s)} {log.unit}/s"
     yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
     yield "data wait", f"{log.data_wait:.0%}"
-    yield "memory", f"{size(log.memory_bytes)}, peak of the leader"
+    yield "memory", f"{size(log.memory_bytes)}, peak on the leader"
     nodes = plural(len(status.nodes), "node") if status.nodes else ""
     yield "world", joined([plural(log.world_size, "worker"), nodes])
     yield "nodes", "\n".join(_node(node) for node in status.nodes)
 
 
 def _node(node: "Node") -> str:
-    """Return the line of a node: its ranks, their GPUs, and what a step costs each by itself."""
+    """Return the line of a node: its ranks, GPUs and own times."""
     ranks = in_ranges("rank", node.ranks)
     gpus = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items())
     speed = last = ""
     if node.own_ms:
         fastest, slowest = number(min(node.own_ms)), number(max(node.own_ms))
         times = fastest if fastest == slowest else f"{fastest} to {slowest}"
-        speed = f"{times} ms of a step by themselves" if len(node.ranks) > 1 else f"{times} ms of a step by itself"
+        speed = f"own times {times} ms a step" if len(node.ranks) > 1 else f"own time {times} ms a step"
+        # Only the rank that the others wait for most often is named: a node may have many ranks.
         share, rank = max(zip(node.last, node.ranks, strict=True))
-        last = f"rank {rank} is the last in {share:.0%}"
+        last = f"rank {rank} is last in {share:.0%} of the checks"
     return joined([f"{node_name(node.node)} {ranks}", gpus, speed, last])
 
 
@@ -245,13 +252,13 @@ def _at_risk(status: "Status") -> str:
     if status.log is None or status.state not in ("running", "starting"):
         return ""
     losses = [f"{name.replace('_', ' ')} {steps}" for name, steps in status.log.at_risk.items()]
-    return f"steps that a loss would cost: {', '.join(losses)}" if losses else ""
+    return f"steps to redo after the loss of: {', '.join(losses)}" if losses else ""
 
 
 def _interruptions(status: "Status") -> list[str]:
     lines = [_interruption(each) for each in status.interruptions[-_NUM_INTERRUPTIONS:]]
     if len(status.interruptions) > _NUM_INTERRUPTIONS:
-        lines.insert(0, f"... {len(status.interruptions) - _NUM_INTERRUPTIONS} before these")
+        lines.insert(0, f"... {len(status.interruptions) - _NUM_INTERRUPTIONS} earlier interruptions")
     return lines
 
 
@@ -269,6 +276,7 @@ def _interruption(each: "Interruption") -> str:
 def _clock(time_s: float | None) -> str:
     if time_s is None:
         return ""
+    # The date is left out for events of today.
     today = time.strftime("%Y-%m-%d", time.localtime())
     day, clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)).split()
     return clock if day == today else f"{day} {clock}"

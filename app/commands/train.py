@@ -1,4 +1,4 @@
-"""`train`, the default verb: start a run, or resume it where it stopped."""
+"""`train`, the default verb: start a run, or resume a stopped one."""
 
 import os
 import sys
@@ -15,18 +15,18 @@ from app.telemetry.console import Console
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--job", action="store_true", help="as a Ray job, so that it outlives this terminal")
-    # For torch.distributed.launch, which gives each rank its number so; the environment has it too.
+    parser.add_argument("--job", action="store_true", help="run as a Ray job, which outlives this terminal")
+    # torch.distributed.launch passes this option to each rank. Its value is unused: the environment has it too.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=SUPPRESS)
 
 
 def run(options: Namespace) -> int:
     """Train here, on a cluster, or as a job of this machine's cluster."""
-    # Read here in each case, so that a mistake is told before the command goes anywhere.
+    # The configuration is read here in each case, so that mistakes are reported before the command goes anywhere.
     config = read_config(options)
     variables = taken_variables(config.cluster, os.environ)
     if options.cluster:
-        # As a job there: the command must outlive the connection to the head.
+        # The command runs as a job on the cluster, because it must outlive the connection to the head.
         return run_on_cluster(options, "--job", variables=variables)
     if options.job:
         from app.launch.job import run_as_job
@@ -36,16 +36,19 @@ def run(options: Namespace) -> int:
 
 
 def train(config: Config, started_s: float, verbose: bool) -> int:
-    """Train under torchrun if that started this process, else under Ray. Return the exit code."""
+    """Train under torchrun if torchrun started this process, else under Ray.
+
+    Return the exit code.
+    """
     with closing(Console(verbose)) as console:
         if os.environ.get("RANK", "0") == "0":
             console.stage("starting", given_s(started_s))
-        # User code is named by its import path, as seen from where the command was given.
+        # Import paths of user code are relative to the working directory of the command.
         sys.path.insert(0, os.getcwd())
-        # Processes that this one starts have them too: all workers of an embedded Ray.
+        # Child processes inherit the variables, such as the workers of an embedded Ray.
         os.environ.update(given_variables(config.cluster))
-        if not config.cluster.pip:  # or the user's code may need what only workers have
-            # Workers load it again. A mistake found here costs a second, and one found there a start of Ray.
+        if not config.cluster.pip:  # with `cluster.pip` the user's code may import packages that only workers have
+            # Workers load the code again. A mistake found here costs a second, a mistake found there a start of Ray.
             for key, target in config.targets().items():
                 load_target(target, key)
 

@@ -1,8 +1,8 @@
-"""The schema of the configuration: every section, its fields and their defaults.
+"""Schema of the configuration: sections, keys and defaults.
 
-A configuration is parsed once, frozen, and handed out in slices. A section that offers a choice is a union told apart
-by `kind`; `target` puts the user's own code in its place. Rules across fields are methods named after the rule; their
-errors are reported at the field that they are attached to, so a rule is attached to the field that is read later.
+A configuration is parsed once, frozen, and handed out in slices. A section that offers a choice is a union, in which
+`kind` selects the type; `target` names the user's own code instead. A rule across several fields is a method with the
+rule's name. An error is reported at the field of its method, so a rule belongs to the field that is read later.
 """
 
 from collections.abc import Sequence
@@ -32,37 +32,40 @@ from app.plan import End, step_of
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "run"
-    """names the run's directory; by default the stem of the configuration's file"""
+    """name of the run's directory; the default is the name of the configuration's file without its suffix"""
     storage: Text = "runs"
-    """where run directories live: a path, below /mnt/shared if there is one, or a URI (s3://..., gs://...)"""
+    """where run directories are stored: a path, which is below /mnt/shared if that exists, or a URI (s3://...,
+    gs://...)"""
     resume: Literal["auto", "must", "never"] = "auto"
-    """auto resumes an earlier run of this name if there is one; must needs one, never allows none"""
+    """auto resumes a run of this name if there is one; must requires an earlier run, and never forbids one"""
     epochs: PositiveInt | None = None
-    """length of the run in passes over the training samples, in place of steps; the last step may be short, and a run
-    that is extended goes on behind it"""
+    """length of the run in passes over the training samples, instead of run.steps; the last step may have fewer
+    samples, and a run that is extended later continues after that step"""
     # No default here: a file that gives epochs need not set it to null.
     steps: PositiveInt | None = None
-    """length of the run in optimizer steps; 2000 unless epochs is given"""
+    """length of the run in optimizer steps; 2000 unless run.epochs is given"""
     init_from: Text | None = None
-    """weights to start from in place of random ones: a file that `export` wrote, or any state_dict of the model; or a
-    folder that Hugging Face's save_pretrained wrote"""
+    """file of initial weights, instead of random weights: a file written by `export`, a state_dict of the model, or a
+    folder written by Hugging Face's save_pretrained"""
     init_strict: bool = True
-    """whether they must be exactly the model's; otherwise what fits is loaded, and the rest is named"""
+    """require that run.init_from has exactly the model's parameters; with false, matching parameters are loaded, and
+    the run reports the rest"""
     # torch.manual_seed takes a signed 64-bit integer.
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1
-    """data order, initial weights and dropout follow from it"""
+    """number from which data order, initial weights and dropout follow"""
     deterministic: bool = False
-    """compute the same bits each time on the same GPUs, more slowly; an operation that cannot raises an error"""
+    """compute the same bits each time on the same GPUs, which is slower; an operation without a deterministic form
+    raises an error"""
     exact: bool = False
-    """the same bits whatever the number of workers, their shares, and what becomes of them: gradients are added as
-    integers, which no order changes; takes 8 bytes a parameter more. For parallel.kind=ddp on one model of processor,
-    with scaling.cpus_per_worker threads each; implies deterministic"""
+    """compute the same bits for any number of workers, any shares and after any failure: gradients are added as
+    integers, so that their order has no effect. Needs 8 bytes more per parameter, parallel.kind=ddp, one model of
+    processor and the same scaling.cpus_per_worker; implies run.deterministic"""
     report: bool = True
     """write report.html into the run directory when the run ends; `report RUN` writes it at any time"""
 
     @property
     def reproducible(self) -> bool:
-        """Return whether a microbatch has the same gradient, to the bit, on each rank with the same hardware."""
+        """Return whether ranks with equal hardware compute bit-equal gradients."""
         return self.deterministic or self.exact
 
     @field_validator("steps")
@@ -76,54 +79,59 @@ class RunConfig(Section):
         return steps or 2000
 
     def num_steps(self, num_train: int, global_size: int, ends: Sequence[End] = ()) -> int:
-        """Return the length of the run in steps, given how many samples are trained on and how many are in a step.
+        """Return the length of the run in steps.
 
         Args:
-            ends: where the run ended before it was extended, oldest first.
+            num_train: number of training samples.
+            ends: ends of the run before it was extended, oldest first.
         """
         return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
 
     def num_samples(self, num_train: int) -> int | None:
-        """Return where the stream of samples ends, None for a run counted in steps."""
-        # A run counted in epochs ends with the last sample of the last one, so its last step may be short.
+        """Return the number of samples in the run's stream.
+
+        Returns None for a run counted in steps.
+        """
+        # A run counted in epochs ends with the last sample of the last epoch, so its last step may be short.
         return None if self.steps else (self.epochs or 0) * num_train
 
 
 class ClusterConfig(Section):
     address: Text = "auto"
-    """HOST:PORT of a Ray cluster, or local for a Ray of this command's own, which listens on the loopback alone; auto
-    takes RAY_ADDRESS, else the cluster that ray start has made this machine a part of, else local"""
+    """HOST:PORT of a Ray cluster, or local for a Ray that this command starts and that listens on the loopback only;
+    auto takes RAY_ADDRESS, else the cluster that this machine has joined by ray start, else local"""
     env: dict[Variable, Value | None] = Field(default_factory=dict)
-    """variables that workers see; null takes the value from the command's environment, and writes it down nowhere"""
+    """environment variables of the workers; null copies the value from the command's environment without storing it in
+    a file"""
     env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_")
-    """beside them, those of the command's environment whose names begin so; [] for none"""
+    """also pass on the variables of the command's environment that start with one of these prefixes; [] for none"""
     pip: Texts = ()
-    """packages for the workers of a cluster, as for pip: also a requirements.txt, a wheel or the folder of a project
-    (with a slash) in the working directory; an embedded Ray and torchrun use this Python as it is"""
+    """packages that pip installs for the workers of a cluster: names, a requirements.txt, a wheel, or the folder of a
+    project (with a slash) in the working directory; a Ray of this command and torchrun ignore this key"""
 
 
-_SMALLER = "ask for fewer, or lower batch.microbatch_size"
+_SMALLER = "ask for fewer workers, or lower batch.microbatch_size"
 
 
 class ScalingConfig(Section):
     num_workers: Range = (1, 8)
-    """how many workers, or [min, max]: any number between may train, and the number may change; those beyond the
-    microbatches of a global batch would have nothing to do, and are not started"""
+    """number of workers, or [min, max] to let the run grow and shrink between the two; workers without a microbatch in
+    the global batch are not started"""
     spares: NonNegativeInt = 0
-    """how many more workers to keep started beside the largest number, with imports done and the model built: one takes
-    the place of a worker that dies in under a second. Each reserves cores and GPUs as a worker does; not with
-    recovery.mode=restart"""
+    """extra workers that are started beside the largest number and have built the model, so that one of them replaces a
+    dead worker in under a second. Each reserves cores and GPUs like a worker; not with recovery.mode=restart"""
     gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
-    """1, or 0 to train on CPUs also where there are GPUs; auto is 1 where the cluster has a GPU or may start one; more
-    for data_parallel alone"""
+    """GPUs of a worker: 1, or 0 to train on CPUs; auto is 1 if the cluster has a GPU or can start a node with one; more
+    than 1 for data_parallel only"""
     cpus_per_worker: PositiveInt = 1
-    """CPU cores that Ray reserves for each worker"""
+    """CPU cores that Ray reserves for each worker. Raise it if workers have loader processes or train on CPUs"""
     start_timeout_s: PositiveFloat = 60.0
-    """how long to wait for room for the smallest number of workers, where no autoscaler may add nodes"""
+    """seconds to wait until the cluster has room for the smallest number of workers, if no autoscaler can add nodes.
+    Raise it if nodes join late"""
     placement: Literal["pack", "spread"] = "pack"
-    """whether workers share few nodes or are spread over many"""
+    """pack puts workers on few nodes; spread puts workers on many nodes, so that losing one node costs few workers"""
     label_selector: dict[str, str] = Field(default_factory=dict)
-    """nodes that may have workers, by Ray's node labels: {ray.io/accelerator-type: H100}"""
+    """Ray's labels of the nodes that may have workers, such as {ray.io/accelerator-type: H100}"""
 
     @property
     def min_workers(self) -> int:
@@ -138,35 +146,42 @@ class ScalingConfig(Section):
 
 
 class BatchConfig(Section):
-    # 48 in microbatches of 8 are six: equal shares for 1, 2, 3 or 6 workers. Any other number is as correct.
+    # A step of 48 samples in microbatches of 8 has six microbatches: equal shares for 1, 2, 3 or 6 workers. Any other
+    # number of workers gives the same result.
     global_size: PositiveInt = 48
-    """samples in one optimizer step, whatever the number of workers"""
+    """samples in one optimizer step, for any number of workers. It is a hyperparameter, and need not follow the number
+    of workers"""
     microbatch_size: Literal["auto"] | PositiveInt = 8
-    """samples in one forward and backward pass; the last of a step may be short. auto measures at the run's start how
-    many fit where there is the least room, leaves a microbatch to each of scaling.num_workers, and then stays"""
+    """samples in one forward and backward pass; the last microbatch of a step may have fewer. Raise it for speed, and
+    lower it for memory; auto measures at the run's start how many samples fit on the rank with the least free memory,
+    leaves a microbatch for each of scaling.num_workers, and keeps the number for the whole run"""
     balance: Balance = "even"
-    """how a step's microbatches are shared out: evenly, by measured speed, or by a {label: weight} of machines"""
+    """how a step's microbatches are distributed: even; speed, by measured speed; or weights of machines by label,
+    {label: weight}"""
 
     @property
     def num_microbatches(self) -> int:
-        """Return the most microbatches that a step may have: more workers would have nothing to do."""
+        """Return the largest number of microbatches in a step.
+
+        Further workers would have no microbatch.
+        """
         size = 1 if self.microbatch_size == "auto" else self.microbatch_size
         return -(-self.global_size // size)
 
     @property
     def samples_per_microbatch(self) -> int:
-        """Return `microbatch_size` where it is a number: it was given, or has been chosen."""
-        assert self.microbatch_size != "auto", "nobody has asked the run what was chosen for it"
+        """Return `microbatch_size` as a number, given or chosen."""
+        assert self.microbatch_size != "auto", "the size that the run has chosen was not looked up"
         return self.microbatch_size
 
     def with_microbatches_of(self, size: int) -> Self:
-        """Return this section with a number for `microbatch_size`."""
+        """Return this section with a number as `microbatch_size`."""
         return self.model_copy(update={"microbatch_size": size})
 
     @field_validator("microbatch_size")
     @classmethod
     def microbatch_fits_global_batch(cls, size: Literal["auto"] | int, info: ValidationInfo) -> Literal["auto"] | int:
-        global_size = info.data.get("global_size", size)  # missing where it is itself wrong
+        global_size = info.data.get("global_size", size)  # missing if invalid itself
         if size != "auto" and size > global_size:
             raise ValueError(f"must be at most batch.global_size ({global_size})")
         return size
@@ -175,19 +190,19 @@ class BatchConfig(Section):
 class GptConfig(Section):
     kind: Literal["gpt"] = "gpt"
     num_layers: PositiveInt = 4
-    """transformer blocks"""
+    """number of transformer blocks"""
     embed_dim: PositiveInt = 128
     """width of the residual stream"""
     num_heads: PositiveInt = 4
-    """attention heads in a block"""
+    """number of attention heads in a block; must divide model.embed_dim"""
     context_length: PositiveInt = 128
-    """most tokens that the model can take in"""
+    """largest number of tokens in one input"""
     vocab_size: PositiveInt = 256
-    """number of tokens; 256 for bytes"""
+    """number of different tokens; 256 for bytes"""
     dropout: Fraction = 0.0
-    """share of activations dropped in training"""
+    """share of activations that dropout sets to zero in training, 0 to 1"""
     bias: bool = True
-    """biases in linear layers and norms"""
+    """use biases in linear layers and norms"""
 
     @field_validator("num_heads")
     @classmethod
@@ -201,28 +216,30 @@ class GptConfig(Section):
 class MlpConfig(Section):
     kind: Literal["mlp"] = "mlp"
     in_features: PositiveInt
-    """numbers in one input"""
+    """number of values in one input"""
     hidden: tuple[PositiveInt, ...] = (64,)
     """width of each hidden layer"""
     out_features: PositiveInt
-    """numbers in one output: classes, or regression targets"""
+    """number of values in one output: classes, or regression targets"""
     dropout: Fraction = 0.0
-    """share of activations dropped in training"""
+    """share of activations that dropout sets to zero in training, 0 to 1"""
 
 
 class CoupledConfig(Section):
-    """Key that every task has."""
+    """Key of every task."""
 
     coupled: bool = False
-    """the loss of a microbatch is not the sum of its samples' losses, as with negatives of the microbatch or mixup: its
-    samples then always share one forward, also where memory runs out, and `batch.microbatch_size` is a number"""
+    """set true if the loss of a microbatch is not the sum of its samples' losses, as with in-batch negatives or mixup:
+    the samples of a microbatch then always share one forward, even if memory runs out, and batch.microbatch_size must
+    be a number"""
 
 
 class TaskConfig(CoupledConfig):
     kind: Literal["language_modeling", "classification", "regression"] = "language_modeling"
     chunk_tokens: PositiveInt | None = None
-    """for language_modeling: of how many tokens the logits are held at a time; they are computed again in the backward.
-    The model's last layer is the nn.Linear that its method get_output_embeddings() returns. null holds all of them"""
+    """largest number of tokens whose logits are held in memory at a time, for language_modeling; the logits are
+    computed again in the backward. The model's method get_output_embeddings() must return its last layer, an nn.Linear.
+    null holds all logits"""
 
     @field_validator("chunk_tokens")
     @classmethod
@@ -237,21 +254,25 @@ class TargetTask(CoupledConfig, Target):
 
 
 class LoaderConfig(Section):
-    """How samples are fetched. No field changes which samples are, so a resume may change any of them."""
+    """How samples are fetched.
+
+    No key changes the samples themselves, so a resume may change any of the keys.
+    """
 
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
-    """loader processes for each training worker; 0 loads in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1
-    where its machine has fewer than three cores a GPU"""
+    """loader processes of each worker; 0 loads samples in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1 if
+    the machine has fewer than three cores per GPU. Raise it if `data wait` is high"""
     prefetch_factor: PositiveInt = 2
-    """microbatches each loader process keeps ready"""
+    """number of microbatches that each loader process prepares ahead. Raise it if the time to read a sample varies
+    much"""
 
 
 class TextSource(Section):
     kind: Literal["text"] = "text"
     source: Text = "python-docs"
-    """"python-docs" (comes with Python), or a glob of text files, read as bytes"""
+    """text to read as bytes: python-docs, which comes with Python, or a glob of text files"""
     context_length: PositiveInt = 128
-    """tokens in one sample"""
+    """number of tokens in one sample; at most model.context_length"""
 
 
 class TokensSource(Section):
@@ -259,31 +280,31 @@ class TokensSource(Section):
     path: Text
     """a flat binary file of tokens"""
     dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """how one token is stored"""
+    """integer type in which the file stores a token"""
     context_length: PositiveInt = 128
-    """tokens in one sample"""
+    """number of tokens in one sample; at most model.context_length"""
 
 
 class ImageFolderSource(Section):
     kind: Literal["image_folder"] = "image_folder"
     path: Text
-    """a folder with a folder of images for each class, as torchvision's ImageFolder reads it"""
+    """a folder with one folder of images for each class, as torchvision's ImageFolder reads it"""
     image_size: PositiveInt = 224
-    """height and width of what the model sees, in pixels"""
+    """height and width of the model's input in pixels"""
     augment: bool = True
-    """random crops and flips in training; validation always sees the middle of an image"""
+    """crop and flip training images at random; validation always uses the middle of an image"""
 
 
 class HuggingFaceSource(Section):
     kind: Literal["huggingface"] = "huggingface"
     path: Text
-    """a folder that a dataset's save_to_disk wrote, or a folder or name that datasets.load_dataset takes"""
+    """a folder written by a dataset's save_to_disk, or a folder or name for datasets.load_dataset"""
     name: Text | None = None
-    """which configuration of a dataset that has several"""
+    """configuration of a dataset that has several"""
     split: Text | None = None
-    """train, validation, train[:80%]...; null is train where there are splits"""
+    """split of the dataset, such as train, validation or train[:80%]; null is train if the dataset has splits"""
     columns: tuple[Text, ...] = ()
-    """the columns that a sample consists of; all if none are named"""
+    """columns of a sample; all columns if the list is empty"""
 
 
 Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target
@@ -291,12 +312,12 @@ Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Tar
 
 class CollateConfig(Section):
     collate: Target | None = None
-    """a function of a list of samples that returns a batch; with args, or as a class, what makes one; null stacks the
-    samples"""
+    """a function that makes a batch of a list of samples; with args, or as a class, it is called first and returns that
+    function; null stacks the samples"""
 
 
 class HeldOut(CollateConfig):
-    """The samples of data.validation_fraction."""
+    """Samples held out by data.validation_fraction."""
 
     kind: Literal["held_out"] = "held_out"
 
@@ -321,23 +342,24 @@ AnyValidation = Annotated[
 
 class DataConfig(LoaderConfig):
     order: Order = "shuffled"
-    """the order in which an epoch reads its samples: shuffled, anew in each epoch; sequential, as the dataset has them;
-    or that of a function of your own, Order in app/data/order.py (a class, or one with args, is called and returns it).
-    Unless shuffled, the last samples of the dataset are the ones held out"""
+    """order of the samples in an epoch: shuffled, differently in each epoch; sequential, as in the dataset; or a
+    function of the user's own, Order in app/data/order.py (a class, or a function with args, is called first and
+    returns that function). Unless shuffled, the last samples of the dataset are held out"""
     validation_fraction: Fraction = 0.1
-    """share of the samples held out of training, chosen by the seed where the order is shuffled"""
+    """share of the samples held out of training for validation, 0 to 1; if the order is shuffled, run.seed selects the
+    samples"""
     validation: AnyValidation | None = None
-    """data of their own to validate on, in place of that share; of the same kind, they come at the same size.
-    data.collate makes batches for training alone; {collate: ...} without a kind makes those of that share"""
+    """data for validation, instead of the held-out share of the training data; data of the same kind keeps the size of
+    its samples. data.collate applies to training only; {collate: ...} without a kind applies to the held-out share"""
 
     @property
     def held_out_fraction(self) -> float:
-        """The share of the training data that is held out of them."""
+        """Return the share of the training data that is held out."""
         return 0.0 if self.has_own_validation else self.validation_fraction
 
     @property
     def has_own_validation(self) -> bool:
-        """Return whether validation reads other data than those that the samples are held out of."""
+        """Return whether validation reads data of its own."""
         return self.validation is not None and not isinstance(self.validation, HeldOut)
 
     @field_validator("validation")
@@ -359,7 +381,7 @@ class TokensData(DataConfig, TokensSource):
 
 
 class SamplesConfig(DataConfig, CollateConfig):
-    """Samples that are read one by one, and made a batch."""
+    """Data whose samples are read one by one and then collated."""
 
 
 class ImageFolderData(SamplesConfig, ImageFolderSource):
@@ -371,62 +393,63 @@ class HuggingFaceData(SamplesConfig, HuggingFaceSource):
 
 
 class TargetData(SamplesConfig, Target):
-    """A map-style dataset of the user's own."""
+    """Map-style dataset of the user's own."""
 
 
 class OptimizerConfig(Section):
-    """What the program itself has to know of an optimizer."""
+    """Keys that the program itself needs of every optimizer."""
 
     lr: PositiveFloat = 1e-3
     """peak learning rate"""
     max_grad_norm: PositiveFloat | None = 1.0
-    """gradients are scaled down to this norm; null for never"""
+    """largest norm of the gradient of a step; a larger gradient is scaled down to it; null for no limit. Lower it if
+    the loss spikes"""
 
 
 class GroupConfig(Section):
-    """Parameters whose rate or weight decay is another one."""
+    """Parameters with a learning rate or weight decay of their own."""
 
     match: Pattern
-    """regular expression that is searched for in their names; a parameter belongs to the first group that it matches"""
+    """regular expression that is searched in the parameters' names; the first group that matches a parameter applies"""
     lr_scale: PositiveFloat = 1.0
-    """their rate as a multiple of lr"""
+    """learning rate of the group, as a multiple of optimizer.lr"""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """theirs, matrices or not; null for that of the others"""
+    """weight decay of every parameter in the group, matrix or not; null treats them like other parameters"""
 
 
 class GroupedConfig(OptimizerConfig):
     groups: tuple[GroupConfig, ...] = ()
-    """parameters that differ from the others"""
+    """groups of parameters with a learning rate or weight decay of their own"""
 
 
 class AdamWConfig(GroupedConfig):
     kind: Literal["adamw"] = "adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """decoupled weight decay, on matrices only"""
+    """decoupled weight decay, applied to matrices only"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """decay of the running mean and of the running square"""
+    """decay rates of the running mean and of the running square"""
     eps: PositiveFloat = 1e-8
-    """keeps the division finite"""
+    """small number in the denominator, which keeps the division finite"""
 
 
 class AdamConfig(GroupedConfig):
     kind: Literal["adam"] = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """added to the gradient in proportion to the weight, on matrices only"""
+    """factor of the weight that is added to the gradient, for matrices only"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """decay of the running mean and of the running square"""
+    """decay rates of the running mean and of the running square"""
     eps: PositiveFloat = 1e-8
-    """keeps the division finite"""
+    """small number in the denominator, which keeps the division finite"""
 
 
 class SgdConfig(GroupedConfig):
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
-    """share of the last update that goes on"""
+    """share of the last update that is kept in the next update, 0 to 1"""
     nesterov: bool = False
-    """look ahead by the momentum before the gradient is applied; needs momentum"""
+    """use Nesterov's momentum; needs optimizer.momentum above 0"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """added to the gradient in proportion to the weight, on matrices only"""
+    """factor of the weight that is added to the gradient, for matrices only"""
 
     @field_validator("nesterov")
     @classmethod
@@ -437,87 +460,90 @@ class SgdConfig(GroupedConfig):
 
 
 class MuonConfig(OptimizerConfig):
-    """torch's Muon for matrices, and AdamW for all else, at one rate."""
+    """torch's Muon for matrices and AdamW for all other parameters, with one learning rate."""
 
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
-    """share of the last update that goes on"""
+    """share of the last update that is kept in the next update, 0 to 1"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """decoupled weight decay, on matrices only"""
+    """decoupled weight decay, applied to matrices only"""
     adamw: Pattern = "head"
-    """regular expression: matrices whose names it is found in are left to AdamW, as all embeddings are"""
+    """regular expression that is searched in the names of matrices; AdamW updates the matrices that match, and all
+    embeddings"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's decay of the running mean and of the running square"""
+    """AdamW's decay rates of the running mean and of the running square"""
     eps: PositiveFloat = 1e-8
-    """keeps AdamW's division finite"""
+    """small number in AdamW's denominator, which keeps the division finite"""
 
 
 class TargetOptimizer(OptimizerConfig, Target):
-    """An optimizer of the user's own: called with `params`, `lr` and `args`."""
+    """Optimizer of the user's own, called with `params`, `lr` and `args`."""
 
 
 class CosineConfig(Section):
     kind: Literal["cosine"] = "cosine"
     warmup_steps: NonNegativeInt = 50
-    """steps in which the rate rises from 0 to lr"""
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
     min_lr_fraction: Fraction = 0.1
-    """where the rate ends, as a share of lr"""
+    """learning rate at the end of the run, as a share of optimizer.lr"""
 
 
 class ConstantConfig(Section):
     kind: Literal["constant"] = "constant"
     warmup_steps: NonNegativeInt = 0
-    """steps in which the rate rises from 0 to lr"""
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
 
 
 class LinearConfig(Section):
     kind: Literal["linear"] = "linear"
     warmup_steps: NonNegativeInt = 50
-    """steps in which the rate rises from 0 to lr"""
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
     min_lr_fraction: Fraction = 0.0
-    """where the rate ends, as a share of lr"""
+    """learning rate at the end of the run, as a share of optimizer.lr"""
 
 
 class WsdConfig(Section):
-    """Warm-up, stable, decay: a run may be extended from any step of its stable part."""
+    """Warm-up, stable part, decay: a run may be extended from any step of its stable part."""
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: NonNegativeInt = 50
-    """steps in which the rate rises from 0 to lr"""
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
     decay_fraction: Fraction = 0.1
-    """share of the run's steps in which the rate falls, at its end"""
+    """share of the run's steps, at its end, in which the learning rate falls"""
     min_lr_fraction: Fraction = 0.0
-    """where the rate ends, as a share of lr"""
+    """learning rate at the end of the run, as a share of optimizer.lr"""
 
 
 class StepConfig(Section):
     kind: Literal["step"] = "step"
     warmup_steps: NonNegativeInt = 0
-    """steps in which the rate rises from 0 to lr"""
+    """steps in which the learning rate rises from 0 to optimizer.lr"""
     every_steps: PositiveInt
-    """steps after which the rate falls, again and again"""
+    """number of steps after which the learning rate falls each time"""
     gamma: Fraction = 0.1
-    """what it is multiplied by then"""
+    """factor of the learning rate at each fall"""
 
 
 class OneCycleConfig(Section):
-    """As torch's OneCycleLR, which leaves the momentum alone here."""
+    """torch's OneCycleLR, without its changes of momentum."""
 
     kind: Literal["one_cycle"] = "one_cycle"
     rising_fraction: Fraction = 0.3
-    """share of the run's steps in which the rate rises to lr"""
+    """share of the run's steps in which the learning rate rises to optimizer.lr"""
     start_divisor: PositiveFloat = 25.0
-    """what lr is divided by at the start"""
+    """divisor of optimizer.lr that gives the learning rate of the first step"""
     end_divisor: PositiveFloat = 1e4
-    """what the rate of the start is divided by at the end"""
+    """divisor of the first step's learning rate that gives that of the last step"""
 
 
 class DdpConfig(Section):
     kind: Literal["ddp"] = "ddp"
     reducer: Literal["steadfast", "torch"] = "steadfast"
-    """who adds gradients up over workers; torch is its DistributedDataParallel, for communication hooks of your own"""
+    """code that sums gradients over workers: steadfast, or torch for its DistributedDataParallel, which runs
+    communication hooks of the user's own"""
     bucket_cap_mb: PositiveInt | None = None
-    """gradients travel in buckets of this size; None is 25, with a smaller first bucket"""
+    """size of a gradient bucket in MB; null is 25, with a smaller first bucket. Larger buckets need fewer collectives,
+    and smaller ones overlap more of the backward"""
 
 
 FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
@@ -527,48 +553,58 @@ ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
 class FsdpConfig(Section):
     kind: Literal["fsdp"] = "fsdp"
     shard_size: Annotated[int, Field(ge=2)] | None = None
-    """how many workers hold one model among them, a replica (HSDP); null: all of a world do. The others hold the same
-    once more, and whole replicas come and go: the number of workers is a multiple, and who is left over waits"""
+    """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
+    same model, and are added or removed whole: workers that do not fill a replica wait"""
     wrap: FsdpUnits = "blocks"
-    """what is gathered at a time: the repeated layers of the model; modules of the classes in a list of names; for a
-    number, any module with so many parameters of its own. What is left is gathered for the whole step"""
+    """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
+    number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
+    whole step"""
     reshard_after_forward: bool = True
-    """free what has been gathered after the forward, and gather it again in the backward"""
+    """free gathered parameters after the forward, and gather them again in the backward; set false for speed if memory
+    allows"""
     reduce_every_microbatch: bool = False
-    """sum gradients over workers after each microbatch, so that none is held whole; else once a step"""
+    """sum gradients over workers after each microbatch, which saves memory, instead of once per step, which is
+    faster"""
     param_dtype: ParamFormat = "auto"
-    """format in which parameters are gathered and compute; auto is that of `precision`"""
+    """format of gathered parameters and of the computation; auto is the format of precision.kind"""
     reduce_dtype: ParamFormat = "auto"
-    """format in which gradients are summed; auto is fp32 where `precision` computes in 16 bits"""
+    """format in which gradients are summed; auto is fp32 if precision.kind computes in 16 bits"""
     prefetch: NonNegativeInt = 0
-    """how many of what is gathered at a time to gather ahead; 0 leaves it to torch, which has one under way"""
+    """number of modules that are gathered ahead of time; 0 leaves the choice to torch, which gathers one ahead. Raise
+    it if the GPU waits for gathers and memory allows"""
     cpu_offload: bool = False
-    """keep parameters, gradients and the optimizer's state in the machine's memory, and update them there: a GPU holds
-    what is gathered, activations and buffers. Slower. Without GPUs nothing changes. Not run on a GPU yet"""
+    """keep parameters, gradients and optimizer state in the machine's memory, and update parameters there, so that a
+    GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
 
 
 class DataParallelConfig(Section):
-    """torch's nn.DataParallel, for scripts that have it: one worker for all GPUs of its machine. ddp is faster."""
+    """torch's nn.DataParallel: one worker for all GPUs of its machine.
+
+    For existing scripts only, because ddp is faster.
+    """
 
     kind: Literal["data_parallel"] = "data_parallel"
 
 
 class LossScaleConfig(Section):
     initial: PositiveFloat = 65536.0
-    """what losses are multiplied by at the start, so that small gradients do not vanish; gradients are divided again"""
+    """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
+    factor. Lower it if the first steps overflow"""
     factor: Annotated[float, Field(gt=1)] = 2.0
-    """it is divided by this after an overflow, and multiplied by it after `window` updates without one"""
+    """divisor of the loss scale after an overflow, and its factor after `window` updates without an overflow"""
     window: PositiveInt = 2000
-    """in updates"""
+    """number of updates without an overflow after which the loss scale rises. Raise it if overflows are frequent"""
 
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto is bf16 where the GPUs of all workers have it in hardware, else fp32; fp16 is for GPUs without bf16"""
+    """number format of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16
+    is for GPUs without bf16"""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """for fp16: a step whose gradients overflow updates nothing, on all ranks, and goes on with a smaller scale"""
+    """loss scale of fp16: a step with overflowing gradients changes no weights on any rank, and lowers the scale"""
     tf32: bool = False
-    """fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23"""
+    """compute fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23; faster and less
+    precise"""
 
 
 ActivationCheckpointing = Literal["none", "full", "selective"] | PositiveInt
@@ -576,9 +612,9 @@ ActivationCheckpointing = Literal["none", "full", "selective"] | PositiveInt
 
 class MemoryConfig(Section):
     activation_checkpointing: ActivationCheckpointing = "none"
-    """what of the repeated layers (those that fsdp gathers one at a time) is computed again in the backward, so that it
-    need not be kept: full is all but their inputs; selective keeps products of matrices and attention; 2 is all of
-    every second layer"""
+    """which activations of the repeated layers (the layers that fsdp gathers one at a time) are computed again in the
+    backward instead of kept, to save memory: full keeps only the layers' inputs; selective also keeps products of
+    matrices and attention; 2 is full for every second layer"""
 
 
 Compile = Literal["none", "blocks"]
@@ -586,43 +622,45 @@ Compile = Literal["none", "blocks"]
 
 class ValidationConfig(Section):
     every: Interval | None = Every(200, "steps")
-    """how often to measure the loss on the held-out samples; null for at the end only"""
+    """how often to measure the loss on held-out samples; null measures it at the end of the run only. Validate less
+    often if validation takes much of the time"""
 
 
 class KeepBestConfig(Section):
     metric: Text = "loss"
-    """the name of a metric of validation"""
+    """name of a metric of validation"""
     mode: Literal["min", "max"] = "min"
-    """whether the least or the greatest is the best"""
+    """whether the least or the greatest value is the best"""
 
 
 class CheckpointConfig(Section):
-    # By the clock, so that what a failure costs does not depend on how long a step takes.
+    # The interval is a time, so that the cost of a failure does not depend on the duration of a step.
     every: Interval = Every(5, "minutes")
-    """how often to write a checkpoint; the last step always does"""
+    """how often to write a checkpoint; the last step of the run always writes one. A shorter interval loses fewer steps
+    with a machine"""
     node_memory: bool = True
-    """keep the newest state in each node's memory too, outside of the workers, so that the death of all of them costs
-    seconds; a copy every so often that all of them take one per cent of the time; needs twice the state's size"""
+    """also keep the newest state in each node's memory, outside of the workers, so that the death of all workers costs
+    seconds. Copies take about one per cent of the time, and twice the state's size"""
     trainable_only: bool = False
-    """leave out frozen parameters; a resume must find the same ones in the model's own target, or in run.init_from"""
+    """leave out frozen parameters; a resume must get the same ones from the model's target or from run.init_from"""
     keep_last: PositiveInt = 3
-    """how many checkpoints to keep"""
+    """number of newest checkpoints that are kept. Raise it to keep older states, at the price of storage"""
     keep_every: PositiveInt | None = None
-    """beside them, the first checkpoint of every so many steps, for good"""
+    """also keep one checkpoint for every N steps, which is never deleted"""
     keep_best: KeepBestConfig | None = None
-    """beside them, the one with the best validation; each validation is then followed by a checkpoint"""
+    """also keep the checkpoint with the best validation; a checkpoint then follows each validation"""
 
 
 class LoggingConfig(Section):
-    # Reading the loss makes the host wait for the device, so it is not done in every step.
+    # Reading the loss makes the host wait for the device, so only log steps read it.
     every_steps: PositiveInt = 10
-    """steps between log lines; the device is read only then"""
+    """steps between two log lines; the host waits for the device in these steps only. Raise it if steps are short"""
     gradient_norms_every: Interval | None = None
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
     weights_digest_every: Interval | None = None
-    """after which steps the ledger has a digest of the trained weights, for `verify`: "100 steps", "1 epoch"; null for
-    none, or for 100 steps with run.exact. The leader computes it, at a second or two for each GB; not with fsdp, where
-    no worker has all weights"""
+    """how often the ledger gets a digest of the trained weights, in steps or epochs, for `verify`; null for never, or
+    for every 100 steps with run.exact. The digest takes the leader a second or two per GB; not with fsdp, because no
+    worker has all weights"""
 
     @field_validator("weights_digest_every")
     @classmethod
@@ -633,76 +671,81 @@ class LoggingConfig(Section):
 
 
 class AuditConfig(Section):
-    """What a run checks about itself while it trains."""
+    """Checks of a run's own computation during training."""
 
     recompute: Interval | None = None
-    """how often, as in "100 steps", one microbatch of a step is computed by a second worker too, to compare the bits: a
-    worker that computes wrongly is named and replaced, and its node gets no other for a while; null for never. Needs
-    run.deterministic or run.exact, and ddp with its own reducer; workers with GPUs, or processors, of one model are
-    compared"""
+    """how often, as in "100 steps", a second worker computes one microbatch again, to compare the gradients bit by bit:
+    a worker that computes wrongly is named and replaced, and its node gets no worker for a while; null for never. Needs
+    run.deterministic or run.exact, ddp with its own reducer, and workers with the same model of GPU or processor"""
 
     @field_validator("recompute")
     @classmethod
     def counted_in_steps(cls, recompute: Every | None) -> Every | None:
         if recompute is not None and recompute.unit != "steps":
-            raise ValueError('must be in steps, such as "100 steps": all workers have to know which ones')
+            raise ValueError('must be in steps, such as "100 steps", because all workers must check the same steps')
         return recompute
 
 
 class ProfileConfig(Section):
-    """What torch records of time, memory and collectives; in `profile/` of the run directory, and in `stacks/`."""
+    """torch's records of time, memory and collectives, in `profile/` and `stacks/` of the run directory."""
 
-    # Of torch.profiler, up to `flops`.
+    # The keys up to `flops` are those of torch.profiler.
     wait: NonNegativeInt = 10
-    """steps that are let pass before each recording, from the first of each attempt on"""
+    """steps before each recording, from the first step of an attempt on"""
     warmup: NonNegativeInt = 1
-    """steps after these that are recorded and thrown away, since the profiler itself is slow in its first"""
+    """steps that are recorded and discarded after these, because the profiler is slow in its first steps"""
     active: NonNegativeInt = 0
     """steps of a recording; 0 for no profile"""
     repeat: PositiveInt = 1
-    """recordings in an attempt"""
+    """number of recordings in an attempt"""
     ranks: tuple[NonNegativeInt, ...] = (0,)
-    """the ranks that record"""
+    """ranks that record"""
     shapes: bool = False
-    """shapes of the operators' inputs"""
+    """record the shapes of the operators' inputs"""
     stack: bool = False
-    """the lines of code that call the operators"""
+    """record the lines of code that call the operators"""
     memory: bool = False
-    """what operators allocate and free"""
+    """record the memory that operators allocate and free"""
     flops: bool = False
-    """floating-point operations of matrix products and convolutions"""
+    """record the floating-point operations of matrix products and convolutions"""
     memory_history: NonNegativeInt = 0
-    """how many of the last allocations and frees on each GPU are remembered, with the lines of code, to be written when
-    it is out of memory, for https://pytorch.org/memory_viz; each takes some KB of host memory, and a little time; 0 for
-    none. Not tried on a GPU yet"""
-    # As many as torch remembers by itself.
+    """number of a GPU's last allocations and frees that are kept with their lines of code, and written for
+    https://pytorch.org/memory_viz if the GPU runs out of memory; each takes some KB of host memory and a little time; 0
+    for none. Not tried on a GPU yet"""
+    # The default is torch's own.
     flight_recorder: NonNegativeInt = 2000
-    """how many of its last collectives each worker remembers; where the world hangs under Ray they are written to
-    `stacks/`, for `torchfrtrace`; 0 for none. TORCH_FR_BUFFER_SIZE in cluster.env wins. Not tried with NCCL yet"""
+    """number of its last collectives that each worker keeps; if a world hangs under Ray, the collectives are written to
+    `stacks/` for `torchfrtrace`; 0 for none. TORCH_FR_BUFFER_SIZE in cluster.env overrides this key. Not tried with
+    NCCL yet"""
 
 
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
-    """slots keeps surviving workers running; restart starts all anew; auto is slots where Ray's version allows it"""
+    """slots keeps surviving workers running after a failure; restart starts all workers anew; auto is slots if Ray's
+    version supports it"""
     max_failures: NonNegativeInt = 10
-    """failures of one kind that are survived in a row, without a new step between two of them; workers that one attempt
-    loses are one failure"""
-    # Heartbeats come at least five times in this; waiting for less would take a busy machine for a dead one.
+    """number of failures of one kind in a row, without a new step between them, that the run survives; all workers lost
+    in one attempt count as one failure. Raise it for unreliable nodes"""
+    # Heartbeats come at least five times in this time. A shorter limit would declare a busy machine dead.
     silence_s: PositiveFloat = 5.0
-    """without a heartbeat for so long a worker whose machine does not answer either counts as dead, and a silence is
-    told; before its first world it has eight times as long; a connection that closes is noticed at once"""
+    """seconds without a heartbeat after which a worker counts as dead if its machine does not answer either; if the
+    machine answers, a warning is reported. The limit is eight times as long before a worker's first world; a closed
+    connection is noticed at once. Raise it for an unreliable network"""
     stall_s: PositiveFloat = 60.0
-    """what seems hung is told after 3 s, and ended after this, five times the usual duration, or what being wrong would
-    cost, whichever is longest; five times this where steps would be lost, ten times where nobody waits for anybody"""
+    """seconds that a rank may block the others before it is ended, with a warning after 3 s. The real limit is longer
+    if a phase usually takes longer or if a wrong verdict would cost more: five times this if steps would be lost, and
+    ten times if no rank waits for another. Raise it if ranks pause regularly, for a slow file system for example"""
     wait_s: PositiveFloat = 600.0
-    """how long a run that has too few workers waits for more, including the start of their nodes; and how long copies
-    in node memory outlive their last worker, and a command that was killed"""
+    """seconds that a run waits for missing workers, including the start of their nodes; also how long copies in node
+    memory outlive their last worker and a command that was killed. Raise it if nodes are replaced slowly"""
     max_skipped_steps: NonNegativeInt = 5
-    """in any 1000 steps, how many are left out because loss or gradient is not finite or spikes; after these, a value
-    that is not finite ends the run, and a spike is let pass"""
-    # Deviations are measured robustly, or the spikes themselves would raise the bar.
+    """largest number of steps in any 1000 that the run skips because loss or gradient is not finite or spikes; after
+    that, a value that is not finite ends the run, and a spike is ignored. Set 0 to stop at the first value that is not
+    finite"""
+    # Deviations are measured robustly, because the spikes themselves would raise an ordinary deviation.
     spike: PositiveFloat | None = 10.0
-    """how many robust deviations above the median of the last losses a spike is; null to look for none"""
+    """height of a spike, in robust deviations of the last losses above their median; null to ignore spikes. Raise it if
+    normal losses count as spikes"""
 
 
 class TensorBoardConfig(Section):
@@ -710,53 +753,56 @@ class TensorBoardConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases. All attempts and resumes of a run are one run there; its id is in `wandb/run.json`."""
+    """Weights & Biases.
+
+    All attempts and resumes of a run are one run there; its id is in `wandb/run.json`.
+    """
 
     kind: Literal["wandb"] = "wandb"
     project: Text = "steadfast"
-    """where the run belongs"""
+    """W&B project of the run"""
     entity: Text | None = None
-    """a user or a team; null for the one that the key belongs to"""
+    """W&B user or team of the run; null for the default of the API key"""
     tags: Texts = ()
-    """words to find the run by"""
+    """tags of the run, for searching"""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else it is online where there
-    is a key, in WANDB_API_KEY or by `wandb login`"""
+    """online or offline; offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else is
+    online if there is an API key, in WANDB_API_KEY or from `wandb login`"""
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, which validation and export take."""
+    """Exponential moving average of the weights, for validation and export."""
 
     kind: Literal["ema"] = "ema"
     decay: Fraction = 0.999
-    """share of the average that stays in each step"""
+    """share of the average that is kept in each step, 0 to 1. A larger share averages over more steps"""
 
 
 class EarlyStoppingConfig(Section):
     kind: Literal["early_stopping"] = "early_stopping"
     metric: Text = "loss"
-    """the name of a metric of validation"""
+    """name of a metric of validation"""
     mode: Literal["min", "max"] = "min"
-    """whether less or more of it is better"""
+    """whether the least or the greatest value is the best"""
     patience: PositiveInt = 3
-    """validations without a better one, after which the run finishes"""
+    """number of validations without improvement after which the run finishes. Raise it if the metric is noisy"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """what counts as better"""
+    """smallest change of the metric that counts as an improvement"""
 
 
 ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
 OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
-# A tracker of the user's own is called with `location` (of the run directory), `first_step` and `args`.
+# A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
 AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
-# What a hook of the user's own may have is told by `app.components.hook.Hook`.
+# `app.components.hook.Hook` lists the methods that a hook of the user's own may have.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
 
 _LISTS = ("trackers", "hooks")  # sections that are lists of sections
 
 
 def _kind_of_validation(section: dict[str, Any]) -> str:
-    """Return the kind of data to validate on where the section names none."""
+    """Return the default kind of a section `data.validation`."""
     if "target" in section:
         return "target"
     return "held_out" if set(section) == {"collate"} else "text"
@@ -776,9 +822,9 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
-    """blocks runs the repeated layers (those that fsdp gathers one at a time) through torch.compile in training. They
-    are compiled once, for full microbatches of samples of one shape; a shorter one, validation and hooks run as without
-    it"""
+    """blocks compiles the repeated layers (the layers that fsdp gathers one at a time) with torch.compile for training,
+    which is faster after a slow first step. The layers are compiled once, for full microbatches of samples of one
+    shape; shorter microbatches, validation and hooks run uncompiled"""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -791,27 +837,32 @@ class Config(Section):
 
     @property
     def weights_digest_every(self) -> Every | None:
-        """Return after which steps the ledger has a digest of the weights, None for none."""
+        """Return how often the ledger gets a digest of the weights, None for never."""
         return self.logging.weights_digest_every or (Every(100, "steps") if self.run.exact else None)
 
     @property
     def replica_size(self) -> int:
-        """Return of how many workers the number of them is a multiple."""
+        """Return the number of workers that hold one whole model.
+
+        The number of workers of a world is a multiple of it.
+        """
         return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
 
     def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
-        """Return the numbers of workers within `bounds` that make whole replicas, and all have a microbatch.
+        """Return the possible sizes of a world within `bounds`.
+
+        In each size the replicas are whole, and every worker has a microbatch.
 
         Args:
-            num_microbatches: of a step, where they are not those that the configuration gives.
+            num_microbatches: of a step, if not as the configuration says.
         """
         unit = self.replica_size
         smallest, largest = bounds
-        useful = max(unit, num_microbatches or self.batch.num_microbatches)  # without a whole replica nobody can train
+        useful = max(unit, num_microbatches or self.batch.num_microbatches)  # training needs at least one whole replica
         return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
 
     def targets(self) -> dict[str, str]:
-        """Return every piece of the user's own code that the run needs: what to call, by its key."""
+        """Return the targets of the user's own code, by key."""
         found = {}
         for name, section in self:
             if isinstance(section, Target):
@@ -835,7 +886,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def kind_may_be_left_out(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the kind: "target" where there is one, else that of the default."""
+        """Fill in missing kinds: "target" for a target, else the default."""
         complete = dict(tree)
         for name, field in cls.model_fields.items():
             section = tree.get(name)
@@ -845,7 +896,8 @@ class Config(Section):
         data = complete.get("data")
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
             own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
-            # Or a model would be measured, without a word, on samples of another size than it is trained on.
+            # Otherwise the model would be validated on samples of another size than its training samples, without an
+            # error.
             sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
             complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}
         for name in _LISTS:
@@ -869,11 +921,11 @@ class Config(Section):
         if not info.data.get("run", RunConfig()).exact:
             return section
         if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
-            raise ValueError("must be {kind: ddp} with run.exact, whose sums are those of its own gradient buckets")
+            raise ValueError("must be {kind: ddp} with run.exact, which sums integers in its own gradient buckets")
         if info.field_name == "precision" and section.kind == "fp16":
             raise ValueError("must not be of kind fp16 with run.exact: take bf16, fp32 or fp64")
         if info.field_name == "compile" and section != "none":
-            raise ValueError("must be none with run.exact: what is compiled may round otherwise on another machine")
+            raise ValueError("must be none with run.exact: compiled code may round differently on another machine")
         return section
 
     @field_validator("audit")
@@ -887,7 +939,7 @@ class Config(Section):
             message = "must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose buckets it compares"
             raise PydanticCustomError("rule", message, context)
         if not info.data.get("run", RunConfig()).reproducible:
-            message = "needs run.deterministic=true or run.exact=true: else two workers round in different ways"
+            message = "needs run.deterministic=true or run.exact=true: otherwise two workers round differently"
             raise PydanticCustomError("rule", message, context)
         return audit
 
@@ -903,7 +955,7 @@ class Config(Section):
     def a_digest_is_of_weights_in_one_place(cls, logging: LoggingConfig, info: ValidationInfo) -> LoggingConfig:
         if logging.weights_digest_every is not None and isinstance(info.data.get("parallel"), FsdpConfig):
             context = {"key": "logging.weights_digest_every"}
-            message = "must be null with parallel.kind=fsdp, where no worker has all weights"
+            message = "must be null with parallel.kind=fsdp, because no worker has all weights"
             raise PydanticCustomError("rule", message, context)
         return logging
 
@@ -921,7 +973,7 @@ class Config(Section):
     @classmethod
     def coupled_samples_share_a_forward(cls, task: CoupledConfig, info: ValidationInfo) -> CoupledConfig:
         if task.coupled and info.data.get("batch", BatchConfig()).microbatch_size == "auto":
-            message = "must be a number with task.coupled=true: the loss follows from the samples of a microbatch"
+            message = "must be a number with task.coupled=true: the loss depends on which samples share a microbatch"
             raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
         return task
 
@@ -931,7 +983,8 @@ class Config(Section):
         limit = getattr(info.data.get("model"), "context_length", None)
         found = getattr(data, "context_length", 0)
         if limit is not None and found > limit:
-            # A ValueError would be reported at the section; this error brings the key, and so its line.
+            # A ValueError would be reported at the section. This error names the key, so that the key's line is
+            # reported.
             context = {"key": "data.context_length", "limit": limit, "found": found}
             message = "must be at most model.context_length ({limit}), found {found}"
             raise PydanticCustomError("rule", message, context)

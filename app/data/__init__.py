@@ -1,4 +1,4 @@
-"""Data: the order of samples, the datasets that hold them, and the loader that fetches them ahead."""
+"""Order samples, read datasets and prefetch batches."""
 
 from app.data.datasets import Dataset as Dataset
 from app.data.datasets import build_dataset as build_dataset

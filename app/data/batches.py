@@ -1,4 +1,7 @@
-"""Samples and batches of any shape: tensors in tuples, lists, mappings and dataclasses, nested as the user likes."""
+"""Handle samples and batches of any shape.
+
+A sample or batch has tensors in nested tuples, lists, mappings and dataclasses.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-# Tensors of samples stacked along a new first dimension, in the containers in which the samples have them.
+# Tensors of samples, stacked along a new first dimension in the same containers as in the samples.
 Batch = Any
 
 
 class Leaf(NamedTuple):
-    """What a sample holds in one place. Two samples can be stacked if all their leaves agree."""
+    """Name, type and shape of one value in a sample.
 
-    name: str  # keys and fields on the way to it, "" in a tuple
+    Two samples can be stacked if all their leaves are equal.
+    """
+
+    name: str  # keys and fields on the path to the value, "" in a tuple
     kind: Any  # dtype or type
     shape: tuple[int, ...]
 
@@ -27,13 +33,16 @@ class Leaf(NamedTuple):
 
 
 def stack(samples: Sequence[Any]) -> Batch:
-    """Return the samples as one batch, in containers like theirs; what is no number stays a list of its values."""
+    """Stack samples to one batch in the same containers.
+
+    Values that are no numbers become a list.
+    """
     first = samples[0]
     if isinstance(first, Mapping):
         return {key: stack([sample[key] for sample in samples]) for key in first}
     if _has_parts(first):
         return _like(first, list(map(stack, zip(*map(_parts, samples), strict=True))))
-    if isinstance(first, list):  # numbers, as datasets keep tokens
+    if isinstance(first, list):  # numbers in a list, which is how datasets store tokens
         return torch.stack(list(map(torch.as_tensor, samples)))
     if isinstance(first, Tensor | np.ndarray | np.generic | float | int):
         return default_collate(list(samples))
@@ -41,7 +50,7 @@ def stack(samples: Sequence[Any]) -> Batch:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return the batch with `function` applied to each of its tensors; all else stays as it is."""
+    """Return the batch with `function` applied to each tensor."""
     if isinstance(batch, Tensor):
         return function(batch)
     each = functools.partial(map_tensors, function)
@@ -51,7 +60,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def map_parts(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """Return a tuple, list or dataclass with `function` applied to each of its parts; anything else as it is."""
+    """Return a container with `function` applied to each part.
+
+    Containers are tuples, lists and dataclasses. Any other object is returned as it is.
+    """
     if _has_parts(batch) or isinstance(batch, list):
         return _like(batch, list(map(function, _parts(batch))))
     return batch
@@ -70,7 +82,7 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
 
 
 def layout_of(sample: Any, name: str = "") -> list[Leaf]:
-    """Return what a sample holds, place by place."""
+    """Return the leaves of a sample, in order."""
     if isinstance(sample, Mapping):
         return _layout_of(sample.items(), name)
     if is_dataclass(sample):
@@ -91,7 +103,10 @@ def _layout_of(items: Any, outer: str) -> list[Leaf]:
 
 
 def _has_parts(sample: Any) -> bool:
-    """Return whether it is a tuple, a dataclass, or a list that is not of numbers."""
+    """Return whether a sample is a tuple, a dataclass or a list of objects.
+
+    A list of numbers is one value, because datasets store tokens in lists.
+    """
     if isinstance(sample, list):
         return not all(isinstance(part, float | int) for part in sample)
     return isinstance(sample, tuple) or (is_dataclass(sample) and not isinstance(sample, type))
@@ -105,10 +120,11 @@ def _parts(container: Any) -> Sequence[Any]:
 
 
 def _like(container: Any, parts: list[Any]) -> Any:
-    """Return a container of the same type with other parts."""
+    """Return a container of the same type with the given parts."""
     if is_dataclass(container) and not isinstance(container, type):
         names = [field.name for field in fields(container)]
         return type(container)(**dict(zip(names, parts, strict=True)))
+    # A named tuple takes its parts as separate arguments, unlike a tuple.
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*parts)
     return parts if isinstance(container, list) else tuple(parts)

@@ -1,4 +1,4 @@
-"""Bring batches to the device that computes with them."""
+"""Copy batches to the device of the computation."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,25 +10,28 @@ from app.data.batches import Batch, map_tensors, tensors_of
 
 
 class Copies(Protocol):
-    """Copies a batch to where it is computed with."""
+    """Function that copies a batch to the device of the computation."""
 
     def __call__(self, batch: Batch) -> Batch: ...
 
 
 def build_copies(device: torch.device, dtype: torch.dtype) -> Copies:
-    """Return what copies batches to a device. Floating point tensors become `dtype` on the way."""
+    """Return the function that copies batches to a device.
+
+    Floating point tensors become `dtype`.
+    """
 
     def copy(tensor: Tensor) -> Tensor:
-        # From pinned memory, as loaders give it for a GPU, the host does not wait for a copy.
+        # With pinned memory, which loaders use for a GPU, the host does not wait for the copy.
         return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
 
     return StreamCopies(device, copy) if device.type == "cuda" else lambda batch: map_tensors(copy, batch)
 
 
 class StreamCopies:
-    """The `Copies` of a GPU: on a stream of their own, so that they need not wait for microbatches under way there.
+    """Copy batches to a GPU on a separate stream.
 
-    Never run on a GPU yet.
+    The copies do not wait for the microbatches that the GPU computes. Not run on a GPU yet.
     """
 
     def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor]) -> None:
@@ -39,9 +42,9 @@ class StreamCopies:
         computing = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
             copied = map_tensors(self._copy, batch)
-        computing.wait_stream(self._stream)  # the device waits, the host does not
+        computing.wait_stream(self._stream)  # makes the device wait, but not the host
         for tensor in tensors_of(copied):
-            # Or its memory, which is the copying stream's, would be given to the next batch while this one is still
-            # computed with: to the allocator a tensor that the host has let go of is free.
+            # The memory belongs to the copying stream. Without this call the allocator would regard the memory as free
+            # after the host's last reference, and give it to the next batch while the device still computes.
             tensor.record_stream(computing)
         return copied

@@ -1,4 +1,7 @@
-"""Map-style datasets: `len(dataset)` samples, each named by its index; and the user's own code that goes with them."""
+"""Build the datasets of training and validation.
+
+Datasets are map-style: `dataset[index]` is a sample.
+"""
 
 import glob
 from collections.abc import Callable
@@ -28,21 +31,23 @@ from app.data.images import open_image_folder
 from app.errors import DataError
 from app.run.directory import base, place_of_data
 
-Sample = tuple[Tensor, ...]  # of the built-in datasets
+Sample = tuple[Tensor, ...]  # a sample of the built-in datasets
 Collate = Callable[[list[Any]], Batch]
 
 
 class Dataset(Protocol):
-    """A map-style dataset. A sample holds tensors, arrays or numbers in tuples, mappings or dataclasses.
+    """Map-style dataset.
+
+    A sample has tensors, arrays or numbers in tuples, mappings or dataclasses.
 
     Optional attributes:
         units_per_sample: what a sample adds to the loss count; 1 if absent.
-        counts_vary: False promises that no target is ever masked, which spares a collective in every step.
-        read_batch: a method (ids) -> samples already collated, for a dataset that draws nothing at random.
-        without_augmentation: a method () -> the same samples as they are, on which validation measures.
+        counts_vary: False promises that no target is ever masked, which saves a collective in every step.
+        read_batch: a method (ids) -> collated samples, for a dataset without random augmentation.
+        without_augmentation: a method () -> the same samples without augmentation, for validation.
         set_epoch: a method (epoch), called before samples of another epoch are read; epochs count from 0, and
-            validation is in epoch 0. Not with read_batch.
-        classes: names of what its labels stand for; data to validate on must have the same.
+            validation reads epoch 0. Not with read_batch.
+        classes: names of the classes; data for validation must have the same names.
     """
 
     def __len__(self) -> int: ...
@@ -51,9 +56,13 @@ class Dataset(Protocol):
 
 
 class _TokenWindows:
-    """Tokens cut into windows of context_length + 1 that overlap by one, so that no token is lost as a target."""
+    """Tokens cut into windows that overlap by one token.
 
-    # Every token but the first of a window is a target: nothing is masked.
+    A window has context_length + 1 tokens. The overlap makes the last token of a window the first of the next, so that
+    every token except the very first is a target.
+    """
+
+    # All tokens of a window except the first are targets, so none is masked.
     counts_vary = False
 
     def __init__(self, tokens: NDArray[Any], context_length: int, source: str) -> None:
@@ -73,25 +82,31 @@ class _TokenWindows:
         return inputs[0], targets[0]
 
     def read_batch(self, ids: NDArray[np.int64]) -> Sample:
-        """Return (inputs, targets), each int64 (len(ids), context_length): one gather, no stacking."""
+        """Return (inputs, targets), each int64 (len(ids), context_length).
+
+        One gather reads all windows, so nothing has to be stacked.
+        """
         places = ids[:, None] * self.units_per_sample + self._offsets  # (ids, context + 1)
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class TextDataset(_TokenWindows):
-    """Text read as bytes: `python-docs`, or the files that match a glob."""
+    """Text read as bytes.
+
+    The source is `python-docs` or a glob of files.
+    """
 
     def __init__(self, source: str, context_length: int) -> None:
         super().__init__(np.frombuffer(_read_text(source), np.uint8), context_length, source)
 
 
 class TokensDataset(_TokenWindows):
-    """A flat binary file of token ids, mapped into memory and never read whole."""
+    """File of token ids, mapped into memory."""
 
     def __init__(self, path: str, dtype: str, context_length: int) -> None:
         self._arguments = path, dtype, context_length
-        # A file that is larger than memory can be trained on, and loader processes share its pages.
+        # Mapped files may be larger than memory, and loader processes share the pages.
         try:
             tokens = np.memmap(path, dtype, mode="r")
         except (OSError, ValueError) as error:
@@ -99,12 +114,15 @@ class TokensDataset(_TokenWindows):
         super().__init__(tokens, context_length, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Loader processes map the file anew: a mapping would pickle as the whole file.
+        # Loader processes map the file again, because pickling a mapping would copy the whole file.
         return TokensDataset, self._arguments
 
 
 def build_dataset(config: Source, key: str = "data") -> Dataset:
-    """Build the dataset that the config names, at `key`. Raises DataError if it is unreadable, empty or too short."""
+    """Build the dataset of the section at `key`.
+
+    Raises DataError if the data is unreadable, empty or too short.
+    """
     match config:
         case TextSource():
             return TextDataset(place_of_data(config.source), config.context_length)
@@ -118,38 +136,41 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
 
 
 def _checked(dataset: Any, name: str) -> Dataset:
-    """Return a dataset that others have made. Raises DataError if it cannot be trained on."""
+    """Check a dataset made by other code. Raises DataError."""
     if isinstance(dataset, DataLoader):
         raise DataError(
-            f"{name} gave a {type(dataset).__name__}, whose batches, order and workers would not be used. Give its "
-            "dataset; data.order, data.collate, batch and data.num_workers say the rest"
+            f"{name} returned a {type(dataset).__name__}, whose batches, order and workers would not be used. Return "
+            "its dataset, and configure data.order, data.collate, batch and data.num_workers instead"
         )
     for attribute in ("sampler", "batch_sampler"):
         if getattr(dataset, attribute, None) is not None:
             raise DataError(
-                f"{name} gave a {type(dataset).__name__} with a {attribute}, which would not be used: name a function "
-                "that orders or draws the samples as data.order, and remove it"
+                f"{name} returned a {type(dataset).__name__} with a {attribute}, which would not be used: remove this "
+                "attribute, and name a function that orders or draws the samples as data.order"
             )
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{name} gave a {type(dataset).__name__}, an IterableDataset: which of its samples have been used "
-            "cannot be known after a failure. Give a map-style dataset, whose samples have an index"
+            f"{name} returned a {type(dataset).__name__}, an IterableDataset: after a failure nothing records which "
+            "of its samples were used. Return a map-style dataset, whose samples have an index"
         )
-    # Looked at now: in a loader process the same would come late and with a traceback.
+    # The check comes before training, because an error in a loader process would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{name} gave a {type(dataset).__name__}, which lacks __len__ or __getitem__")
+        raise DataError(f"{name} returned a {type(dataset).__name__}, which lacks __len__ or __getitem__")
     try:
         length = len(dataset)
-    except TypeError as error:  # also of a length that is no int
-        raise DataError(f"{name} gave a {type(dataset).__name__}, whose length cannot be told: {error}") from error
+    except TypeError as error:  # also raised if __len__ returns no int
+        raise DataError(f"{name} returned a {type(dataset).__name__}, whose length cannot be read: {error}") from error
     if not length:
-        raise DataError(f"{name} gave a dataset of 0 samples; at least 1 is needed")
+        raise DataError(f"{name} returned a dataset of 0 samples; at least 1 is needed")
     checked: Dataset = dataset
     return checked
 
 
 def build_validation(config: DataConfig, dataset: Dataset) -> Dataset:
-    """Return what validation reads, unaugmented: data of their own, or the training data. Raises DataError."""
+    """Return the data that validation reads, without augmentation.
+
+    The data is the section `data.validation`, or the training data. Raises DataError.
+    """
     held_out = dataset
     if config.validation is not None and not isinstance(config.validation, HeldOut):
         held_out = build_dataset(config.validation, "data.validation")
@@ -159,24 +180,26 @@ def build_validation(config: DataConfig, dataset: Dataset) -> Dataset:
     plain: Dataset = held_out.without_augmentation()
     if len(plain) != len(held_out):
         name = f"{type(held_out).__name__}.without_augmentation()"
-        raise DataError(f"{name} gave {len(plain)} samples, and the dataset has {len(held_out)}")
+        raise DataError(f"{name} returned {len(plain)} samples, but the dataset has {len(held_out)}")
     return plain
 
 
 def _check_classes(dataset: Dataset, held_out: Dataset) -> None:
-    # A class that one of two folders lacks moves the labels of all behind it.
+    # A missing class folder would shift the labels of all classes after it.
     classes = getattr(dataset, "classes", None)
     others = getattr(held_out, "classes", None)
     if classes is not None and others is not None and list(classes) != list(others):
         differing = ", ".join(map(str, sorted({*classes} ^ {*others})))
-        raise DataError(f"data.validation has other classes than data: {differing or 'in another order'}")
+        raise DataError(f"data.validation and data have different classes: {differing or 'their order differs'}")
 
 
 def build_collate(section: Section | None, key: str, dataset: Dataset) -> Collate | None:
-    """Return the user's own function that makes batches of `dataset` as the section at `key` says; None if it does not.
+    """Return the user's function that makes batches of `dataset`.
+
+    Returns None if the section at `key` names no function.
 
     Raises:
-        DataError: the dataset makes batches itself, so that the function would not be called.
+        DataError: the dataset makes batches itself, so the function would not be called.
     """
     config = getattr(section, "collate", None)
     if config is None:
@@ -188,11 +211,11 @@ def build_collate(section: Section | None, key: str, dataset: Dataset) -> Collat
 
 
 def _read_text(source: str) -> bytes:
-    # Part of every Python: the first run of a newcomer downloads nothing.
+    # The docs are part of every Python, so that a first run downloads nothing.
     if source == "python-docs":
         from pydoc_data.topics import topics
 
-        # Sorted, because the order of samples has to be the same on every machine.
+        # Pages are sorted, because the order of samples must be the same on every machine.
         pages = [topics[name] for name in sorted(topics)]
         return "\n\n".join(pages).encode()
     paths = sorted(path for path in glob.glob(source, recursive=True) if Path(path).is_file())

@@ -1,4 +1,4 @@
-"""Packages that only some sections need, and that come with an extra of this program."""
+"""Import optional packages that some sections need."""
 
 import importlib
 from importlib.util import find_spec
@@ -8,16 +8,22 @@ from app.errors import ConfigError, Problem
 
 
 def import_extra(module: str, extra: str, key: str) -> Any:
-    """Import a module that the section at `key` needs. Raises ConfigError with what to install if it cannot be."""
+    """Import a module that the section at `key` needs.
+
+    Raises ConfigError with the command that installs the package if the import fails.
+    """
     try:
         return importlib.import_module(module)
-    # Of another release than torch's, torchvision raises a RuntimeError.
+    # torchvision raises RuntimeError if it was built for another torch
     except (ImportError, RuntimeError) as error:
         raise _missing(module, extra, key, f" ({error})") from error
 
 
 def require_extra(module: str, extra: str, key: str) -> None:
-    """Check that a package is there without the time that its import takes. Raises ConfigError as import_extra does."""
+    """Check quickly that a package is installed, without importing it.
+
+    Raises ConfigError as `import_extra` does.
+    """
     if find_spec(module) is None:
         raise _missing(module, extra, key)
 

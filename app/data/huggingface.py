@@ -1,4 +1,7 @@
-"""Datasets of Hugging Face's package `datasets`: a sample is a mapping of its columns, numbers as tensors."""
+"""Open datasets of Hugging Face's package `datasets`.
+
+A sample is a mapping of columns, with numbers as tensors.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,15 @@ from app.run.directory import place_of_data
 
 
 def open_huggingface(config: HuggingFaceSource, key: str) -> Any:
-    """Return the dataset that the section at `key` names. Raises DataError, or ConfigError without the package."""
+    """Open the dataset of the section at `key`.
+
+    Raises DataError if the dataset cannot be read, and ConfigError without the package.
+    """
     datasets = import_extra("datasets", "huggingface", key)
     try:
         found = _load(datasets, config)
         return found.with_format("torch", columns=list(config.columns) or None)
-    except (OSError, ValueError, IndexError) as error:  # the last of a dataset that was saved empty
+    except (OSError, ValueError, IndexError) as error:  # with_format raises IndexError for an empty dataset
         raise DataError(f"{config.path!r} cannot be read: {error}") from error
 
 
@@ -30,7 +36,7 @@ def _load(datasets: Any, config: HuggingFaceSource) -> Any:
         return splits[split]
     if (folder / "state.json").exists():
         found = datasets.load_from_disk(path)
-        # Or one would validate, say, on what one trains on.
+        # Otherwise a user might validate on the training split without noticing.
         if config.split and config.split != str(found.split):
             raise DataError(f"{config.path!r} holds the split {found.split} alone, not {config.split}")
         return found

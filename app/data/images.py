@@ -1,4 +1,4 @@
-"""Images in a folder for each class, by torchvision."""
+"""Read images in one folder per class, by torchvision."""
 
 from typing import Any
 
@@ -10,13 +10,16 @@ from app.data.extras import import_extra
 from app.errors import DataError
 from app.run.directory import place_of_data
 
-# Of ImageNet, which the weights that one fine-tunes have been trained on.
+# ImageNet's figures, on which most pretrained weights were trained.
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 
 
 class ImageFolder:
-    """The images of torchvision's ImageFolder, as a model takes them. A class is the place of its folder's name."""
+    """Images of torchvision's ImageFolder as tensors.
+
+    The class of an image is the index of its folder's name.
+    """
 
     def __init__(self, folder: Any, image_size: int, augment: bool, key: str) -> None:
         self.classes: list[str] = folder.classes
@@ -29,7 +32,7 @@ class ImageFolder:
         return len(self._folder)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        """Return (image, class), the former float32 (3, image_size, image_size)."""
+        """Return (image, class), the image as float32 (3, image_size, image_size)."""
         image, label = self._folder[index]
         return self._transform(image), label
 
@@ -38,7 +41,10 @@ class ImageFolder:
 
 
 def open_image_folder(config: ImageFolderSource, key: str) -> ImageFolder:
-    """Return the images that the section at `key` names. Raises DataError, or ConfigError without torchvision."""
+    """Open the image folder of the section at `key`.
+
+    Raises DataError if the folder cannot be read, and ConfigError without torchvision.
+    """
     datasets = import_extra("torchvision.datasets", "vision", key)
     try:
         folder = datasets.ImageFolder(place_of_data(config.path))
@@ -49,7 +55,7 @@ def open_image_folder(config: ImageFolderSource, key: str) -> ImageFolder:
 
 def _transform(size: int, augment: bool, key: str) -> Any:
     v2 = import_extra("torchvision.transforms.v2", "vision", key)
-    # The usual share of an image that is looked at in the end: 224 of 256 pixels.
+    # Validation usually crops the middle 224 of 256 pixels.
     crop = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]
     if augment:
         crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]

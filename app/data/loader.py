@@ -1,4 +1,7 @@
-"""Fetch microbatches as tensors on the device. Randomness and digest are keyed by sample, not by worker."""
+"""Fetch microbatches as tensors on the device.
+
+Random numbers and digests are keyed by sample, so they do not depend on the worker.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,29 @@ from app.errors import DataError, as_exception
 from app.plan import Microbatch
 from app.world.device import cores_of_a_worker
 
-# Positions ordered at once: numpy's overhead for eight is that for hundreds.
+# The order of this many positions is computed at once, because numpy takes as long for eight as for hundreds.
 _WINDOW = 1024
 _PROCESSES_OF_A_GPU = 2
 _VALIDATION_COLLATE = "data.validation.collate"
 
 
 class Fetched(NamedTuple):
-    """A microbatch with its tensors. num_samples and digest are 0 for a pad, which counts for nothing."""
+    """Microbatch with its tensors.
+
+    A pad has no weight, so its num_samples and digest are 0.
+    """
 
     microbatch: Microbatch
-    batch: Batch  # its tensors are (microbatch, *shape in the sample), unless a `collate` makes others
+    batch: Batch  # tensors (microbatch, *shape in the sample), unless a `collate` makes other shapes
     num_samples: int
     digest: int
 
 
 class Loader:
-    """Fetches training microbatches ahead through one DataLoader, and validation, which is rare, in place."""
+    """Fetch training microbatches ahead, and validation microbatches on demand.
+
+    One DataLoader fetches training microbatches. Validation is rare, so its microbatches are fetched in place.
+    """
 
     def __init__(
         self,
@@ -50,11 +59,14 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` is what floating point tensors are converted to: that of the model's parameters."""
+        """Build the loader.
+
+        Floating point tensors are converted to `dtype`, the type of the model's parameters.
+        """
         self._copies = build_copies(device, dtype)
         self._collate = build_collate(config, "data.collate", dataset)
         self._train = _Microbatches(dataset, order.train, seed, self._collate, "data.collate", order.num_train)
-        # Seeded as the training data were, so that two parts of one `random_split` do not overlap.
+        # The seed is that of the training data, so that two parts of one `random_split` do not overlap.
         with own_randomness(seed):
             held_out = build_validation(config, dataset)
         self.num_validation = len(held_out) if config.has_own_validation else order.num_validation
@@ -67,54 +79,61 @@ class Loader:
         self._sampler = _Sampler()
         on_gpu = device.type == "cuda"
         num_workers = num_loader_processes(config, on_gpu)
-        # One for all attempts: to start its processes again would take each of them seconds.
+        # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
         self._loader = _data_loader(self._train, self._sampler, num_workers, config.prefetch_factor, on_gpu)
-        self.num_ahead = num_workers * config.prefetch_factor  # microbatches read before they are asked for
-        # Without processes to fetch ahead or memory to pin, a DataLoader is 0.1 ms of overhead a microbatch.
+        self.num_ahead = num_workers * config.prefetch_factor  # microbatches that are read in advance
+        # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
 
     def steps(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
-        """Fetch each training microbatch, `num_ahead` in advance. A call ends the one before it. Raises DataError."""
+        """Fetch training microbatches, `num_ahead` in advance.
+
+        A call ends the fetching of the last call. Raises DataError.
+        """
         if self._in_place:
             return self._fetch_in_place(self._train, microbatches)
         self._sampler.microbatches = microbatches
-        # `iter` starts the fetching, so that it goes on while the caller gets ready for its first step.
+        # `iter` starts the fetching, which continues while the caller prepares its first step.
         try:
             fetching = iter(self._loader)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise DataError(
-                f"loader processes cannot take the dataset, its collate function or order ({error}); "
-                "data.num_workers=0 has none"
+                f"loader processes cannot pickle the dataset, its collate function or order ({error}); "
+                "data.num_workers=0 starts no loader processes"
             ) from error
         return map(self._to_device, fetching)
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
-        """Fetch each microbatch of validation positions. Raises DataError if a sample cannot be batched."""
+        """Fetch the microbatches of validation positions.
+
+        Raises DataError if samples cannot be batched.
+        """
         return self._fetch_in_place(self._validation, microbatches)
 
     def check_validation(self, size: int) -> None:
-        """Check that validation samples can be stacked where only training has a function that makes batches.
+        """Check that validation samples can be stacked without a collate function.
 
-        Without it the run would fail at its first validation. Reads one microbatch of `size` samples of each.
+        The check is needed if only training has a function that makes batches. It reads one microbatch of `size`
+        samples of training and validation. Without the check the run would fail at its first validation.
 
         Raises:
-            DataError: they cannot be, or lack entries that training batches have by name.
+            DataError: the samples cannot be stacked, or lack entries that training batches have by name.
         """
         if self._collate is None or self._validation_collate is not None or not self.num_validation:
             return
-        # At least two: a single sample can always be stacked.
+        # At least two samples are read, because a single sample can always be stacked.
         fetched = self._validation[Microbatch(1, 0, 0, min(max(size, 2), self.num_validation))]
         if isinstance(fetched, DataError):
-            raise DataError(f"{_VALIDATION_COLLATE} is missing, as data.collate is for training alone: {fetched}")
+            raise DataError(f"{_VALIDATION_COLLATE} is missing, and data.collate is for training only: {fetched}")
         batch = self.example(size)
         if not isinstance(batch, Mapping):
             return
         names = set(fetched.batch) if isinstance(fetched.batch, Mapping) else set()
         if missing := sorted(map(str, set(batch) - names)):
             raise DataError(
-                f"{_VALIDATION_COLLATE} is missing, as data.collate is for training alone: validation samples that are "
-                f"stacked lack {', '.join(missing)}, which its batches have. Name a function that makes batches, or "
-                "torch.utils.data:default_collate if they are right as they are"
+                f"{_VALIDATION_COLLATE} is missing, and data.collate is for training only: stacked validation samples "
+                f"lack {', '.join(missing)}, which training batches have. Name a function that makes batches, or "
+                "torch.utils.data:default_collate if stacked samples are right"
             )
 
     def example(self, size: int) -> Batch:
@@ -122,12 +141,18 @@ class Loader:
         return self.fetch(Microbatch(1, 0, 0, size, 1)).batch
 
     def fetch(self, microbatch: Microbatch) -> Fetched:
-        """Fetch one training microbatch in place, beside those that `steps` fetches ahead. Raises DataError."""
+        """Fetch one training microbatch in place.
+
+        The microbatches that `steps` fetches ahead are not affected. Raises DataError.
+        """
         (fetched,) = self._fetch_in_place(self._train, iter([microbatch]))
         return fetched
 
     def digest(self, start: int, stop: int) -> int:
-        """Return the samples digest of training positions [start, stop) from their order alone, without fetching."""
+        """Return the samples digest of training positions [start, stop).
+
+        The digest follows from the order alone, so nothing is fetched.
+        """
         return self._train.digest(start, stop)
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -135,13 +160,16 @@ class Loader:
         return self._train.ids(start, stop)
 
     def not_finite(self, start: int, stop: int) -> list[int]:
-        """Read the samples at training positions [start, stop) again. Return ids of those with a NaN or infinity."""
+        """Return ids of samples that contain a NaN or infinity.
+
+        The samples at training positions [start, stop) are read again.
+        """
         return self._train.not_finite(start, stop)
 
     def close(self) -> None:
-        """End the processes that fetch. Nothing can be fetched any more."""
-        # By collection, as a DataLoader does it. Its semaphores go with it; those that Ray finds when it ends this
-        # process stay in /dev/shm, because it kills whatever would remove them too.
+        """End the loader processes. Nothing can be fetched afterwards."""
+        # A DataLoader ends its processes when it is collected, and removes its semaphores. Ray kills this process with
+        # all of its children, so semaphores that still exist then would stay in /dev/shm.
         del self._loader
         gc.collect()
 
@@ -156,7 +184,10 @@ class Loader:
 
 
 class _Sampler:
-    """The DataLoader's sampler. It gives out the microbatches of the latest call, reading each as it is needed."""
+    """Sampler of the DataLoader, which yields the microbatches of the latest call.
+
+    Each microbatch is read from the iterator when the DataLoader needs it.
+    """
 
     microbatches: Iterator[Microbatch] = iter(())
 
@@ -165,7 +196,10 @@ class _Sampler:
 
 
 class _Microbatches:
-    """A dataset indexed by microbatch. This is what the DataLoader sees, and what its processes hold."""
+    """Dataset indexed by microbatch.
+
+    The DataLoader reads from this dataset, and its processes hold a copy.
+    """
 
     def __init__(
         self,
@@ -176,7 +210,10 @@ class _Microbatches:
         key: str,
         epoch_length: int,
     ) -> None:
-        """Read samples by `ids`. `key` is where the configuration names `collate`."""
+        """Read the samples that `ids` names.
+
+        `key` is the configuration key of `collate`, for messages.
+        """
         self._dataset = dataset
         self._ids = ids
         self._seed = seed
@@ -185,7 +222,7 @@ class _Microbatches:
         self._epoch_length = epoch_length
         self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
-        self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, its ids, its keys
+        self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
         self._layout: list[Leaf] = []
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
@@ -195,10 +232,11 @@ class _Microbatches:
                 self._read_batch(ids) if self._read_batch else self._read(microbatch.start, ids.tolist(), keys.tolist())
             )
         except DataError as error:
-            # Raised in a loader process, its message would be buried in that process's traceback.
+            # The error is returned, because raised in a loader process its message would be buried in that process's
+            # traceback.
             return error
         except SystemExit as error:
-            # Which would end a loader process without a word.
+            # SystemExit would end a loader process without reporting the exception.
             raise as_exception(error) from None
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
@@ -217,7 +255,7 @@ class _Microbatches:
         ids, keys = self._ordered(start, stop)
         found = []
         for position, (index, key) in enumerate(zip(ids.tolist(), keys.tolist(), strict=True), start):
-            with contextlib.suppress(Exception):  # this only looks for more to tell
+            with contextlib.suppress(Exception):  # a sample that raises is not reported here
                 sample = self._sample(position, index, key)
                 numbers = [torch.as_tensor(number) for number in tensors_of(stack([sample]))]
                 if not all(bool(number.isfinite().all()) for number in numbers):
@@ -228,7 +266,7 @@ class _Microbatches:
         """Return ids and keys of the samples at positions [start, stop)."""
         first, ids, keys = self._window
         if not first <= start <= stop <= first + len(ids):
-            # From before `start`, because a pad looks back to the first position of its step.
+            # The window begins before `start`, because a pad repeats the first position of its step.
             first = max(0, start - _WINDOW)
             positions = np.arange(first, max(stop, start + _WINDOW))
             ids = self._ids(positions)
@@ -238,12 +276,12 @@ class _Microbatches:
         return ids[wanted], keys[wanted]
 
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
-        """Read the samples at positions from `start` on, one by one, and make them a batch."""
+        """Read samples one by one, from a position on, and make a batch."""
         samples: list[Any] = []
         for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
             samples.append(self._sample(position, index, key))
         if self._collate is not None:
-            # It may draw too, as one that masks at random: what it draws belongs to the batch's first sample.
+            # `collate` may draw random numbers, for masking for example; they are keyed by the batch's first sample.
             with own_randomness(keys[0]):
                 return self._collate(samples)
         self._check_layout(ids, samples)
@@ -261,22 +299,22 @@ class _Microbatches:
             if not any(isinstance(leaf.kind, torch.dtype | np.dtype) or leaf.kind in (int, float) for leaf in layout):
                 raise DataError(f"sample {index} is {sample!r:.80}, expected tensors, arrays or numbers")
             if not self._layout:
-                # The first sample that this process reads is the measure for all others.
+                # The first sample that this process reads defines the layout of all samples.
                 self._layout = layout
             if layout != self._layout:
-                expected = f"expected {_in_words(self._layout)} as those before it"
-                remedy = f"For samples of different sizes name a function that pads them as {self._key}"
+                expected = f"expected {_in_words(self._layout)} as in the samples before it"
+                remedy = f"For samples of different sizes name a function that pads the samples as {self._key}"
                 raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")
 
 
 def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
-    """Return how many processes read samples ahead for a worker that trains on a GPU, or does not."""
+    """Return the number of processes that read samples for a worker."""
     if config.num_workers != "auto":
         return config.num_workers
-    # A GPU must not wait for a sample to be decoded. On a CPU they would take cores from the training itself.
+    # A GPU must not wait for a sample to be decoded. On a CPU, loader processes would take cores from training.
     if not on_gpu:
         return 0
-    # One core is the trainer's own. But one process reads ahead even where it has to share that.
+    # The trainer needs one core of its own. One process reads ahead even if it has to share that core.
     return max(1, min(_PROCESSES_OF_A_GPU, cores_of_a_worker() - 1))
 
 
@@ -284,20 +322,20 @@ def _data_loader(
     dataset: _Microbatches, sampler: _Sampler, num_workers: int, prefetch_factor: int, pin_memory: bool
 ) -> DataLoader[Fetched | DataError]:
     return DataLoader(
-        dataset,  # type: ignore[arg-type]  # any __getitem__ will do
+        dataset,  # type: ignore[arg-type]  # a DataLoader needs only __getitem__
         batch_size=None,
         sampler=sampler,
         collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        # Every start of a DataLoader draws from the global generator unless it has one of its own.
+        # A DataLoader draws from the global generator at each start unless it has a generator of its own.
         generator=torch.Generator(),
         **options_of_processes(num_workers, prefetch_factor),
     )
 
 
 def _in_words(layout: list[Leaf]) -> str:
-    """Write a layout as `(float32 (64,), int64 ())`."""
+    """Return a layout as text, such as `(float32 (64,), int64 ())`."""
     return f"({', '.join(map(str, layout))})"
 
 

@@ -1,8 +1,8 @@
-"""Map positions in the data to samples: a pure function of the seed, in O(1) memory and without any state.
+"""Map positions in the data to samples.
 
-Training positions are one endless stream; position p belongs to epoch p // num_train. A run resumes from one integer.
-By default every epoch is a fresh keyed permutation, so each sample comes once an epoch whichever worker reads it;
-`data.order` puts another pure function in its place.
+The map is a pure function of the seed, in O(1) memory and without state. Training positions are one endless stream, in
+which position p belongs to epoch p // num_train, so a run resumes from one integer. By default every epoch is another
+keyed permutation, so each sample comes once per epoch, on any worker. `data.order` names another pure function.
 """
 
 import functools
@@ -21,30 +21,31 @@ Float64s = NDArray[np.float64]
 UInt64s = NDArray[np.uint64]
 
 _WORD_MASK = (1 << 64) - 1
-# The increment of splitmix64: 2^64 over the golden ratio, made odd.
+# Increment of splitmix64: 2^64 divided by the golden ratio, made odd.
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 6
 
-# First word of a key, so that keys of different purposes never coincide.
+# First word of a key. Keys of different purposes begin with different words, so they never coincide.
 _SPLIT = 0
 _EPOCH = 1
 _DIGEST = 2
 _DRAW = 3
 
-_NUM_TRIED = 256  # positions at which an order of the user's own is tried out
+_NUM_TRIED = 256  # positions at which an order of the user's own is tested
 
 
 class Order(Protocol):
-    """Order of the user's own: the sample that each position of an epoch reads.
+    """Order of the user's own: the sample at each position of an epoch.
 
-    It must be a pure function, element by element: a result depends on the values at its own index alone, not on the
-    number of positions asked for, earlier calls, the worker or the time. Every worker and loader process calls it for
-    the positions that it reads next, also after a resume, and `audit` calls it again for all of them.
+    The function must be pure, element by element: a result depends on the values at its own index alone, and not on the
+    number of positions in the call, on earlier calls, on the worker or on the time. Every worker and loader process
+    calls the function for the positions that it reads next, also after a resume, and `audit` calls it again for all
+    positions.
 
-    It may return a sample several times and another one never, as draws with replacement do. An epoch has as many
-    positions as there are training samples. `uniform` draws random numbers keyed by position.
+    The function may return a sample several times and another sample never, as draws with replacement do. An epoch has
+    as many positions as there are training samples. `uniform` draws random numbers keyed by position.
 
-    A rule about whole batches (buckets of equal lengths, a curriculum by step) follows from the position too: with
+    A rule about whole batches (buckets of equal lengths, a curriculum by step) also follows from the position: with
     position = epoch * num_samples + place, the step is position // batch.global_size + 1, unless a run counted in
     epochs was extended.
     """
@@ -56,7 +57,7 @@ class Order(Protocol):
             seed: `run.seed`.
             epoch: int64 (n,), from 0. Neighbours may belong to different epochs.
             place: int64 (n,), in range(num_samples): the position within the epoch.
-            num_samples: number of training samples. Held-out samples are behind them in the dataset.
+            num_samples: number of training samples. Held-out samples follow them in the dataset.
 
         Returns:
             Integers (n,) in range(num_samples).
@@ -65,23 +66,29 @@ class Order(Protocol):
 
 
 class Permutation:
-    """A keyed bijection on range(size): the generalised Feistel network of Black and Rogaway (2002)."""
+    """Keyed permutation of range(size).
+
+    The method is the generalised Feistel network of Black and Rogaway (2002).
+    """
 
     def __init__(self, size: int, key: UInt64s) -> None:
-        """Permute range(size) by `key`: one for all indices, shape (1,), or one for each index of the calls to come."""
+        """Permute range(size) by `key`.
+
+        `key` has shape (1,), or one key for each index of the calls that follow.
+        """
         self.size = size
         self._key = key
-        # An index is a cell of a grid that exceeds range(size) by less than a row, so a result rarely falls outside.
-        # Not powers of two, as is usual for Feistel halves: up to three of four results would, which makes a short call
-        # ten times as long.
-        columns = math.isqrt(max(size - 1, 0)) + 1  # the root, rounded up: three samples need a 2 x 2 grid
+        # An index is a cell of a grid that exceeds range(size) by less than a row, so a result rarely lies outside of
+        # range(size). Feistel halves are usually powers of two, but then up to three of four results would lie outside,
+        # which would make a short call ten times as long.
+        columns = math.isqrt(max(size - 1, 0)) + 1  # square root, rounded up: three samples need a 2 x 2 grid
         rows = -(-size // columns)
         self._grid = (np.uint64(rows), np.uint64(columns))
 
     def __call__(self, index: Int64s) -> Int64s:
-        """Return the place in range(size) that each index, in range(size), is moved to. Same shape."""
-        # Cycle walking: what falls outside is permuted again. That ends, because a cycle of the grid's permutation that
-        # starts inside range(size) comes back to it.
+        """Return the permuted index of each index in range(size), in the same shape."""
+        # Cycle walking: a result outside of range(size) is permuted again. The loop ends, because a cycle of the grid's
+        # permutation that starts inside range(size) returns to range(size).
         place = self._network(index.astype(np.uint64), self._key)
         while True:
             outside = place >= self.size
@@ -94,7 +101,7 @@ class Permutation:
         rows, columns = self._grid
         left, right = np.divmod(place, columns)
         for _ in range(_ROUNDS // 2):
-            # A 63-bit round value cannot overflow when a half is added, and leaves no bias worth the name.
+            # A 63-bit round value cannot overflow when a half is added, and its bias is negligible.
             key = key + _GOLDEN_GAMMA
             left = (left + (_mix(right ^ key) >> np.uint64(1))) % rows
             key = key + _GOLDEN_GAMMA
@@ -103,27 +110,33 @@ class Permutation:
 
 
 class SampleOrder:
-    """The split into training and validation samples, and the order of each."""
+    """Split into training and validation samples, with the order of each."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int) -> None:
         num_validation = 0
         if validation_fraction > 0:
             num_validation = max(1, round(num_samples * validation_fraction))
-        self.num_validation = min(num_validation, num_samples - 1)  # at least one sample is left to train on
+        self.num_validation = min(num_validation, num_samples - 1)  # leaves at least one sample for training
         self.num_train = num_samples - self.num_validation
-        # The split is the first num_train places of one permutation of all samples, the same in every epoch.
+        # The first num_train places of one permutation of all samples are for training, the same in every epoch.
         self._split = Permutation(num_samples, _key(_SPLIT, seed))
         self._epochs = _key(_EPOCH, seed)
 
     def train(self, positions: Int64s) -> Int64s:
-        """Return the sample ids at positions of the endless training stream; a call may span epochs."""
+        """Return the sample ids at positions of the training stream.
+
+        The positions of a call may belong to several epochs.
+        """
         epoch, place = np.divmod(positions, self.num_train)
-        # One key for each position, because neighbours may belong to different epochs.
+        # Each position has its own key, because neighbours may belong to different epochs.
         keys = _mix(self._epochs + epoch.astype(np.uint64) * _GOLDEN_GAMMA)
         return self._split(Permutation(self.num_train, keys)(place))
 
     def validation(self, positions: Int64s) -> Int64s:
-        """Return the sample ids at positions of the validation stream: one fixed order, again and again."""
+        """Return the sample ids at positions of the validation stream.
+
+        The stream repeats one fixed order.
+        """
         assert self.num_validation, "no samples are held out"
         return self._split(self.num_train + positions % self.num_validation)
 
@@ -132,7 +145,10 @@ class OwnOrder(SampleOrder):
     """Order given by `data.order`, with the last samples of the dataset held out."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int, order: Order, name: str) -> None:
-        """Try `order` out; errors call it `name`. Raises DataError if it cannot be used."""
+        """Test `order` and build the order.
+
+        `name` is the order's name in errors. Raises DataError if the order cannot be used.
+        """
         super().__init__(num_samples, validation_fraction, seed)
         self._seed = seed
         self._order = order
@@ -144,13 +160,13 @@ class OwnOrder(SampleOrder):
         ids = np.asarray(self._order(self._seed, epoch, place, self.num_train))
         if ids.shape != positions.shape or ids.dtype.kind not in "iu":
             self._refuse(
-                f"gave {ids.dtype} {ids.shape} for {len(positions)} positions; expected int64 {positions.shape}"
+                f"returned {ids.dtype} {ids.shape} for {len(positions)} positions; expected int64 {positions.shape}"
             )
         wrong = (ids < 0) | (ids >= self.num_train)
         if wrong.any():
             first = int(wrong.argmax())
             where = f"at place {place[first]} of epoch {epoch[first]}"
-            self._refuse(f"gave sample {ids[first]} {where}; training samples are 0 to {self.num_train - 1}")
+            self._refuse(f"returned sample {ids[first]} {where}; training samples are 0 to {self.num_train - 1}")
         return ids.astype(np.int64, copy=False)
 
     def validation(self, positions: Int64s) -> Int64s:
@@ -158,7 +174,10 @@ class OwnOrder(SampleOrder):
         return self.num_train + positions % self.num_validation
 
     def _try_out(self) -> None:
-        """Check on positions around the end of an epoch that the order is a pure function, element by element."""
+        """Check that the order is a pure function, element by element.
+
+        The test uses positions around the end of an epoch.
+        """
         positions = np.arange(max(0, self.num_train - _NUM_TRIED // 2), self.num_train + _NUM_TRIED // 2)
         found = self.train(positions)
         half = len(positions) // 2
@@ -167,9 +186,9 @@ class OwnOrder(SampleOrder):
         if len(differ):
             epoch, place = divmod(int(positions[differ[0]]), self.num_train)
             self._refuse(
-                f"gives another sample at place {place} of epoch {epoch} when it is called again, or for fewer "
-                "positions at once. It must be a pure function of each seed, epoch and place; app.data.order.uniform "
-                "draws such numbers"
+                f"returns another sample at place {place} of epoch {epoch} when it is called again, or for fewer "
+                "positions at once. The order must be a pure function of each seed, epoch and place; "
+                "app.data.order.uniform draws such random numbers"
             )
 
     def _refuse(self, what: str) -> NoReturn:
@@ -177,11 +196,11 @@ class OwnOrder(SampleOrder):
 
 
 def build_order(config: DataConfig, num_samples: int, seed: int) -> SampleOrder:
-    """Build the order of a dataset of `num_samples`, held-out samples included.
+    """Build the order of a dataset of `num_samples`, including held-out samples.
 
     Raises:
         ConfigError: the target of `data.order` cannot be loaded.
-        DataError: what it gives is no order.
+        DataError: the target is not a valid order.
     """
     match config.order:
         case "shuffled":
@@ -197,29 +216,42 @@ def _sequential(seed: int, epoch: Int64s, place: Int64s, num_samples: int, /) ->
 
 
 def uniform(seed: int, epoch: Int64s, place: Int64s) -> Float64s:
-    """Return random numbers in [0, 1), float64 (n,), keyed by seed, epoch and place, for an `Order`."""
+    """Return random numbers in [0, 1), for an `Order`.
+
+    The numbers are float64 (n,), keyed by seed, epoch and place.
+    """
     key = _mix(_mix(epoch.astype(np.uint64) + _key(_DRAW, seed)) + place.astype(np.uint64) * _GOLDEN_GAMMA)
-    # 52 bits, not 53: the largest number times any total is then less than the total, also after rounding.
+    # With 52 bits instead of 53, the largest number times any total is less than the total even after rounding.
     return (key >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def sample_keys(ids: Int64s, positions: Int64s, seed: int) -> UInt64s:
-    """Return a keyed hash of each (id, position). The digest sums them, and each seeds its sample's augmentation."""
-    # The position is in it too: a sample is augmented anew in every epoch, and two that swap places are noticed.
+    """Return a keyed hash of each (id, position).
+
+    The digest is the sum of the hashes, and each hash seeds the augmentation of its sample.
+    """
+    # The hash includes the position, so that a sample is augmented differently in every epoch, and so that the digest
+    # changes if two samples swap places.
     return _mix(_mix(ids.astype(np.uint64) + _key(_DIGEST, seed)) + positions.astype(np.uint64) * _GOLDEN_GAMMA)
 
 
 def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
-    """Return the sum mod 2^64 of the samples' hashes. No grouping changes it; one lost, repeated or swapped does."""
+    """Return the sum mod 2^64 of the samples' hashes.
+
+    The sum does not depend on the grouping into microbatches, but changes if a sample is lost, repeated or swapped.
+    """
     return int(sample_keys(ids, positions, seed).sum())
 
 
 def keyed_hash(*words: int) -> int:
-    """Return a 64-bit hash of integers: the same on every machine, whatever Python's own hash does."""
+    """Return a 64-bit hash of integers that is the same on every machine.
+
+    Python's own hash differs between processes.
+    """
     key = 0
     for word in words:
         key = (key + word + int(_GOLDEN_GAMMA)) & _WORD_MASK
-        # The finaliser of `_mix`, in Python's integers: for one number numpy would take ten times as long.
+        # This is the finaliser of `_mix` in Python's integers, because numpy takes ten times as long for one number.
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD_MASK
         key ^= key >> 31
@@ -228,12 +260,15 @@ def keyed_hash(*words: int) -> int:
 
 @functools.cache
 def _key(*words: int) -> UInt64s:
-    return np.array([keyed_hash(*words)], np.uint64)  # an array, since numpy warns of overflow in scalars only
+    return np.array([keyed_hash(*words)], np.uint64)  # an array, because numpy warns of overflow in scalars only
 
 
 def _mix(word: UInt64s) -> UInt64s:
-    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014): a bijection; every bit reaches every bit."""
-    # Changing a constant changes the order of every run, which no checkpoint survives; a test freezes it.
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+
+    The function is a bijection, in which every input bit affects every output bit.
+    """
+    # Changing a constant changes the order of samples, so no checkpoint could be resumed. A test freezes the constants.
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

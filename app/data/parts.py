@@ -1,4 +1,4 @@
-"""Microbatches in parts, for forwards that hold fewer samples than a microbatch has."""
+"""Split microbatches into parts for forwards with fewer samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,23 +13,23 @@ from app.plan import Microbatch
 
 
 class Part(NamedTuple):
-    """What one forward computes of a microbatch."""
+    """Samples of a microbatch that one forward computes."""
 
     microbatch: Microbatch
     batch: Batch
-    first: int  # index in the microbatch of its first sample
+    first: int  # index of the part's first sample in the microbatch
     num_samples: int
-    share: float  # of the microbatch's samples
-    weight: int  # 0 for one that counts for nothing, and keeps a rank in step with the others' collectives
+    share: float  # share of the microbatch's samples
+    weight: int  # 0 for a part without effect, which keeps the ranks' collectives in step
 
 
 def split(fetched: Fetched, forward_size: int | None, num_parts: int) -> Iterator[Part]:
-    """Yield so many parts of a microbatch, each of up to `forward_size` samples; one part if that is None.
+    """Yield the parts of a microbatch, each with up to `forward_size` samples.
 
-    Those beyond its samples repeat the first part, with weight 0.
+    Yields one part if `forward_size` is None. Parts beyond the samples repeat the first part, with weight 0.
 
     Raises:
-        TrainingError: `data.collate` has made a batch that cannot be cut between samples.
+        TrainingError: `data.collate` made a batch that cannot be cut between samples.
     """
     microbatch = fetched.microbatch
     num_samples = microbatch.stop - microbatch.start
@@ -50,24 +50,26 @@ def split(fetched: Fetched, forward_size: int | None, num_parts: int) -> Iterato
 
 
 def rows_of(batch: Batch, indices: Sequence[int], num_samples: int) -> Batch:
-    """Return the samples of a batch at `indices`, of a batch that `uncuttable` finds no fault with.
+    """Return the samples of a batch at `indices`.
+
+    `uncuttable` must return None for the batch.
 
     Args:
-        num_samples: in the batch. A list of as many values that are no tensors, names say, is cut too.
+        num_samples: number of samples in the batch. A list with as many values that are no tensors is cut too.
     """
     if isinstance(batch, list) and len(batch) == num_samples and not any(True for _ in tensors_of(batch)):
         return [batch[index] for index in indices]
     if isinstance(batch, Mapping):
         return {key: rows_of(value, indices, num_samples) for key, value in batch.items()}
     if isinstance(batch, Tensor) and isinstance(indices, range):
-        return batch[indices.start : indices.stop]  # a view
+        return batch[indices.start : indices.stop]  # a view, without a copy
     if isinstance(batch, Tensor):
         return batch[torch.tensor(indices, device=batch.device)]
     return map_parts(lambda part: rows_of(part, indices, num_samples), batch)
 
 
 def uncuttable(batch: Batch, num_samples: int) -> Tensor | None:
-    """Return a tensor of a batch that has no row for each of its samples, None if all have."""
+    """Return a tensor that has no row for each sample, None without one."""
     for tensor in tensors_of(batch):
         if not tensor.dim() or len(tensor) != num_samples:
             return tensor
@@ -78,6 +80,6 @@ def _check_is_cut_by_sample(batch: Batch, num_samples: int) -> None:
     tensor = uncuttable(batch, num_samples)
     if tensor is not None:
         raise TrainingError(
-            f"memory has run out, and a batch of {num_samples} samples cannot be run in parts: data.collate has "
-            f"made a tensor of shape {tuple(tensor.shape)} of them. Lower batch.microbatch_size"
+            f"memory has run out, and a batch of {num_samples} samples cannot be split into parts: data.collate has "
+            f"made a tensor of shape {tuple(tensor.shape)} from the samples. Lower batch.microbatch_size"
         )

@@ -1,4 +1,4 @@
-"""Processes that read samples ahead for a worker."""
+"""Start processes that read samples ahead for a worker."""
 
 import multiprocessing
 import os
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def options_of_processes(num_workers: int, prefetch_factor: int) -> dict[str, Any]:
-    """Return what a DataLoader is told of its processes. They outlive SIGTERM, but for their worker's own."""
+    """Return a DataLoader's options for its processes.
+
+    The processes ignore SIGTERM unless the worker itself sends the signal.
+    """
     if not num_workers:
         return {}
     # fork breaks CUDA and Ray's threads; forkserver imports torch once, not once for each process.
@@ -26,9 +29,9 @@ def options_of_processes(num_workers: int, prefetch_factor: int) -> dict[str, An
 
 
 def _start_server() -> None:
-    # Whoever stops a run may send SIGTERM to all of its processes, while the worker has a step to finish. The server
-    # would end by it; so it is started with the signal blocked, which its processes inherit.
-    resource_tracker.ensure_running()  # whose start would unblock it
+    # A service manager may send SIGTERM to all processes of a run, while the worker has to finish a step. The signal
+    # would end the fork server, so the server is started with the signal blocked, and its processes inherit that.
+    resource_tracker.ensure_running()  # started first, because its start would unblock the signal
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         forkserver.ensure_running()
@@ -37,8 +40,12 @@ def _start_server() -> None:
 
 
 def _end_by(worker_pid: int, _: int) -> None:
-    """Have this process end by a SIGTERM of the worker alone, as a DataLoader sends it to one that does not answer."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a server that user code has started does not block it
+    """End this process only after a SIGTERM of the worker.
+
+    A DataLoader sends SIGTERM to a process that does not answer.
+    """
+    # a server that user code has started does not block the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_await_end, args=(worker_pid,), daemon=True, name="end").start()
 
 

@@ -1,4 +1,4 @@
-"""Seeding of the generators that the user's code draws from: those of torch, numpy and Python."""
+"""Seed the generators of torch, numpy and Python."""
 
 import contextlib
 import random
@@ -9,11 +9,11 @@ import torch
 
 
 def seed_host(key: int) -> None:
-    """Seed the generators of the host by `key`, of 63 bits."""
-    # `torch.manual_seed` would take 80 us instead of 1, because it looks at every accelerator.
+    """Seed the generators of the host with a 63-bit key."""
+    # `torch.manual_seed` looks at every accelerator, and would take 80 us instead of 1.
     torch.default_generator.manual_seed(key)
     random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # numpy takes 32 bits
+    np.random.seed(key & 0xFFFFFFFF)  # numpy takes 32 bits only
 
 
 @contextlib.contextmanager
@@ -32,8 +32,8 @@ def kept_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_randomness(key: int) -> Iterator[None]:
-    """Seed every generator that an augmentation may draw from, and restore their states at the end."""
-    # Without loader processes these are the training loop's generators, and dropout draws from one of them.
+    """Seed the host's generators for an augmentation, and restore them at the end."""
+    # Without loader processes the training loop uses the same generators, and dropout draws from one of them.
     with kept_randomness():
         seed_host(key)
         yield

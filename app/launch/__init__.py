@@ -1,1 +1,1 @@
-"""Ways to start a run: under Ray, under torchrun, on the head of a cluster, as a Ray job."""
+"""Ways to start a run: Ray, torchrun, a remote head, a Ray job."""

@@ -1,7 +1,7 @@
-"""Come back: where Ray has died under a command, its process begins the same command anew."""
+"""Restart the same command in its process after Ray has died."""
 
-# Ray keeps threads and connections in this process that do not end without the rest of it, and some of them end the
-# process. So it is replaced, and not cleaned up: its number, its terminal and its children stay.
+# Ray keeps threads and connections in a process that only end with the process, and some of them end the process. So
+# `exec` replaces the whole process. Its process id, its terminal and its children stay the same.
 import json
 import os
 import sys
@@ -17,22 +17,23 @@ _VARIABLE = "STEADFAST_CAME_BACK"
 
 @dataclass(frozen=True)
 class Comebacks:
-    """How often this command has come back, and what it had been told by then."""
+    """Record of a command's restarts, passed on from process to process."""
 
-    # Of its claim on the run, which it does not release: what is left of the former Ray may renew it for a moment.
+    # Identifies the claim on the run, which a restart keeps. Processes of the former Ray may still renew the claim for
+    # a moment.
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    what: str = ""  # had died
-    in_a_row: int = 0  # without a new step between two of them
-    furthest_step: int = 0  # at the last one
-    num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
-    cluster: str = ""  # the address of the GCS that has died; "" if it was this command's own
-    stopping: bool = False  # it was to stop when Ray died: what the machines still hold is saved, and no more
+    what: str = ""  # part of Ray that had died before the last restart
+    in_a_row: int = 0  # restarts in a row without a new step between them
+    furthest_step: int = 0  # furthest step at the last restart
+    num_workers: tuple[int, int] | None = None  # bounds that `steadfast scale` has set
+    cluster: str = ""  # address of the GCS that has died; "" if Ray was embedded
+    stopping: bool = False  # the command was stopping when Ray died, so the restart only saves the state in memory
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Read the record of the former process from the environment; a new command has an empty one.
+        """Read the record of the former process from the environment.
 
-        Raises UsageError if another program has set the variable.
+        A new command has an empty record. Raises UsageError if another program has set the variable.
         """
         text = os.environ.get(_VARIABLE, "{}")
         try:
@@ -43,7 +44,10 @@ class Comebacks:
             raise UsageError(f"{_VARIABLE}={text[:80]}: steadfast sets this variable for itself; unset it") from error
 
     def check(self, allowed: int) -> None:
-        """Raise TrainingError if the command has come back more often than is `allowed`, or its cluster has not."""
+        """Check that the command may go on after its restarts.
+
+        Raises TrainingError after more than `allowed` restarts in a row, or if the cluster does not answer.
+        """
         if self.in_a_row > allowed:
             raise TrainingError(
                 f"{self.what} has died {self.in_a_row} times and no step beyond {self.furthest_step}; recovery allows "
@@ -54,7 +58,7 @@ class Comebacks:
             raise self.not_there("it does not answer any more")
 
     def not_there(self, why: object) -> TrainingError:
-        """Return the error that says what to do where the cluster has not come back."""
+        """Return the error for a cluster that cannot be joined again."""
         return TrainingError(
             f"the cluster at {self.cluster} cannot be joined again: {str(why).partition(chr(10))[0]}. Start its Ray "
             "again (ray up FILE, or ray start on this machine), then give the same command again: it goes on from the "
@@ -69,7 +73,15 @@ class Comebacks:
         cluster: str = "",
         stopping: bool = False,
     ) -> Self:
-        """Return the next record, for a command that has done `step` when it comes back once more."""
+        """Return the record for the next restart.
+
+        Args:
+            what: the part of Ray that has died.
+            step: the last finished step.
+            num_workers: bounds that `steadfast scale` has set, if it did.
+            cluster: address of the GCS that has died; "" if Ray was embedded.
+            stopping: whether the command was stopping.
+        """
         in_a_row = self.in_a_row if step <= self.furthest_step else 0
         return replace(
             self,
@@ -82,7 +94,7 @@ class Comebacks:
         )
 
     def come_back(self) -> NoReturn:
-        """Replace this process by a new one of the same command."""
+        """Replace this process by a new process of the same command."""
         os.environ[_VARIABLE] = json.dumps(asdict(self))
         sys.stdout.flush()
         sys.stderr.flush()

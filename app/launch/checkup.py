@@ -1,4 +1,4 @@
-"""Check the machines on which the same configuration would train, before it does."""
+"""Check the machines on which a configuration would train."""
 
 import traceback
 from collections.abc import Generator
@@ -8,7 +8,10 @@ from app.config import Config
 
 
 def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
-    """Check the cluster that a run would join, else this machine with a Ray of its own. Yield findings as they come."""
+    """Check the cluster that a run would join, and yield findings.
+
+    If a run would embed Ray, only this machine is checked.
+    """
     import ray
 
     from app.orchestration.checkup import check_nodes

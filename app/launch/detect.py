@@ -1,4 +1,4 @@
-"""Find out how this process was started."""
+"""Detect how this process was started."""
 
 import os
 import re
@@ -12,16 +12,16 @@ _REMEDY = "Start with torchrun, or unset them to train under Ray"
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun, or somebody who sets the same environment, has started this process.
+    """Return whether this process has the environment that torchrun sets.
 
     Raises:
-        UsageError: only a part of that environment is set, or no world can have it.
+        UsageError: only a part of that environment is set, or its numbers are impossible.
     """
     present = [name for name in _TORCHRUN if name in os.environ]
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if present and missing:
         raise UsageError(
-            f"{', '.join(present)} set without {', '.join(missing)}: half of torchrun's environment. {_REMEDY}"
+            f"{', '.join(present)} set without {', '.join(missing)}: only a part of torchrun's environment. {_REMEDY}"
         )
     if present:
         _check_numbers()
@@ -29,16 +29,25 @@ def under_torchrun() -> bool:
 
 
 def _check_numbers() -> None:
-    """Raise UsageError for numbers with which torch would wait for other ranks until its time-out of half an hour."""
+    """Check the numbers in torchrun's environment.
+
+    With wrong numbers torch would wait half an hour for other ranks. Raises UsageError.
+    """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not re.fullmatch(r"\d{1,9}", os.environ[name]):
             raise UsageError(f"{name}={os.environ[name]}: must be a number. {_REMEDY}")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= world_size:
         raise UsageError(f"RANK={rank} with WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1. {_REMEDY}")
+    if int(os.environ["MASTER_PORT"]) > 65535:
+        raise UsageError(f"MASTER_PORT={os.environ['MASTER_PORT']}: ports go up to 65535. {_REMEDY}")
 
 
 def given_s(started_s: float) -> float:
-    """Return when the command was given of a process that started at `started_s`, both as Unix time."""
-    # Torchrun, which imports torch before it starts a rank, is what the user has typed.
+    """Return the Unix time at which the user gave the command.
+
+    Args:
+        started_s: Unix time at which this process started.
+    """
+    # The user has started torchrun, the parent process, which imports torch before it starts a rank.
     return psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else started_s

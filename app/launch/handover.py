@@ -1,6 +1,7 @@
-"""Hand environment variables to a command that another process starts, and show them to nobody else.
+"""Pass secret environment variables to a command that another process starts.
 
-They are on no command line, which every user of a machine can read, and in no record that Ray keeps of a job.
+A file that only the user can read holds the variables. They stand neither on a command line, which every user of the
+machine can read, nor in Ray's records of a job.
 """
 
 import os
@@ -11,8 +12,11 @@ from pathlib import Path
 
 
 def write_variables(variables: Mapping[str, str]) -> Path:
-    """Return a new file, which only this user can read, of shell commands that set the variables."""
-    descriptor, name = tempfile.mkstemp(prefix="steadfast-")  # with mode 0600
+    """Write a file of shell commands that set the variables.
+
+    Return the path. Only this user can read the file.
+    """
+    descriptor, name = tempfile.mkstemp(prefix="steadfast-")  # mkstemp creates the file with mode 0600
     with os.fdopen(descriptor, "w") as file:
         for variable, value in variables.items():
             file.write(f"export {variable}={shlex.quote(value)}\n")
@@ -20,5 +24,11 @@ def write_variables(variables: Mapping[str, str]) -> Path:
 
 
 def taking(path: str) -> str:
-    """Return the beginning of a shell command that takes the variables from such a file, and deletes it."""
+    """Return a shell prefix that sets variables and deletes their file.
+
+    The prefix is put before a command.
+
+    Args:
+        path: path of a file from `write_variables`, on the machine of the shell.
+    """
     return f". {path} && rm -f {path} && "

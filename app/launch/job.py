@@ -1,4 +1,7 @@
-"""`--job`: train as a Ray job of this machine's cluster, which outlives the terminal that gave the command."""
+"""`--job`: train as a Ray job of this machine's cluster.
+
+The job goes on when the terminal of the command is closed.
+"""
 
 import asyncio
 import logging
@@ -22,8 +25,15 @@ _POLL_S = 0.2
 
 
 def run_as_job(config: Config, arguments: list[str]) -> int:
-    """Submit a command, unless a job of its run is under way already. Show its output, and return its exit code."""
-    # Both modules log each connection that they open, between the lines of the run.
+    """Run a command as a job, show its output, and return its exit code.
+
+    If a job of the same run is active, the output of that job is shown instead.
+
+    Raises:
+        UsageError: this machine has no Ray cluster with a dashboard.
+        TrainingError: the connection was lost.
+    """
+    # Both modules log each new connection, which would appear between the lines of the run.
     for name in ("job.sdk", "dashboard_sdk"):
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
     try:
@@ -32,7 +42,7 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
     except RuntimeError as error:
         raise UsageError(
-            f"--job: {error}. What Ray's jobs need on this machine is installed by pip install -c constraints.txt -e "
+            f"--job: {error}. Install the packages for Ray's jobs on this machine: pip install -c constraints.txt -e "
             "'.[cluster]'"
         ) from error
 
@@ -44,9 +54,9 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
     print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
     try:
         return asyncio.run(_follow(client, job))
-    except (OSError, RuntimeError) as error:  # of requests, and of the websocket
+    except (OSError, RuntimeError) as error:  # requests and the websocket raise these
         raise TrainingError(
-            "the connection to the head was lost. What runs there goes on, and the same command shows it. If the head "
+            "the connection to the head was lost. The run goes on there, and the same command shows it. If the head "
             "is gone, start it again (ray up FILE, or ray start --head): the same command then resumes the run"
         ) from error
 
@@ -58,14 +68,14 @@ def _submit(
     command = shlex.join([sys.executable, "main.py", *arguments])
     try:
         job: str = client.submit_job(
-            # Not by Ray's working_dir: in a copy elsewhere, relative paths would lead to another place.
+            # The job runs in this directory, because relative paths would mean other files in Ray's copy of it.
             entrypoint=f"cd {shlex.quote(os.getcwd())} && {taking(str(file))}exec {command}",
             submission_id=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
             metadata={_RUN: run},
         )
         return job
     except BaseException:
-        file.unlink()  # which nobody would take
+        file.unlink()  # no job will read and delete the file
         raise
 
 
@@ -80,7 +90,7 @@ def _find_job(client: JobSubmissionClient, run: str) -> str | None:
 async def _follow(client: JobSubmissionClient, job: str) -> int:
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)
-    # The output may end a moment before the status says that the job has.
+    # The output may end a moment before Ray reports the end of the job.
     info = client.get_job_info(job)
     while not info.status.is_terminal():
         await asyncio.sleep(_POLL_S)
@@ -89,10 +99,10 @@ async def _follow(client: JobSubmissionClient, job: str) -> int:
 
 
 def exit_code(info: JobDetails) -> int:
-    """Return the exit code of the command that a job ran."""
+    """Return the exit code of a job's command."""
     if info.driver_exit_code is not None:
         return int(info.driver_exit_code)
-    # Ray keeps no exit code of a job that it was asked to stop.
+    # Ray records no exit code for a job that was stopped.
     if info.status == JobStatus.STOPPED:
         return EXIT_STOPPED
     if info.status == JobStatus.SUCCEEDED:

@@ -1,4 +1,7 @@
-"""How a failed command ends as one of torchrun's ranks: one of them says why, and torchrun repeats it at its end."""
+"""End a failed rank under torchrun.
+
+Of several failed ranks only one reports the cause. torchrun repeats the report at its end.
+"""
 
 import json
 import os
@@ -12,36 +15,43 @@ from typing import NoReturn
 from app.errors import SteadfastError
 
 _PROGRAM = Path(__file__).parents[1]
-# How long a rank leaves it to others to say why all have failed. As soon as one has ended, torchrun ends the rest.
-_OF_FIRST_S = 3.0  # the same error, on rank 0
-_OF_CAUSE_S = 6.0  # the error of a rank that this one has lost
+# Time that a failed rank waits for another rank to report the cause. torchrun ends all other ranks after one exit.
+_OF_FIRST_S = 3.0  # time for rank 0 to report the same error
+_OF_CAUSE_S = 6.0  # time for a lost peer to report its own error
 
 
 def of_torchrun() -> bool:
-    """Return whether this process is a rank that torchrun has started, and will end once another one has failed."""
+    """Return whether torchrun has started this process as a rank.
+
+    torchrun ends such a process when another rank fails.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def expect_end() -> None:
-    """Let SIGTERM end this rank without an error: torchrun sends it once another rank has failed.
+    """Make SIGTERM end this rank without an error.
 
-    It would list this rank as a failure too, and the user would look for a second reason.
+    torchrun sends SIGTERM when another rank fails. Otherwise torchrun would list this rank as a failure too, and the
+    user would look for a second cause.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def end_rank(error: Exception, text: str) -> NoReturn:
-    """End this rank of torchrun's after an error, of which it says `text` unless another rank does."""
+    """End this rank after an error, and print `text` unless another rank reports first."""
     _let_others_speak(error)
     _leave_message(error)
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    # At once: as long as this process is there, torchrun has not heard, and the others wait.
+    # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
     os._exit(error.exit_code if isinstance(error, SteadfastError) else 1)
 
 
 def traceback_of(error: Exception) -> str:
-    """Return the traceback of an error from the first line of the user's own code on; all of it if there is none."""
+    """Return an error's traceback, beginning with the user's own code.
+
+    If the user's code has no frame there, the whole traceback is returned.
+    """
     users = error.__traceback__
     while users is not None and _is_own(users.tb_frame.f_code.co_filename):
         users = users.tb_next
@@ -64,17 +74,17 @@ def _let_others_speak(error: Exception) -> None:
 
 
 def _leave_message(error: Exception) -> None:
-    """Write the message where torchrun looks for what to show of a rank that has failed."""
+    """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
-        # As torch.distributed.elastic's ErrorHandler does, less the traceback, which stands above.
+        # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))
 
 
 def _is_of_another(error: Exception) -> bool:
     cause = error.__cause__ if isinstance(error, SteadfastError) else error
-    if cause is None or "torch" not in sys.modules:  # nothing has been computed
+    if cause is None or "torch" not in sys.modules:  # without torch there has been no collective
         return False
     from app.world.groups import is_peer_loss
 

@@ -1,4 +1,4 @@
-"""Train on Ray: from a configuration to a running `TorchTrainer`, and back to an exit code."""
+"""Train on Ray, from a configuration to the exit code."""
 
 import contextlib
 import sys
@@ -20,7 +20,10 @@ from app.units import plural
 
 
 def launch(config: Config, started_s: float, console: Console) -> int:
-    """Train on Ray, for a command given at `started_s` (Unix time). Return its exit code.
+    """Train on Ray, and return the exit code of the command.
+
+    Args:
+        started_s: Unix time at which the command was given.
 
     Raises:
         ResourcesMissing: the cluster has no room for the smallest number of workers.
@@ -29,7 +32,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     before.check(config.recovery.max_failures)
     directory = RunDirectory.of(config)
     new = directory.check_writable()
-    # Before anything in the directory is read, which another command might change.
+    # The run is claimed before its directory is read, so that no other command changes the directory meanwhile.
     ownership = Ownership.claim(directory.store, before.token, say=console.line)
     try:
         begun = events.RunStarted(time_s=started_s, launcher="ray", again=bool(before.what) or None)
@@ -45,16 +48,17 @@ def launch(config: Config, started_s: float, console: Console) -> int:
 
 
 def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> Config:
-    """Return the configuration with these bounds, drawn in to the numbers of workers with which it can train.
+    """Return the configuration with `bounds`, narrowed to possible numbers of workers.
 
-    Raises UsageError if there are none, as may be where the run has chosen its microbatches.
+    Raises UsageError if no number of workers is possible. With `batch.microbatch_size=auto` the run may have chosen too
+    few microbatches.
     """
     sizes = config.world_sizes(bounds, num_microbatches)
     if not sizes:
         raise UsageError(
             f"scaling.num_workers: at least {bounds[0]} workers have only {num_microbatches} microbatches in a "
-            "global batch, as batch.microbatch_size=auto was chosen when the run began. Ask for fewer, or give it as a "
-            "number"
+            "global batch, because batch.microbatch_size=auto was resolved when the run began. Ask for fewer workers, "
+            "or give batch.microbatch_size as a number"
         )
     bounds = sizes[0], sizes[-1]
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
@@ -69,7 +73,7 @@ def _run(
     interrupts: Interrupts,
     before: Comebacks,
 ) -> int:
-    """Connect to a cluster, wait for room on it and train there until the run ends."""
+    """Connect to a cluster, wait for room, and train."""
     import ray
 
     from app.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
@@ -81,7 +85,7 @@ def _run(
 
     try:
         console.line(describe_cluster(address))
-        head_host()  # without it nothing can begin, and Ray would wait
+        head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED
         if embedded:
             config = _without_packages(config, console)
@@ -105,7 +109,7 @@ def _run(
         try:
             return fit.result()
         finally:
-            # Whoever has taken the run over needs the copies.
+            # If another command has taken the run over, its workers need the copies.
             if fit.over and ownership.holds():
                 with contextlib.suppress(OSError):
                     end_copies(directory)
@@ -118,21 +122,22 @@ def _run(
         console.line(restarted.line())
         console.close()
         end_embedded()
-        # Also where it has died too often: a process in which Ray has died may wait for it at its end.
+        # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its end.
+        # The new process counts the deaths and raises the error.
         before.after(died.what, died.step, died.num_workers, died.cluster, interrupts.stopping).come_back()
     finally:
         ray.shutdown()
 
 
 def _connect(config: Config, started_s: float, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
-    """Connect to a cluster, or embed one. Return which."""
+    """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
     from app.orchestration.cluster import RayNotStarted, connect
 
-    # What follows needs torch and Ray Train; their import runs while Ray's processes start.
+    # The next steps need torch and Ray Train. A thread imports both while Ray's processes start.
     importing = threading.Thread(target=import_module, args=("app.orchestration.trainer",))
     try:
         with interrupts.spared():
-            # Threads that start here inherit the blocked signals.
+            # Threads and processes that start here inherit the blocked signals.
             console.stage("starting Ray", started_s)
             importing.start()
             address = connect(config, console.verbose)
@@ -141,15 +146,18 @@ def _connect(config: Config, started_s: float, console: Console, interrupts: Int
             raise before.not_there(error) from error
         if not before.in_a_row or not isinstance(error, RayNotStarted):
             raise
-        # On a busy machine an embedded Ray may need longer for its start than it allows itself.
+        # On a busy machine the start of an embedded Ray may exceed Ray's own time limit, so it is tried again.
         before.after("Ray", before.furthest_step).come_back()
     importing.join()
     return address
 
 
 def _without_packages(config: Config, console: Console) -> Config:
-    """Return the configuration of a run whose workers are all of this command's own Python."""
+    """Return the configuration without `cluster.pip`, for an embedded Ray.
+
+    All workers of an embedded Ray run on the Python of this command.
+    """
     if not config.cluster.pip:
         return config
-    console.line(f"cluster.pip: nothing is installed here, where all workers run on {sys.executable}")
+    console.line(f"cluster.pip: nothing is installed here, because all workers run on {sys.executable}")
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})

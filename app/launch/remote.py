@@ -1,7 +1,8 @@
-"""`--cluster FILE`: run the command on the head of a cluster that `ray up FILE` started.
+"""`--cluster FILE`: run the command on the head of a cluster.
 
-The working directory is copied to the head, where training becomes a Ray job, which outlives this machine. This end
-only shows the output: the same command, here or on another machine, shows it again.
+`ray up FILE` has started the cluster. The working directory is copied to the head, where the training runs as a Ray
+job. The job goes on if this machine ends. This process only shows the output, and the same command shows the output
+again, on this machine or another one.
 """
 
 import shlex
@@ -16,13 +17,13 @@ import yaml
 from app.errors import TrainingError, UsageError
 from app.launch.handover import taking, write_variables
 
-# The working directory on the nodes. `file_mounts` of the cluster files name it too.
+# The working directory on the nodes. The cluster files use the same path in `file_mounts`.
 HOME = "~/steadfast"
-# Printed on the head around the command's output. What comes before and after is of ssh and Ray.
+# The head prints these lines before and after the command's output. All other output comes from ssh and Ray.
 _BEGINS = "steadfast begins"
 _ENDS = "steadfast ends with exit code"
 
-# With which Ray finds the head, and what brings them here.
+# Cloud provider -> the module with which Ray finds the head, and the pip arguments that install the module.
 _CLOUDS = {
     "aws": ("boto3", "-c constraints.txt -e '.[cluster]'"),
     "gcp": ("googleapiclient", "google-api-python-client google-auth"),
@@ -33,13 +34,16 @@ _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
 def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Mapping[str, str]) -> int:
-    """Copy the working directory to the head, run the command there, and return its exit code.
+    """Run the command on a cluster's head, and return the exit code.
+
+    The working directory is copied to the head first.
 
     Args:
-        variables: of this environment, which the command there has too.
+        cluster: path of the cluster file.
+        variables: environment variables to set for the command on the head.
 
     Raises:
-        UsageError: there is no such cluster, or it cannot be reached.
+        UsageError: the cluster file does not exist, or the head cannot be reached.
         TrainingError: the connection was lost.
     """
     if not Path(cluster).is_file():
@@ -49,7 +53,7 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
     if provider in _CLOUDS:
         module, packages = _CLOUDS[provider]
         if find_spec(module) is None:
-            raise UsageError(f"--cluster {cluster}: Ray reaches {provider} by {module}; pip install {packages}")
+            raise UsageError(f"--cluster {cluster}: Ray needs {module} to reach {provider}; pip install {packages}")
     if provider == "local":
         from app.orchestration.internals import remember_head
 
@@ -57,7 +61,7 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
 
     _copy(cluster, "./", f"{HOME}/")
     main = f"{_hand_over(cluster, variables)}python main.py {shlex.join(arguments)}"
-    # The head prints the exit code, because `ray exec` turns every one but 0 into 1.
+    # The head prints the exit code, because `ray exec` itself returns 1 for every code but 0.
     command = f"echo {_BEGINS}; cd {HOME} && {main}; echo {_ENDS} $?"
     remote = subprocess.Popen(
         [*_RAY, "exec", cluster, command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -65,12 +69,12 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
     try:
         exit_code = _show(remote, verbose)
     except KeyboardInterrupt:
-        # Only this end stops, and with 0: nothing has failed.
+        # Only the display ends, so nothing has failed and the exit code is 0.
         remote.terminate()
-        print("\nleft; it goes on. The same command shows it again")
+        print("\nleft; the run goes on. The same command shows it again")
         return 0
     if exit_code is None:
-        raise TrainingError("the connection to the head was lost. What runs there goes on; the same command shows it")
+        raise TrainingError("the connection to the head was lost. The run goes on there; the same command shows it")
     return exit_code
 
 
@@ -82,12 +86,12 @@ def _copy(cluster: str, source: str, target: str) -> None:
 
 
 def _hand_over(cluster: str, variables: Mapping[str, str]) -> str:
-    """Copy variables to the head. Return the beginning of a command there that takes them."""
+    """Copy variables to the head. Return a shell prefix that sets the variables."""
     if not variables:
         return ""
     file = write_variables(variables)
     try:
-        # Not into the working directory, which goes on to all nodes.
+        # The file is not copied into the working directory, because Ray copies that directory to all nodes.
         _copy(cluster, str(file), f"~/.{file.name}")
     finally:
         file.unlink()
@@ -95,7 +99,10 @@ def _hand_over(cluster: str, variables: Mapping[str, str]) -> str:
 
 
 def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:
-    """Print the command's output as it comes. Return its exit code, None if the connection ended before it."""
+    """Print the output of the command, and return its exit code.
+
+    The result is None if the connection ended before the command.
+    """
     assert remote.stdout
     begun = False
     exit_code = None
@@ -104,7 +111,7 @@ def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:
         if _BEGINS in line:
             begun = True
         elif _ENDS in line:
-            # Taken from the line's end: the codes by which a terminal resets its colours may stand before it.
+            # Only the end of the line is parsed, because terminal codes that reset colours may come first.
             exit_code = int(line.rpartition(_ENDS)[2])
         elif verbose or (begun and exit_code is None):
             print(line, end="", flush=True)
@@ -113,6 +120,6 @@ def _show(remote: subprocess.Popen[str], verbose: bool) -> int | None:
     remote.wait()
 
     if not begun and not verbose:
-        # The command was not reached, and only what ssh and Ray said can tell why.
+        # The command has not started. Only the output of ssh and Ray can show the reason.
         print("".join(hidden), end="", file=sys.stderr)
     return exit_code

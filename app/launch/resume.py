@@ -1,4 +1,4 @@
-"""Decide what giving the same command again means: start, resume, or say that the run has finished."""
+"""Decide whether a command starts, resumes or only reports a run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +23,18 @@ def start_or_resume(
     say: Callable[[str], object],
     return_finished: bool = False,
 ) -> bool:
-    """Record what is to run. Return False if the run has finished already, after `say` has reported that.
+    """Prepare the run directory to start or resume a run.
+
+    Return False if the run has finished, after a report through `say`.
 
     Args:
         begun: the event that records the command.
-        return_finished: accepts a finished run although its configuration would have trained another model.
+        say: reports a line to the user.
+        return_finished: whether to accept a finished run although `config` would have trained another model.
 
     Raises:
         RunConflict: the directory holds another run, or a finished run of a configuration that trains another model,
-            or `run.resume` forbids what would have to be done.
+            or `run.resume` forbids starting or resuming.
         StorageError: a file of the directory is damaged, or cannot be written.
     """
     try:
@@ -59,12 +62,12 @@ def _start_or_resume(
             "Give the former values to resume it, or choose another run.name"
         )
     if refused:
-        # There is nothing to resume, and the ledger and events of the former configuration would only mislead.
+        # There is no state to resume, and ledger and events of the former configuration would mislead the user.
         directory.clear()
         begun = begun.model_copy(update={"again": None})
     never = config.run.resume == "never" and not begun.again
     if not resumable and (stored is None or refused or never):
-        end_copies(directory)  # which a command that was killed may have left
+        end_copies(directory)  # a killed command may have left copies in memory
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
@@ -74,9 +77,9 @@ def _start_or_resume(
     if stored is None or _length(stored) != _length(config):
         _note_short_step(stored, config, directory, say)
     directory.delete_summary()
-    # A request for other bounds that nobody has taken up was meant for the command before this one.
+    # An old request of `steadfast scale` was meant for the former command.
     directory.pop_scale_request()
-    # Steps without a checkpoint may still be in the memory of a node.
+    # Without a checkpoint, the memory of a node may still hold the run's finished steps.
     if stored is not None and (resumable or directory.last_step_line()):
         _keep_microbatch_size(stored, config, directory)
     directory.write_config(config)
@@ -99,7 +102,7 @@ def _compare_with_finished(
     say: Callable[[str], object],
     return_finished: bool,
 ) -> None:
-    """Report that the run has finished, and every key that differs from the run's configuration.
+    """Report the finished run, and each changed key.
 
     Raises:
         RunConflict: the configuration would have trained another model, and `return_finished` is false.
@@ -116,7 +119,7 @@ def _compare_with_finished(
 
 
 def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
-    if change.key == "batch.microbatch_size":  # auto stays with the number that the run has
+    if change.key == "batch.microbatch_size":  # auto keeps the number that the run has chosen
         return change.new not in ("auto", directory.batch(stored).microbatch_size)
     return change.numeric
 
@@ -126,7 +129,10 @@ def _listed(changes: list[Change]) -> str:
 
 
 def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
-    """Have a run that had a number, and is given auto, stay with it: it is chosen once for all steps."""
+    """Keep the run's `batch.microbatch_size` if the new configuration says auto.
+
+    The number must be the same for all steps of a run.
+    """
     former = stored.batch.microbatch_size
     if config.batch.microbatch_size == "auto" and former != "auto":
         directory.write_microbatch_size(former)
@@ -137,19 +143,19 @@ def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool)
         raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
     if config.run.resume == "never" and resumable:
         raise RunConflict(
-            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove it"
+            f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove the run"
         )
 
 
 def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
-    """Return whether `config` asks for more steps or epochs than the finished run has done."""
+    """Return whether `config` makes the finished run longer."""
     if summary.get("ended_early") and stored is not None:
-        # What was asked for has not been done, and is not to be.
+        # A run that ended early counts as finished for its own length. Only another length extends it.
         return _length(config) != _length(stored)
     if config.run.steps is not None:
         return config.run.steps > int(summary["step"])
     if stored is None or stored.run.epochs is None:
-        # How many epochs its steps were is not known here. If it has done them all, the run ends at once.
+        # The number of epochs in the finished steps is not known here. If no epoch is left, the run ends at once.
         return True
     return (config.run.epochs or 0) > stored.run.epochs
 
@@ -161,42 +167,47 @@ def _length(config: Config) -> tuple[int | None, int | None]:
 def _note_short_step(
     stored: Config | None, config: Config, directory: RunDirectory, say: Callable[[str], object]
 ) -> None:
-    """Write down where the run ended, if that has cut its last step short: the steps of the longer run begin there.
+    """Record the end of the run if its last step was short.
+
+    The next step of the longer run begins at that position in the data.
 
     Raises:
-        RunConflict: where it ended is not known.
-        StorageError: storage does not take it.
+        RunConflict: the position at which the run ended is not known.
+        StorageError: storage refuses the event.
     """
     size, ends = config.batch.global_size, directory.amendments().ends
     end = last_end(directory.store, size, ends)
     newest = Catalog(directory.store).newest() or 0
     if stored and stored.run.epochs and newest > end.step:
-        # Whoever wrote the checkpoint died before the ledger was on storage, and the step may have been a short one.
+        # The leader wrote the checkpoint and died before the ledger was on storage. The missing step may be short.
         length = f"run.epochs={stored.run.epochs}"
         raise RunConflict(
             f"{directory.uri} has a checkpoint of step {newest}, and its ledger ends with step {end.step}: it is not "
             f"known where a run of another length would go on. Give {length} once more, which completes the ledger"
         )
     if not begin_of(end.step, size, ends) < end.position < begin_of(end.step + 1, size, ends):
-        return  # the step was whole, or its end is known already
+        return  # the step was whole, or its end is recorded already
     event = ShortStep(step=end.step, position=end.position)
     directory.record(event)
-    # Of another event that is lost nobody is told, and that is all. For want of this one, samples would be left out.
+    # `record` raises no errors of storage. Without this event samples would be left out, so its presence is checked.
     if end not in directory.amendments().ends:
-        raise StorageError(f"{directory.uri} takes no events; make room there, and give the command again")
+        raise StorageError(f"{directory.uri}: an event cannot be written; make room there, and give the command again")
     say(event.line())
 
 
 def has_checkpoint(directory: RunDirectory) -> bool:
-    """Return whether a checkpoint was ever committed, even if it is damaged by now."""
+    """Return whether the run has a checkpoint, even a damaged one."""
     catalog = Catalog(directory.store)
     return bool(catalog.quarantined()) or catalog.newest() is not None
 
 
 def end_copies(directory: RunDirectory) -> None:
-    """End this machine's copies of the run's state in memory, and have no later command find any elsewhere.
+    """End all copies of the run's state in memory.
 
-    Raises OSError if storage does not take the new secret.
+    Copies on this machine end at once, and copies on other machines become invalid. The name of a process that holds
+    copies follows from a secret. A new secret is written, so that no later command finds such a process.
+
+    Raises OSError if storage refuses the secret.
     """
     if key := read_key(directory.store):
         end_server(server_name(directory.uri, key))
@@ -204,9 +215,13 @@ def end_copies(directory: RunDirectory) -> None:
 
 
 def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
-    """Release the run. Delete a folder that this command has made (`new`) and that holds nothing worth reading."""
-    # The folder is deleted only while this command holds it: by the time that a command fails the folder may have been
-    # deleted, and another command may have begun in one of the same name.
+    """Release the run, and delete its folder if it holds nothing useful.
+
+    Args:
+        new: whether this command has created the folder.
+    """
+    # The folder is deleted only while this command owns the run. Otherwise the folder may have been deleted already,
+    # and another command may have begun a run in a folder of the same name.
     if new and ownership.holds() and not _worth_reading(directory):
         directory.store.delete("")
     else:
@@ -214,8 +229,11 @@ def let_go(directory: RunDirectory, ownership: Ownership, new: bool) -> None:
 
 
 def _worth_reading(directory: RunDirectory) -> bool:
-    """Return whether the run has seen a step, or holds a failure, stacks or a profile that a message refers to."""
+    """Return whether the run has a step, a failure, stacks or a profile.
+
+    A message may refer the user to these.
+    """
     if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
         return True
-    # The message of an error of kind "ours" says all.
+    # A failure of kind "ours" is explained by its message alone, so its event is not worth reading.
     return any(failure.kind != "ours" for failure in directory.events(Failure))

@@ -1,4 +1,4 @@
-"""Train under plain torchrun, which says what the world is and restarts what fails."""
+"""Train under plain torchrun, without Ray."""
 
 import contextlib
 import json
@@ -33,30 +33,36 @@ from app.world.progress import Progress
 from app.world.runtime import Signals, World, form_world
 from app.world.timeouts import Timeouts
 
-# Keys of what Ray does for a run, by section.
+# Keys that only have an effect with Ray, by section.
 _RAY_KEYS = {
     "cluster": ("address", "pip"),
     "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
     "recovery": ("mode", "max_failures", "stall_s"),
 }
-# What torchrun calls a run that the user has not named. A restart of it cannot be told from another command.
+# torchrun's default run id. With it a restart looks like another command.
 _NO_RUN_ID = "none"
 
 
 class TorchrunRuntime:
-    """A `Runtime` of one world: a failure ends the process, and torchrun starts another.
+    """Runtime of one world under torchrun.
 
-    A process that trains alone may have nobody who starts it again, so it begins the attempt after a rollback itself.
+    A failure ends the process, and torchrun starts another one. A single process may run without torchrun, and then no
+    launcher restarts the process. So a single process begins the attempt after a rollback itself.
+
+    Args:
+        form: forms the world of an attempt, from the attempt's number and amendments.
+        begun: number and amendments of the first attempt.
+        ownership: the claim on the run, None except on rank 0.
     """
 
     def __init__(
         self,
         place: "Place",
-        form: Callable[[int, Amendments], World],  # an attempt's world, by the attempt's number
+        form: Callable[[int, Amendments], World],
         directory: RunDirectory,
         console: Console,
-        begun: tuple[int, Amendments],  # the first attempt
-        ownership: Ownership | None = None,  # of rank 0
+        begun: tuple[int, Amendments],
+        ownership: Ownership | None = None,
     ) -> None:
         self.device = place.device
         self._is_alone = place.world_size == 1
@@ -70,7 +76,7 @@ class TorchrunRuntime:
         self._stop = False
 
     def next_world(self) -> World | None:
-        # After a rollback a stop waits for the world, which restores the state that the run stops with.
+        # After a rollback a requested stop still needs one more world, which restores the state to stop with.
         if self._formed or (self._stop and not self._rolled_back):
             return None
         self._formed = True
@@ -90,10 +96,10 @@ class TorchrunRuntime:
         self._console.show(event)
 
     def failed(self, step: int, error: BaseException) -> bool:
-        if isinstance(error, OutOfMemory):  # which the processes that torchrun starts read
+        if isinstance(error, OutOfMemory):  # the processes that torchrun starts next read the size from this event
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
         amended = self._amended_by(error) if self._is_alone else None
-        # Not shown: the end of the command tells it, once for all ranks.
+        # The failure is not shown here, because the end of the command reports it once for all ranks.
         self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
         if amended is None or self._ownership is None:
             raise error  # torchrun restarts only a process that has exited
@@ -104,7 +110,12 @@ class TorchrunRuntime:
         return True
 
     def _amended_by(self, error: BaseException) -> Amendments | None:
-        """Return what the next attempt goes by, as a restart would read it from the events; None if there is none."""
+        """Return the amendments for the next attempt.
+
+        The result is None if this process cannot go on.
+
+        A restarted process would read the same amendments from the events.
+        """
         match error:
             case BadStep():
                 return self._amendments.leaving_out(error.steps)
@@ -118,32 +129,38 @@ class TorchrunRuntime:
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those that train together without Ray."""
+    """Place of this process in a world without Ray."""
 
     device: torch.device
-    store: dist.Store  # in which they meet
+    store: dist.Store  # store in which the processes meet
     rank: int = 0
     world_size: int = 1
 
     @classmethod
     def of_torchrun(cls, gpus_per_worker: Literal["auto"] | int) -> Self:
-        """Return the place that torchrun has given to this process. Raises UsageError if it has no GPU there."""
-        # First, so that nobody waits for a rank that has none.
+        """Return the place that torchrun has assigned to this process.
+
+        Raises UsageError if the machine has fewer GPUs than ranks.
+        """
+        # The device is chosen before the rendezvous, so that no rank waits for a rank without a GPU.
         device = torchrun_device(gpus_per_worker)
         return cls(device, *next(dist.rendezvous("env://")))
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How training ended for this process."""
+    """Outcome of the training for this process."""
 
     exit_code: int
-    refusal: str = ""  # why rank 0 has not let it begin
-    worker: WorkerState | None = None  # None if there was nothing to do
+    refusal: str = ""  # reason why rank 0 has refused to begin
+    worker: WorkerState | None = None  # None if no training was needed
 
 
 def run_under_torchrun(config: Config, started_s: float, console: Console) -> int:
-    """Run this process's part of the training, and return its exit code: that of rank 0 if rank 0 refuses."""
+    """Run this process's part of the training, and return the exit code.
+
+    If rank 0 refuses to begin, all ranks return the exit code of rank 0.
+    """
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
         directory = RunDirectory.of(config)
@@ -164,18 +181,19 @@ def train_here(
     interrupts: Interrupts,
     return_finished: bool = False,
 ) -> Ending:
-    """Train in this process, together with the processes at the other places. A collective.
+    """Train in this process. A collective of all processes.
 
     Args:
         started_s: Unix time at which this process began.
-        command_s: Unix time at which the command was given; torchrun may have restarted this process since.
+        command_s: Unix time at which the command was given; torchrun may have restarted this process since then.
         return_finished: as in `start_or_resume`.
 
     Raises:
-        TrainingError: a step is bad, or a rank computes wrongly, and torchrun has to start the processes again.
+        TrainingError: a step is bad, or a rank computes wrongly, and torchrun must restart the processes.
     """
     ownership = None
-    # torchrun keeps one store over its restarts: without their count, an answer to a former life would be read.
+    # torchrun keeps the store when it restarts the processes. The key contains the number of restarts, so that no rank
+    # reads the answer of an earlier start.
     key = f"intent-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
         if place.rank == 0:
@@ -190,7 +208,7 @@ def train_here(
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
                 if ownership is not None:
                     let_go(directory, ownership, new)
-                    ownership = None  # to release it would bring a folder back that has been deleted
+                    ownership = None  # a release would create the deleted folder again
                 raise
             place.store.set(key, json.dumps(answer))
         answer = json.loads(place.store.get(key))
@@ -204,7 +222,7 @@ def train_here(
         raise TrainingError(str(error)) from error
     except Corrupted as error:
         raise TrainingError(
-            f"{error}. The step was not taken: take that machine out, and give the same command again"
+            f"{error}. The step was not applied: take that machine out, and give the same command again"
         ) from error
     finally:
         if ownership is not None:
@@ -221,7 +239,7 @@ def _train(
     ownership: Ownership | None,
 ) -> Ending:
     timeouts = Timeouts(config.recovery.silence_s)
-    progress = Progress()  # remembers earlier attempts
+    progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
 
     def form(attempt: int, amendments: Amendments) -> World:
         members = place.store, place.rank, place.world_size
@@ -242,7 +260,7 @@ def _train(
 
 
 def unused_keys(config: Config, world_size: int) -> list[str]:
-    """Return the keys that the configuration sets and that have no effect without Ray."""
+    """Return the configured keys that have no effect without Ray."""
     found: list[str] = []
     if config.scaling.num_workers not in ((world_size, world_size), ScalingConfig().num_workers):
         found.append(f"scaling.num_workers (torchrun starts the workers, here {world_size})")
@@ -250,7 +268,7 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
         section = getattr(config, name)
         default = type(section)()
         found += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
-    if config.run.exact:  # which has so many threads in each worker
+    if config.run.exact:  # an exact run uses `cpus_per_worker` as the number of threads
         found = [key for key in found if key != "scaling.cpus_per_worker"]
     if config.audit.recompute is not None and world_size == 1:
         found.append("audit.recompute (it needs a second worker)")
@@ -259,17 +277,21 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
 
 def _claim(directory: RunDirectory, console: Console) -> Ownership:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
-    # With a token of its own, a restarted process may claim what the process before it still holds.
+    # All processes of a torchrun use the run id as token, so that a restarted process can claim the run from its
+    # predecessor.
     token = None if run_id == _NO_RUN_ID else run_id
     return Ownership.claim(directory.store, token, console.line)
 
 
 def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunStarted:
-    """Return the event of this beginning: the command's second one if it was there when the run last did something."""
-    # Not by torchrun's count of restarts, which a node that joins leaves as it is, nor by its name for the command: one
-    # that the user has chosen may come again with the next command.
+    """Return the event that records this start of the run.
+
+    It is a restart (`again`) if the run has recorded something since the command was given.
+    """
+    # torchrun's number of restarts does not change when a node joins, and the user may give the same run id to the next
+    # command. So neither of the two shows whether this is a restart.
     last_s = 0.0
-    with contextlib.suppress(OSError):  # what is wrong with storage is told below
+    with contextlib.suppress(OSError):  # `_begin` reports errors of storage
         last_s = float(directory.last_step_line().get("time_s", 0.0))
         for event in directory.all_events():
             last_s = max(last_s, event.time_s or 0.0)
@@ -286,7 +308,7 @@ def _begin(
     begun: RunStarted,
     return_finished: bool,
 ) -> dict[str, Any]:
-    """Return what all ranks need to know: what the attempt is, or the exit code if there is none."""
+    """Return rank 0's answer: an attempt or an exit code."""
     if not start_or_resume(config, directory, begun, console.line, return_finished):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()

@@ -1,4 +1,7 @@
-"""Models, built from their config. `flops_per_sample` and `blocks` are methods that the user's own may leave out."""
+"""Build the model of the configuration.
+
+A model may have the methods `flops_per_sample` and `blocks`; a model of the user's own may leave them out.
+"""
 
 from torch import nn
 
@@ -10,15 +13,18 @@ from app.models.mlp import Mlp
 
 
 def build_model(config: GptConfig | MlpConfig | Target) -> nn.Module:
-    """Build the module that the config names, initialised from torch's global generator: seed it alike on all ranks."""
+    """Build the configured model with random initial weights.
+
+    The weights follow from torch's global generator, which must have the same seed on all ranks.
+    """
     match config:
         case GptConfig():
             return Gpt(config)
         case MlpConfig():
             return Mlp(config)
     model = build_target(config.target, config.args, "model")
-    # A function in place of a class is fine, as long as it returns a module.
+    # The target may be a function instead of a class, if the function returns a module.
     if not isinstance(model, nn.Module):
-        what = f'"{config.target}" gave a {type(model).__name__}, not a torch.nn.Module'
+        what = f'"{config.target}" returned a {type(model).__name__}, not a torch.nn.Module'
         raise ConfigError([Problem("", "model.target", what)])
     return model

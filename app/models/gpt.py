@@ -1,4 +1,7 @@
-"""A decoder-only transformer after GPT-2 (Radford et al., 2019), with an untied head."""
+"""Decoder-only transformer after GPT-2 (Radford et al., 2019).
+
+Unlike GPT-2's, the output layer does not share the weights of the embedding.
+"""
 
 import math
 from typing import cast
@@ -23,7 +26,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
         query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        # The functional form knows nothing of train and eval.
+        # The functional form does not switch between training and evaluation by itself.
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         # (batch, heads, context, head) -> (batch, context, embed)
@@ -31,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer MLP, each behind a norm and beside a residual."""
+    """Attention and a two-layer MLP, each after a norm and beside a residual connection."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -49,12 +52,13 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT-2 that predicts the next token at every position."""
+    """GPT-2, which predicts the next token at every position."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.config = config
-        # Submodules stand in forward order: DDP's buckets and FSDP's prefetching expect gradients in the reverse of it.
+        # Submodules are created in forward order, because DDP's buckets and FSDP's prefetching expect gradients in
+        # reverse order.
         self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position = nn.Embedding(config.context_length, config.embed_dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -64,12 +68,16 @@ class Gpt(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw GPT-2's initial weights: normal with deviation 0.02, biases zero."""
+        """Draw GPT-2's initial weights.
+
+        Weights are normal with standard deviation 0.02, and biases are zero.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
                 if name.endswith("project"):
-                    # Each layer adds to the residual stream twice; undamped, its variance would grow with depth.
+                    # Each layer adds to the residual stream twice. Without the factor the variance would grow with
+                    # depth.
                     std /= math.sqrt(2 * self.config.num_layers)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -77,7 +85,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 (batch, context), to logits (batch, context, vocab)."""
-        # (context,), added to every sequence of (batch, context, embed)
+        # (context,), added to each sequence of (batch, context, embed)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embed(tokens) + self.position(positions))
         for layer in self.layers:
@@ -85,17 +93,21 @@ class Gpt(nn.Module):
         return cast(Tensor, self.head(self.norm(x)))
 
     def blocks(self) -> list[nn.Module]:
-        """Return the repeated modules, which FSDP shards one by one."""
+        """Return the repeated layers, which FSDP shards one by one."""
         return list(self.layers)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the layer that makes logits, as Hugging Face's models do."""
+        """Return the layer that computes logits, as Hugging Face's models do."""
         return self.head
 
     def flops_per_sample(self) -> int:
-        """Return training FLOPs of context_length tokens, as PaLM counts them (arXiv:2204.02311, appendix B)."""
+        """Return the training FLOPs of context_length tokens.
+
+        The count is PaLM's (arXiv:2204.02311, appendix B).
+        """
         config = self.config
-        # For each token 6 a parameter, but none for looking up embeddings; attention is not halved for the mask.
+        # A token costs 6 FLOPs per parameter, except for the lookup of embeddings. Attention is counted without its
+        # mask.
         num_parameters = sum(parameter.numel() for parameter in self.parameters())
         num_parameters -= self.embed.weight.numel() + self.position.weight.numel()
         attention = 12 * config.num_layers * config.embed_dim * config.context_length
@@ -103,14 +115,17 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, num_tokens: int, temperature: float, generator: torch.Generator) -> Tensor:
-        """Continue `prompt`, int64 (length,), by num_tokens drawn with a CPU generator at a temperature above 0."""
+        """Continue `prompt`, int64 (length,), by `num_tokens` random tokens.
+
+        `generator` is a CPU generator, and `temperature` is above 0.
+        """
         was_training = self.training
         self.eval()
         text = prompt
         for _ in range(num_tokens):
-            # (vocab,): how likely each token is to come next. No more than context_length tokens fit.
+            # (vocab,): logits of the next token; the model takes at most context_length tokens
             logits = self(text[None, -self.config.context_length :])[0, -1].float().cpu()
-            # On the CPU, because each device's generator would draw another text.
+            # Tokens are drawn on the CPU, because the generators of different devices would draw different text.
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             text = torch.cat([text, drawn.to(text.device)])
         self.train(was_training)

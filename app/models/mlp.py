@@ -1,4 +1,4 @@
-"""A stack of linear layers with GELU between them."""
+"""Stack of linear layers with GELU activations."""
 
 from itertools import pairwise
 from typing import cast
@@ -9,7 +9,7 @@ from app.config import MlpConfig
 
 
 class Mlp(nn.Module):
-    """Maps flattened inputs to classes, or to numbers."""
+    """Multilayer perceptron on flattened inputs, for classes or numbers."""
 
     def __init__(self, config: MlpConfig) -> None:
         super().__init__()
@@ -17,13 +17,16 @@ class Mlp(nn.Module):
         layers: list[nn.Module] = [nn.Flatten()]
         for width, next_width in pairwise(widths):
             layers += [nn.Linear(width, next_width), nn.GELU(), nn.Dropout(config.dropout)]
-        # The output has neither activation nor dropout.
+        # The last layer has neither activation nor dropout.
         self.layers = nn.Sequential(*layers[:-2])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs (batch, ...) that flatten to in_features to (batch, out_features)."""
+        """Map inputs (batch, ...) to outputs (batch, out_features).
+
+        Each input flattens to in_features numbers.
+        """
         return cast(Tensor, self.layers(inputs))
 
     def flops_per_sample(self) -> int:
-        """Return training FLOPs, forward and backward: 6 for each parameter."""
+        """Return the training FLOPs of a sample: 6 per parameter."""
         return 6 * sum(parameter.numel() for parameter in self.parameters())

@@ -1,17 +1,19 @@
-"""What Ray Train is told of how workers communicate: it forms no process groups, because the runtime does."""
+"""Ray Train backends that leave process groups to the runtime."""
 
-# Ray's controller imports this module. It must not import torch, which would make every start 1.5 s longer.
+# Ray's controller imports this module. The module must not import torch, which would add 1.5 s to every start.
 from ray.train.backend import Backend, BackendConfig
 
 
 class SlotBackend(Backend):
-    has_replica_groups = True  # or Ray would end all workers when one is lost
+    """Backend with which Ray keeps the workers that survive a death."""
+
+    has_replica_groups = True  # otherwise Ray ends all workers when one is lost
 
 
 class RuntimeConfig(BackendConfig):
-    """Take the place of `TorchConfig`, whose backend would form process groups."""
+    """Replacement of `TorchConfig`, whose backend would form process groups."""
 
-    backend = "none"  # TorchTrainer asks for it
+    backend = "none"  # TorchTrainer reads this attribute
 
 
 class SlotConfig(RuntimeConfig):

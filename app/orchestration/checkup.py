@@ -1,4 +1,7 @@
-"""Check the nodes of a cluster before a run: an actor on each, and no question to it without a limit."""
+"""Check a cluster's nodes before a run, by an actor on each.
+
+Each call of an actor has a time limit, so that a node that hangs becomes a finding.
+"""
 
 import time
 import uuid
@@ -38,19 +41,19 @@ from app.storage import Store
 from app.world.device import assigned_device
 from app.world.groups import PeerLost, recover_in_process, serve_store
 
-_START_S = 120.0  # for an actor: its process, the code of this program, torch
+_START_S = 120.0  # time for an actor to start its process, and to import this program and torch
 _ANSWER_S = 30.0
-_LINK_S = 60.0  # longer than the time-outs within, so that both nodes tell what has failed
+_LINK_S = 60.0  # longer than the time-outs of the measurement, so that both nodes can report the error
 _COLLECTIVES_S = 120.0
 _NUM_CLOCK_READINGS = 5
-_NUM_DOUBTS = 3  # times that a slow link is measured again
-_DOUBTS_S = 60.0  # that it may take for all of them
-_LOCAL_SPEED = 1e9
-_NEVER_RAN = "The actor never ran"  # with which Ray ends what it says of an actor, after the reason
+_NUM_DOUBTS = 3  # repeated measurements of a slow link
+_DOUBTS_S = 60.0  # time for the repeated measurements of all slow links
+_LOCAL_SPEED = 1e9  # bytes per second within one node
+_NEVER_RAN = "The actor never ran"  # Ray ends its error about an actor with this line, after the reason
 
 
 class Peer(NamedTuple):
-    """A node for others to connect to: where its store listens, and its kind of device."""
+    """Address of a node's store, and the node's kind of device."""
 
     host: str
     port: int
@@ -58,7 +61,10 @@ class Peer(NamedTuple):
 
 
 class Inspector:
-    """What looks at a node from within: an actor of Ray, whose process is as a worker's would be."""
+    """Ray actor that examines its node.
+
+    Ray starts its process in the same way as a worker's process.
+    """
 
     def __init__(self, name: str, head: str, store: Store) -> None:
         recover_in_process()
@@ -84,19 +90,19 @@ class Inspector:
         marks.remove()
 
     def serve(self, host: str) -> int:
-        """Serve a store at an address of this node. Return its port."""
+        """Serve a store at an address of this node. Return the store's port."""
         self._served = serve_store(host)
         return int(self._served.port)
 
     def link(self, place: Place, device: str) -> LinkFigures | str | None:
-        """Measure a link. Return what came of it; the error where the other node cannot be reached."""
+        """Measure a link. Return its figures or the error."""
         try:
             return measure_link(place, self._device_for(device))
         except (PeerLost, RuntimeError) as error:
             return _short(error)
 
     def collectives(self, place: Place, device: str, sizes_bytes: tuple[int, ...]) -> list[CollectiveFigures] | str:
-        """Run all collectives. Return what came of them; the error where they failed."""
+        """Run all collectives. Return their figures or the error."""
         try:
             return measure_collectives(place, self._device_for(device), sizes_bytes)
         except (PeerLost, RuntimeError) as error:
@@ -107,20 +113,24 @@ class Inspector:
 
 
 class Inspectors:
-    """The inspectors that still answer, by the names of their nodes."""
+    """The inspectors that still answer, by the names of their nodes.
+
+    Args:
+        start: for each node, a function that starts an inspector there.
+    """
 
     def __init__(self, start: Mapping[str, Callable[[], Any]]) -> None:
-        self._start = start  # how the actor of each node is started
+        self._start = start
         self._actors = {name: start_one() for name, start_one in start.items()}
-        self.findings: list[Finding] = []  # about those that do not answer any more
+        self.findings: list[Finding] = []  # findings about inspectors that do not answer
 
     @property
     def names(self) -> list[str]:
         return list(self._actors)
 
     def start_again(self) -> None:
-        """Wait until all have started. Start those once more that have ended instead."""
-        # On a busy machine Ray gives a process up that takes long to start, and that is no fault of the node.
+        """Wait until all inspectors run. Restart inspectors that have ended once."""
+        # On a busy machine Ray gives up a process that starts slowly. That is no fault of the node.
         questions = {actor.clock_s.remote(): name for name, actor in self._actors.items()}
         started, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_START_S)
         for question in silent:
@@ -133,11 +143,22 @@ class Inspectors:
                 self._actors[name] = self._start[name]()
 
     def ask(self, doing: str, limit_s: float, method: str, **arguments: Any) -> dict[str, Any]:
-        """Ask all of them the same. Return the answers that have come within the limit."""
+        """Call a method of all inspectors with the same arguments.
+
+        Args and result are those of `ask_each`.
+        """
         return self.ask_each(doing, limit_s, method, {name: arguments for name in self._actors})
 
     def ask_each(self, doing: str, limit_s: float, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask some of them something, with arguments for each, all at the same time."""
+        """Call a method of some inspectors at the same time.
+
+        Return the answers that arrived within the limit, by node. An inspector without an answer becomes a finding and
+        is dismissed.
+
+        Args:
+            doing: the call in words for the finding, such as "measure a link".
+            arguments: for each node, the arguments of the call.
+        """
         asked = {}
         for name, own in arguments.items():
             asked[name] = getattr(self._actors[name], method).remote(**own)
@@ -157,7 +178,7 @@ class Inspectors:
         ray.kill(self._actors.pop(name))
 
     def news(self) -> list[Finding]:
-        """Return what has been found of silent nodes since the last call."""
+        """Return the findings about silent nodes since the last call."""
         found, self.findings = self.findings, []
         return found
 
@@ -167,11 +188,11 @@ class Inspectors:
 
 
 def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
-    """Check all nodes of the cluster that this process has joined. Yield each finding as soon as it is there.
+    """Check all nodes of the joined cluster, and yield findings.
 
     Args:
-        storage: `run.storage`.
-        on_gpus: workers would train on GPUs.
+        storage: the value of `run.storage`.
+        on_gpus: whether workers would train on GPUs.
     """
     store = RunDirectory.at(storage).store
     inspectors = _start(store, on_gpus)
@@ -213,9 +234,9 @@ def _check_network(inspectors: Inspectors, facts: Mapping[str, NodeFacts]) -> It
 def _measure_pairs(
     inspectors: Inspectors, pairs: list[tuple[str, str]], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
-    """Measure pairs of nodes that have no node in common, all at the same time."""
+    """Measure the links of disjoint pairs of nodes at the same time."""
     pairs = [pair for pair in pairs if set(pair) <= set(inspectors.names)]
-    # One kind for all pairs: NCCL between some and gloo between others would make the latter look slow.
+    # All pairs use one kind of device: gloo between some nodes would look slow beside NCCL between other nodes.
     device = common_device(peers.values())
     arguments: dict[str, Any] = {}
     for first, second in pairs:
@@ -230,9 +251,12 @@ def _measure_pairs(
 def _doubted(
     inspectors: Inspectors, links: list[Link], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
-    """Measure slow links again, one at a time. Return all links, with the better figures."""
-    # A process that had to wait for its core looks like a slow link, but hardly each time.
-    # Where a node with many links is slow, there is no end to it, and no doubt.
+    """Measure slow links again, one at a time.
+
+    Return all links, with the better figures of each.
+    """
+    # A process that had to wait for a core makes a link look slow, but hardly in each measurement. The total time is
+    # limited, because a slow node makes all of its links slow.
     until_s = time.monotonic() + _DOUBTS_S
     for _ in range(_NUM_DOUBTS):
         better = []
@@ -275,13 +299,16 @@ def _check_collectives(
 
 
 def common_device(peers: Iterable[Peer]) -> str:
-    """Return the kind of device that all of some peers have."""
+    """Return "cuda" if all peers have a GPU, otherwise "cpu"."""
     return "cuda" if all(peer.device == "cuda" for peer in peers) else "cpu"
 
 
 def those_who_train(peers: Mapping[str, Peer]) -> list[str]:
-    """Return the names of the peers that would train together: those with GPUs, all where none has one."""
-    # A head without a GPU only coordinates, and would have all others checked over gloo alone.
+    """Return the names of the peers that would train together.
+
+    These are the peers with GPUs, or all peers if no peer has a GPU.
+    """
+    # A head without a GPU only coordinates. With the head among the ranks, only gloo could be checked.
     return [name for name, peer in peers.items() if peer.device == "cuda"] or list(peers)
 
 
@@ -301,12 +328,18 @@ def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
 
 
 def skew(asked_s: float, told_s: float, answered_s: float) -> tuple[float, float]:
-    """Return by how much another clock is ahead of this one, and how wrong that may be."""
+    """Return the lead of another clock and its largest error, in seconds.
+
+    Args:
+        asked_s: time of the question by this clock.
+        told_s: time by the other clock.
+        answered_s: time of the answer by this clock.
+    """
     return told_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2
 
 
 def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
-    """Have all nodes, and this process, write below run.storage and look for what the others have written."""
+    """Check that nodes and command see the same files in run.storage."""
     marks = Marks(store, f".doctor-{uuid.uuid4().hex[:8]}")
     here = "this command"
     errors = {here: marks.leave(here)}
@@ -327,7 +360,10 @@ class _Node:
 
 
 def _start(store: Store, on_gpus: bool) -> Inspectors:
-    """Start an inspector on each node; two where there is only one node, so that there is somebody to talk to."""
+    """Start an inspector on each node.
+
+    A single node gets two inspectors, so that there is a link to measure.
+    """
     nodes = _alive()
     if len(nodes) == 1:
         both = replace(nodes[0], gpus=nodes[0].gpus // 2)
@@ -346,12 +382,15 @@ _SECOND = " (second process)"
 
 
 def _of_nodes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of each node, without that of a second process on it."""
+    """Return the entries of nodes, without entries of second processes."""
     return {name: each for name, each in found.items() if not name.endswith(_SECOND)}
 
 
 def _alive() -> list[_Node]:
-    """Return the nodes of the cluster, named by their hosts; where several are on one, also by a part of their ids."""
+    """Return the live nodes of the cluster, with names.
+
+    A node is named by its host. If several nodes share a host, their names end with a part of their ids.
+    """
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerHostname"]))
     hosts = [node["NodeManagerHostname"] for node in nodes]
     found = []
@@ -363,6 +402,6 @@ def _alive() -> list[_Node]:
 
 
 def _short(error: BaseException) -> str:
-    """Return the last line of an error's text that says what has happened."""
+    """Return the last informative line of an error's text."""
     lines = [line for line in str(error).strip().splitlines() if not line.startswith(_NEVER_RAN)]
     return lines[-1] if lines else type(error).__name__

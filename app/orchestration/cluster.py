@@ -1,4 +1,4 @@
-"""Which Ray a run uses, and whether it has room for the run."""
+"""Join or embed a Ray cluster, and wait for room there."""
 
 import contextlib
 import logging
@@ -28,31 +28,31 @@ from app.run.owner import Ownership
 
 EMBEDDED = "embedded"
 _LOOPBACK = "127.0.0.1"
-# Defaults for Ray's own settings; what the user has set in the environment wins.
+# Defaults for Ray's own settings. A variable that the user has set takes precedence.
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean what they mean to the user
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker is noticed; stock is 2
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so that relative paths mean the user's files
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # time to notice a dead worker; Ray's default is 2
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the supervisor watches for preemptions
 }
-_STORE_BYTES = 100 * 2**20  # nothing large travels through Ray's object store
-_AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # of the head of a cluster of `ray up`
+_STORE_BYTES = 100 * 2**20  # small, because no large object goes through Ray's object store
+_AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # `ray up` writes this file on the head of a cluster
 _POLL_S = 0.5
-_ANSWER_S = 10.0  # in which a cluster that was named must answer
+_ANSWER_S = 10.0  # time in which a named cluster must answer
 _ADDRESS = re.compile(r"(?:ray://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})/?")
-# The first bytes of any client of gRPC: HTTP/2's preface, and its settings, none. A server answers with its own.
+# A gRPC client begins with HTTP/2's preface and an empty SETTINGS frame. A server answers with its own SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# Who says where the cluster is -> how to say otherwise.
+# Source of the cluster's address -> the place where the user can correct the address.
 _CORRECT = {
     "cluster.address": "in the configuration",
     "RAY_ADDRESS": "in the environment",
-    "ray_current_cluster": "in /tmp/ray, by ray stop, and ray start where it belongs to a cluster",
+    "ray_current_cluster": "in /tmp/ray, by ray stop, then ray start if this machine belongs to a cluster",
 }
-_SETTINGS = 4  # the type of that frame, the fourth byte of its head
+_SETTINGS = 4  # type of a SETTINGS frame, in the fourth byte of its header
 
 
 class RayNotStarted(TrainingError):
-    """Ray has not come up, or has refused this process."""
+    """Raised when Ray does not start, or refuses this process."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}. {remedy}")
@@ -61,11 +61,13 @@ class RayNotStarted(TrainingError):
 
 
 def connect(config: Config, verbose: bool) -> str:
-    """Join the cluster that the rule of the README names, or embed one in this process. Return which.
+    """Join a cluster, or embed Ray in this process.
+
+    Return the cluster's address or `EMBEDDED`. The README describes which cluster a run joins.
 
     Raises:
-        RayNotStarted: Ray's own words in one line, and what to do.
-        UsageError: a cluster was named, and nothing answers there.
+        RayNotStarted: Ray does not start. The message holds the first line of Ray's error, and the remedy.
+        UsageError: a cluster was named, and no Ray answers at its address.
     """
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -82,7 +84,7 @@ def connect(config: Config, verbose: bool) -> str:
     with on_loopback():
         _init(
             address="local",
-            # More workers than cores is slow, not wrong.
+            # A run may have more workers than the machine has cores. The run is only slower.
             num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
@@ -100,16 +102,18 @@ def _init(**options: Any) -> None:
         said = str(error).partition("\n")[0].rstrip(". ")
         raise RayNotStarted(
             f"Ray cannot be started or joined: {said}",
-            "On a very busy machine its start takes longer than it allows itself: give the same command again when "
-            "less is going on (-v shows Ray's messages and the traceback)",
+            "On a very busy machine its start may exceed Ray's own time limit: give the same command again when the "
+            "machine is less busy (-v shows Ray's messages and the traceback)",
         ) from error
 
 
 def find_cluster(wanted: str) -> str | None:
-    """Return the address of the cluster for a value of `cluster.address`; None to embed one.
+    """Return the cluster's address for a value of `cluster.address`.
+
+    The result is None if Ray shall be embedded.
 
     Raises:
-        UsageError: a cluster was named, and nothing answers there.
+        UsageError: a cluster was named, and no Ray answers at its address.
     """
     named, by = wanted, "cluster.address"
     if wanted == "auto":
@@ -118,8 +122,8 @@ def find_cluster(wanted: str) -> str | None:
         return None
     if named == "auto":
         found = current_cluster()
-        # What `ray start` wrote down may be left of a cluster that was killed. One that is only slow must not be taken
-        # for that: the run would train on the head alone.
+        # The address that `ray start` recorded may be that of a killed cluster, so it is checked. Only a refused
+        # connection counts: a cluster that is only slow must be used, or the run would train on the head alone.
         if found is None or _refuses(found):
             return None
         named, by = found, "ray_current_cluster"
@@ -136,7 +140,7 @@ def find_cluster(wanted: str) -> str | None:
 
 
 def _refuses(address: str) -> bool:
-    """Return whether nothing listens at an address, as its machine says."""
+    """Return whether the machine at an address refuses connections to the port."""
     host, port = _split(address)
     try:
         socket.create_connection((host, port), timeout=2.0).close()
@@ -153,11 +157,14 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _answers(address: str, within_s: float) -> bool:
-    """Return whether a server of gRPC listens at an address, tried at least once."""
+    """Return whether a gRPC server answers at an address in time.
+
+    The address is tried at least once.
+    """
     host, port = _split(address)
     until_s = time.monotonic() + within_s
     while True:
-        # Ray's own client would warn for a minute.
+        # Ray's own client would print warnings for a minute.
         with contextlib.suppress(OSError, OverflowError):
             if _is_grpc_server(host, port):
                 return True
@@ -169,7 +176,7 @@ def _answers(address: str, within_s: float) -> bool:
 def _is_grpc_server(host: str, port: int) -> bool:
     with socket.create_connection((host, port), timeout=2.0) as connection:
         if os.environ.get("RAY_USE_TLS", "0") == "1":
-            return True  # that it listens is all that can be seen
+            return True  # with TLS this check only sees that the port is open
         connection.sendall(_PREFACE)
         head = connection.recv(9)
         return len(head) > 3 and head[3] == _SETTINGS
@@ -181,14 +188,17 @@ def describe_cluster(address: str) -> str:
     described = f"Ray: {address}, {num_nodes} node{'s' * (num_nodes > 1)}"
     for resource in ("CPU", "GPU"):
         described += f", {_total(resource)} {resource}s"
-        # Workers wait for what other commands use.
+        # The free resources are shown too, because the run must wait for resources that other commands use.
         if (num_free := int(free.get(resource, 0))) < _total(resource):
             described += f" ({num_free} free)"
     return described
 
 
 def gpus_per_worker(config: Config, embedded: bool) -> int:
-    """Return `scaling.gpus_per_worker`; "auto" is 1 if any node has a GPU, or one that may be started."""
+    """Return the number of GPUs for each worker.
+
+    "auto" means 1 if any node has a GPU, or any node that the autoscaler may start. Otherwise "auto" means 0.
+    """
     wanted = config.scaling.gpus_per_worker
     if wanted != "auto":
         return wanted
@@ -199,7 +209,10 @@ def gpus_per_worker(config: Config, embedded: bool) -> int:
 
 
 def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
-    """Return the resources of each node that the autoscaler may start: all it ever may, whether they run or not."""
+    """Return the resources of each node that the autoscaler may start.
+
+    Nodes that run already are included.
+    """
     nodes: list[dict[str, float]] = []
     with contextlib.suppress(OSError):
         cluster = yaml.safe_load(config.expanduser().read_text())
@@ -210,13 +223,18 @@ def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
 
 
 def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
-    """Wait until the smallest number of workers fits. Return how many fit, at most as many as are wanted.
+    """Wait until the cluster has room for the run.
+
+    A run needs room for its smallest number of workers. Return the number of workers that fit, within the bounds of
+    `scaling.num_workers`.
 
     Raises:
-        ResourcesMissing: it did not within `scaling.start_timeout_s`, or never will; says what is missing.
+        ResourcesMissing: the cluster has too little room after `scaling.start_timeout_s`. The message names what is
+            missing.
     """
     scaling = config.scaling
-    # An embedded cluster cannot grow. One that grows when it is asked to need not have grown: the slots will ask.
+    # An embedded Ray cannot grow, so there is nothing to wait for. With an autoscaler the nodes need not run yet: the
+    # pending actors of slots will start them.
     patience_s = 0.0 if embedded else scaling.start_timeout_s
     began_s = time.monotonic()
     while True:
@@ -226,7 +244,7 @@ def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Inte
         if max(fitting, promised) >= scaling.min_workers:
             return max(scaling.min_workers, min(fitting, scaling.num_workers[1]))
         if time.monotonic() - began_s >= patience_s:
-            autoscaled = f", and all that the autoscaler may start for {promised}" if promised else ""
+            autoscaled = f", and all nodes that the autoscaler may start for {promised}" if promised else ""
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "
                 f"and {gpus} GPU each, but after {patience_s:g} s {len(_nodes())} node(s) with {_total('CPU')} CPUs "

@@ -1,4 +1,4 @@
-"""The coordinator: one actor that gathers workers into worlds, commands them and writes the run's events."""
+"""Coordinator of a run, a Ray actor that forms worlds of workers."""
 
 import asyncio
 import contextlib
@@ -25,31 +25,43 @@ from app.run.events import Event
 from app.run.owner import Ownership
 from app.world.timeouts import Timeouts
 
-_SETTLE_S = 5.0  # how long the first world waits for the rest of the workers that have room
-_GATHER_S = 0.3  # how long a newcomer waits for others
-_STORAGE_S = 1.0  # how long after storage has refused it is asked again
-_DEATH_NEWS_S = 0.5  # for the news of a death to arrive, before an exception counts as the user's
+_SETTLE_S = 5.0  # time that the first world waits for the remaining workers that the cluster has room for
+_GATHER_S = 0.3  # time that a new worker waits, so that several new workers cause one resize
+_STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
+_DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NEVER_CAME = "not heard of since the coordinator has died"
 
-# What to do where workers live and cannot reach each other. Which of it is wrong cannot be known from here.
+# Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
 _REMEDY = (
     "Look for a network interface that does not exist or does not lead to the other workers (GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
-    "With NCCL_DEBUG=INFO, NCCL tells what it tries, and -v shows it. Workers have these variables from the command, "
-    "else from ray start on their node. Then give the same command again"
+    "With NCCL_DEBUG=INFO, NCCL logs its connections, and -v shows the log. Workers get these variables from the "
+    "command, or else from ray start on their node. Then give the same command again"
 )
 
 Answer = WorldAssignment | Leave
 
 
 class Coordinator:
-    """Decide who is in the world and what a failure costs, and tell all who take part. An async actor."""
+    """Actor that forms worlds, judges failures and commands the workers.
 
-    # Workers, slots and the driver call its async methods, the supervisor what else has no underscore. All of it runs
-    # on one event loop, so nothing here needs a lock. Storage is asked in threads: heartbeats must not wait for it.
+    Responsibilities:
+    - Give each worker a place in the next world (`join`), as `Membership` decides.
+    - Decide from each failure report whether the run goes on (`failed`).
+    - Declare workers dead (`lose`), and abort the world that contained them.
+    - Record the events of the run, and hand them to the driver (`events`).
+
+    Args:
+        expected: number of workers that the cluster has room for at the start.
+        unit: number of workers in a replica.
+    """
+
+    # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
+    # run on one event loop, so no lock is needed. Storage is accessed in threads, because heartbeats must not wait
+    # for storage.
     #
-    # Its state is soft. Ray starts another one when it dies, and repeats the calls that were under way. What that one
-    # must know stands in `owner.json` and `events.jsonl`, and the workers bring the rest, see `rejoin`.
+    # The state of this actor may be lost. When the actor dies, Ray starts another one and repeats the pending calls.
+    # The new coordinator reads `owner.json` and `events.jsonl`, and the workers send the rest (`rejoin`).
     def __init__(
         self,
         recovery: RecoveryConfig,
@@ -60,15 +72,15 @@ class Coordinator:
         unit: int = 1,
     ) -> None:
         self.over = False
-        self.short_since_s: float | None = None  # since when there are too few workers for a world
+        self.short_since_s: float | None = None  # time at which the workers became too few for a world
         self.members: dict[str, Member] = {}
         self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, unit)
-        self._left_over = 0  # workers that wait, as far as it has been told
+        self._left_over = 0  # waiting workers in the last `LeftOver` event
         self._supervisor = Supervisor(self, directory, ownership, recovery)
         self._timeouts = Timeouts(recovery.silence_s)
         self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose, self._supervisor.patience)
         self._started: asyncio.Task[int] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # by which they are kept from being collected
+        self._tasks: set[asyncio.Task[None]] = set()  # references, because asyncio itself keeps tasks only weakly
 
         self._directory = directory
         self._ownership = ownership
@@ -77,26 +89,27 @@ class Coordinator:
         counted = ("worker", "hang", "exception", "oom", "communication", "corruption")
         self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
         self._broken_worlds = BrokenWorlds()
-        self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> who had it first
-        self._furthest_step = 0  # in the ledger, as far as it has been looked at
-        # Members taken for dead -> the cause, until an event has told it. One behind a partition may come back.
+        self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
+        self._furthest_step = 0  # last step of the ledger, when the ledger was last read
+        # Member declared dead -> the cause, until an event records the cause. A member behind a network partition
+        # may still call.
         self._dead: dict[str, str] = {}
-        # Members without a world, whose call waits for the answer.
+        # Members without a world. Their call to `join` waits for this future.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
-        self._running = 0  # the attempt under way, 0 between two
-        # Set once it is known why the attempt under way must end: what its members raise then is a consequence.
+        self._running = 0  # number of the current attempt, 0 between two attempts
+        # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
         self._doomed = asyncio.Event()
-        # All who were dead when a member noticed it are known by then: their heartbeats have been missing for so long.
+        # If a member has died, its missing heartbeats show the death within this time.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
-        self._corrupted_nodes: set[str] = set()  # on which a worker has computed wrongly
+        self._corrupted_nodes: set[str] = set()  # nodes with a worker that computed wrongly
         self._amendments = directory.amendments()
         self._succession = self._succeed()
-        self._ownership.renew_in_background()  # the command that has claimed the run does so no more
+        self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
 
-    # Calls of workers.
+    # Methods that workers call.
 
     async def heartbeat_port(self) -> int:
-        """Return the port for heartbeats. The first call opens it."""
+        """Return the port for heartbeats. The first call opens the port."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._start())
         return await self._started
@@ -106,7 +119,7 @@ class Coordinator:
         return await self.heartbeats.listen(ray.util.get_node_ip_address())
 
     async def admit(self, name: str) -> str:
-        """Let the heartbeats of a worker in. Return the secret that it must know for them."""
+        """Admit a worker to the heartbeat server. Return the server's secret."""
         return self.heartbeats.admit(name)
 
     async def _watch(self) -> None:
@@ -114,11 +127,13 @@ class Coordinator:
         await self._supervisor.watch()
 
     async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
-        """Take a worker over from the coordinator that has died. Return False if the others go on without it.
+        """Register a worker of the former coordinator.
+
+        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
 
         Args:
-            place: its last one.
-            commands: what it has been told last.
+            place: last assignment of the worker.
+            commands: last commands that the worker received.
         """
         if member.name in self._dead:
             return False
@@ -131,11 +146,14 @@ class Coordinator:
         return True
 
     async def join(self, member: Member) -> Answer:
-        """Return a place in the next world, once it forms. The worker's heartbeats have begun."""
+        """Return the worker's place in the next world.
+
+        The call waits until that world forms. The worker must send heartbeats before this call.
+        """
         await self._taken_over(member.name)
         if member.name not in self._dead:
             return await self._assign(member)
-        # They may have ended before it came here for the first time; then nobody has told why.
+        # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
         if cause := self._dead[member.name]:
             self._dead[member.name] = ""
             self._record_failure(member, "worker", cause)
@@ -156,7 +174,7 @@ class Coordinator:
         return await waiting
 
     async def leave(self, name: str) -> None:
-        """Let a worker go: the end of its heartbeats is not a failure."""
+        """Remove a worker that ends on purpose, without a failure."""
         await self._taken_over(name)
         if self._forget(name):
             self._doomed.set()
@@ -166,28 +184,29 @@ class Coordinator:
         """Record why an attempt broke. Return whether the run is over."""
         await self._taken_over(member)
         if report.kind == "exception":
-            # A dying peer can make any call of a survivor raise, and its exception may be here before the death is.
+            # A dying peer can make any call of a survivor raise, and the survivor's report may arrive before the
+            # death is detected.
             await asyncio.sleep(_DEATH_NEWS_S)
             if report.attempt and report.attempt == self.heartbeats.commands.aborted:
                 report = replace(report, kind="peer")
         return self._judge(member, await self._second_thought(report))
 
     async def _second_thought(self, report: FailureReport) -> FailureReport:
-        # "peer" is what a worker makes of an error's text. It is one if a member of the attempt has been lost; a wrong
-        # interface raises the same, and would do so in world after world.
+        # The worker derives the kind "peer" from an error's text. The kind is right if a member of the attempt is lost.
+        # A wrong network interface raises the same error, and would do so in every new world.
         if report.kind != "peer" or report.attempt != self._running:
             return report
         try:
             await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
         except TimeoutError:
             await self._look_at_ledger()
-            # Of those who wait, the first ends the attempt, so that it is charged once.
+            # Several reports may wait here. The first one ends the attempt, so that the budget is charged once.
             if report.attempt == self._running and not self._doomed.is_set():
                 return replace(report, kind="communication")
         return report
 
     def _judge(self, member: str, report: FailureReport) -> bool:
-        if member in self._dead:  # the others have gone on without it
+        if member in self._dead:  # the other members have gone on without this one
             return self.over
         self._amendments = self._amendments.leaving_out(report.skip)
         cause = "exception"
@@ -211,8 +230,9 @@ class Coordinator:
 
     def _charge(self, member: str, report: FailureReport) -> None:
         exceeded = self._budgets.spend(report.kind, report.step)
-        # An exception that comes back at its step would do so for ever. Ours tell the user what to change. A worker
-        # that has had one trains no more: from the same worker, it is the same call again.
+        # The same exception at the same step from a second member would come back for ever, so the run ends. An error
+        # of kind "ours" tells the user what to change, so the run ends at once. A worker stops training after an
+        # exception, so the same report from the same member is a call that Ray has repeated.
         first = self._seen_failures.setdefault((report.step, report.message), member)
         if report.kind == "ours" or first != member or exceeded is not None:
             self.over = True
@@ -228,12 +248,12 @@ class Coordinator:
         self.record(failure)
 
     def _shrink(self, report: FailureReport, forward_size: int) -> None:
-        # Every rank may have run out, in forwards of another size each.
+        # Every rank may have run out of memory, each with another forward size. The smallest size counts.
         if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
             self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
 
     def _expel(self, name: str, step: int) -> None:
-        # All members report it, and the first one counts.
+        # All members report the corruption. The first report counts.
         if name in self.members and name not in self._dead:
             self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
 
@@ -249,40 +269,45 @@ class Coordinator:
         broken = self._broken_worlds.count(report.attempt)
         exceeded = self._budgets.spend(report.kind, self._furthest_step)
         if reason := broken or exceeded:
-            why = f"workers cannot communicate, though none was lost: {reason}\n{report.message}\n{_REMEDY}"
+            why = f"workers cannot communicate, although no worker was lost: {reason}\n{report.message}\n{_REMEDY}"
             self.give_up(why, report.kind, exceeded)
 
     async def publish(self, event: Event) -> None:
         """Record an event of a worker or a slot."""
-        # Not of an attempt that others have succeeded: the leader that tells it has been cut off from them.
+        # An event of a former attempt is dropped: it comes from a leader that is cut off from the current world.
         if event.attempt in (None, self._ownership.attempt) and not self._journal.has(event):
             await self.record(event)
 
-    # Calls of slots and of the driver.
+    # Methods that slots and the driver call.
 
     async def num_slots(self) -> int:
-        """Return how many slots are to be open; 0 if the run needs no worker any more."""
+        """Return the number of slots to keep open.
+
+        The number is 0 if the run needs no worker.
+        """
         await self._taken_over()
         return 0 if self.over or self._nothing_to_save() else self.membership.wanted
 
     async def corrupted_nodes(self) -> list[str]:
-        """Return the nodes on which a worker has computed wrongly."""
+        """Return the nodes on which a worker computed wrongly."""
         return sorted(self._corrupted_nodes)
 
     async def events(self, first: int, stop: bool) -> list[Event]:
-        """Return the kept events of this command from number `first` on, and those since the last call that are not.
+        """Return the events that the driver has not shown yet.
+
+        These are the kept events of this command from number `first` on, and all other events since the last call.
 
         Args:
-            stop: whether the run is to end, resumable, as soon as what the workers hold is on storage.
+            stop: whether the run shall stop as soon as the workers' state is on storage. A stopped run can be resumed.
         """
-        # Told in each call, because a coordinator that has been told may die.
+        # The driver sends `stop` in each call, because a coordinator that has received it may die.
         if stop and not self.heartbeats.commands.stop:
             self.heartbeats.command(stop=True)
             self._close_if_stopping()
         return self._journal.since(first)
 
     async def close(self) -> None:
-        """Return once all events are on storage. Nothing is recorded after it."""
+        """Close the journal, and wait until all events are on storage."""
         self._supervisor.close()
         await self._journal.close()
 
@@ -290,10 +315,10 @@ class Coordinator:
         if self.heartbeats.commands.stop and self._succession.over:
             self.dismiss(self.membership.close(), Leave.RUN_ENDED)
 
-    # From one coordinator to the next.
+    # The takeover from a former coordinator.
 
     def _succeed(self) -> Succession:
-        """Learn from storage what the last coordinator of this command knew, if there was one."""
+        """Restore the state of a former coordinator from storage."""
         for event in self._journal.former:
             self._furthest_step = max(self._furthest_step, getattr(event, "step", None) or 0)
             self._learn(event)
@@ -302,7 +327,7 @@ class Coordinator:
         try:
             self._ownership.renew()
         except RunConflict:
-            pass  # the next attempt says so
+            pass  # `next_attempt` raises the same error and reports it
         except OSError:
             unknown = True
         begun = unknown or self._ownership.attempt > claimed
@@ -327,10 +352,13 @@ class Coordinator:
                 self.over = True
 
     async def _taken_over(self, name: str | None = None) -> None:
-        """Return once it is known who of the world lives. Member `name` does not train until then."""
+        """Wait until the takeover from a former coordinator is complete.
+
+        Then it is known which members of the world live. Member `name` does not train until then.
+        """
         if self._succession.over:
             return
-        await self.heartbeat_port()  # without it nobody can come
+        await self.heartbeat_port()  # workers can only rejoin over an open port
         if await self._succession.wait(name):
             self._take_over(self._succession)
 
@@ -342,7 +370,7 @@ class Coordinator:
         if place is not None:
             self._amendments = self._amendments.leaving_out(place.amendments.skip)
             ended = [event.attempt for event in self._journal.former if isinstance(event, events.AttemptEnded)]
-            # Not if another one has begun meanwhile: then none of its members has been told.
+            # If storage counts a newer attempt, no member has received an assignment to that attempt.
             if place.attempt >= self._ownership.attempt and place.attempt not in ended:
                 self._running = place.attempt
         missing = [name for name in names if name not in self.members]
@@ -350,7 +378,7 @@ class Coordinator:
         self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
         for name in missing:
             self._lose_from_world(Member(name, None, ""), "worker", self._dead.get(name) or _NEVER_CAME)
-        # One of an earlier world that does not wait for another has been cut off from those who made this one.
+        # A member that still trains in an earlier world is cut off from the members of the newest world.
         for name in former.behind():
             self.lose(name, _NEVER_CAME)
         if former.broken():
@@ -358,10 +386,10 @@ class Coordinator:
         self._close_if_stopping()
         self.reconcile()
 
-    # From one world to the next.
+    # The change from one world to the next.
 
     def reconcile(self) -> None:
-        """Do what the membership decides now."""
+        """Carry out the membership's current decision."""
         if self.over or not self._succession.over or self._nothing_to_save():
             return
         decision = self.membership.decide(time.monotonic())
@@ -388,7 +416,7 @@ class Coordinator:
                 self.record(events.LeftOver(workers=left_over, unit=self.membership.unit))
 
     def _nothing_to_save(self) -> bool:
-        # Only who has been in a world may hold more than storage does.
+        # Only members of a world can hold a state that is newer than the state on storage.
         return self.heartbeats.commands.stop and not self.membership.world
 
     async def _form(self, names: tuple[str, ...]) -> None:
@@ -396,7 +424,7 @@ class Coordinator:
         attempt = await self._next_attempt()
         if attempt is None or self.over:
             return
-        if names != self.membership.world:  # a member has been lost while storage did not answer
+        if names != self.membership.world:  # a member was lost while the coordinator waited for storage
             for name in self.membership.world:
                 self.membership.join(name, time.monotonic(), self.members[name].node)
             self.reconcile()
@@ -408,10 +436,10 @@ class Coordinator:
         for rank, name in enumerate(names):
             place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
             self._waiting.pop(name).set_result(place)
-        self.reconcile()  # somebody may have come meanwhile
+        self.reconcile()  # a worker may have joined meanwhile
 
     async def _next_attempt(self) -> int | None:
-        # Storage counts the attempts, by which it refuses commits of a former one. Without a number there is no world.
+        # Storage counts the attempts and refuses commits of a former attempt. So no world forms without a number.
         told = False
         while not self.over:
             try:
@@ -426,16 +454,19 @@ class Coordinator:
         return None
 
     def lose(self, name: str, cause: str, kind: str = "worker") -> None:
-        """Take a worker for dead. The world that it was in is told at once; whoever lives joins the next one."""
+        """Declare a worker dead, and abort its world.
+
+        The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
+        """
         member = self.members.get(name)
         self._dead[name] = "" if member else cause
         if member is None:
             return
-        # One that is only silent would wake up in a world that has gone on.
+        # A worker that is only silent could go on later, when the other workers train without it.
         ray.kill(member.actor)
         if not self._succession.over:
             self._dead[name] = cause
-            self.members.pop(name)  # who the world is will be known soon
+            self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
             return
         self._lose_from_world(member, "preemption" if member.node in self._supervisor.draining else kind, cause)
         self.reconcile()
@@ -447,7 +478,7 @@ class Coordinator:
             self._record_failure(member, kind, cause)
 
     def _record_failure(self, member: Member, kind: str, cause: str) -> None:
-        # A loss between two attempts counts as one of the former.
+        # A loss between two attempts counts for the former attempt.
         attempt = self._ownership.attempt
         node = member.node or None
         self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
@@ -459,17 +490,17 @@ class Coordinator:
             self.give_up(exceeded, kind, exceeded)
 
     async def _look_at_ledger(self) -> None:
-        with contextlib.suppress(OSError):  # what was known before will do
+        with contextlib.suppress(OSError):  # the step that was read last is good enough
             line = await asyncio.to_thread(self._directory.last_step_line)
             self._furthest_step = int(line.get("step", 0))
 
     def abort(self) -> None:
-        """Tell the members of the world under way that it is no more."""
+        """Command all members to end the current attempt at once."""
         self._doomed.set()
         self.heartbeats.command(aborted=self._ownership.attempt)
 
     def dismiss(self, names: list[str], reason: Leave) -> None:
-        """Send workers away that wait for an assignment, and see what follows for the others."""
+        """Send waiting workers away, and reconcile."""
         for name in names:
             waiting = self._waiting.pop(name, None)
             if waiting is not None and not waiting.done():
@@ -477,7 +508,12 @@ class Coordinator:
         self.reconcile()
 
     def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
-        """End the run as failed. `budget` says which one has been exceeded."""
+        """End the run as failed, for the reason `why`.
+
+        Args:
+            kind: kind of the failure event.
+            budget: the exceeded budget in words, if a budget was exceeded.
+        """
         self.over = True
         self.abort()
         self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
@@ -489,7 +525,10 @@ class Coordinator:
                 self._corrupted_nodes.add(node)
 
     def record(self, event: Event) -> asyncio.Future[None]:
-        """Draw the consequences of an event, and write it down; the result is there once it is on storage."""
+        """Apply an event to the coordinator's state and record the event.
+
+        Return a future that is done once the event is on storage.
+        """
         match event:
             case events.Rollback(steps=steps):
                 self._amendments = self._amendments.leaving_out(steps)
@@ -510,14 +549,14 @@ class Coordinator:
         return self._journal.write(event)
 
     def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
-        # Every survivor reports the same end, and the first one counts. A newcomer that fails before it is in a world
-        # ends nothing.
+        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
+        # it has a place in a world ends no attempt.
         if self._running and (report is None or report.attempt == self._running):
             step = report.step if report else None
             self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
 
     def _forget(self, name: str) -> bool:
-        # Returns whether the world under way counted on it.
+        # Returns whether the member was in the current world.
         self.members.pop(name, None)
         if waiting := self._waiting.pop(name, None):
             waiting.cancel()
@@ -530,7 +569,10 @@ class Coordinator:
 
 
 def merged(commands: Commands, others: Commands) -> dict[str, Any]:
-    """Return the newest of each command. A stop holds, and attempts are counted on."""
+    """Return the newest value of each command, as arguments of `HeartbeatServer.command`.
+
+    The newest value is the largest one: a stop is never taken back, and attempt numbers only grow.
+    """
     newest = asdict(others)
     for name, value in asdict(commands).items():
         newest[name] = max(value, newest[name])

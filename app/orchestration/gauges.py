@@ -1,4 +1,4 @@
-"""A run's figures among Ray's own metrics, so that its dashboard, and a Prometheus that is there, show them."""
+"""Export a run's figures as Ray metrics, for Ray's dashboard and Prometheus."""
 
 import time
 
@@ -7,20 +7,20 @@ from ray.util.metrics import Gauge
 from app.run.events import AttemptEnded, AttemptStarted, Event, Log
 
 _MEANINGS = {
-    "step": "Optimizer steps that are done.",
-    "loss": "Loss of the last step that was logged, mean over the global batch.",
-    "samples_per_s": "Samples trained on a second, of all workers together.",
-    "world_size": "Workers that train; 0 between two attempts.",
-    "goodput": "Share of the time in steps that were not done before, 0 to 1.",
+    "step": "Number of finished optimizer steps.",
+    "loss": "Loss of the last logged step, mean over the global batch.",
+    "samples_per_s": "Samples that all workers together train on per second.",
+    "world_size": "Number of training workers; 0 between two attempts.",
+    "goodput": "Share of the time that was spent in steps not done before, 0 to 1.",
 }
 
 
 class Gauges:
-    """Shows what events say of the run. It costs the workers nothing, which send these events anyway."""
+    """Gauges that follow the events of a run."""
 
     def __init__(self, run: str) -> None:
         self._began_s = time.time()
-        self._furthest_step: int | None = None  # None before the first figures, which say nothing of a duration
+        self._furthest_step: int | None = None  # None before the first log event, which gives no duration
         self._productive_s = 0.0
         self._gauges: dict[str, Gauge] = {}
         for name, meaning in _MEANINGS.items():
@@ -29,7 +29,7 @@ class Gauges:
             self._gauges[name] = gauge
 
     def observe(self, event: Event) -> None:
-        """Follow the run."""
+        """Update the gauges with an event of the run."""
         match event:
             case Log():
                 self._show(step=event.step, loss=event.loss, samples_per_s=event.samples_per_s)
@@ -44,8 +44,11 @@ class Gauges:
             self._gauges[name].set(value)
 
     def _goodput(self, log: Log) -> float:
-        """Return an estimate from the figures that are shown; the exact one, of the whole run, is in its summary."""
-        # A coordinator that takes over knows nothing of the time before it.
+        """Return an estimate of the goodput from log events.
+
+        The run's summary holds the exact goodput of the whole run.
+        """
+        # A coordinator that takes over does not know the time before the takeover, so it counts from its first log.
         before = log.step if self._furthest_step is None else self._furthest_step
         self._productive_s += max(0, log.step - before) * log.step_ms / 1e3
         self._furthest_step = max(before, log.step)

@@ -1,11 +1,15 @@
-"""The heartbeat channel: one connection between each worker and the coordinator. While it is open, the worker lives."""
+"""Heartbeats: one connection between each worker and the coordinator.
 
-# A process that dies closes it, which the coordinator notices within milliseconds. One that falls silent (a machine
-# without power, a stopped process) is noticed by its missing heartbeats, which also say how far a worker is. The
-# coordinator sends its commands the other way, so that no worker has to ask for them. A message is one line of JSON.
+Workers send heartbeats with their progress, and the coordinator sends commands. A worker is alive while its connection
+is open and heartbeats arrive.
+"""
+
+# The connection of a dying process closes, which the coordinator notices within milliseconds. A machine without power
+# or a stopped process closes nothing, and is noticed by its missing heartbeats. The coordinator sends commands over the
+# same connection, so that no worker has to poll for commands. A message is one line of JSON.
 #
-# Who connects proves that it knows the secret that workers are told through Ray, by an HMAC over its name and what the
-# server has sent. So a stranger who reaches the port is no worker, and learns nothing to be one by.
+# A worker receives a secret through Ray, and proves its knowledge by an HMAC over its name and a challenge from the
+# server. So another process that reaches the port cannot act as a worker, and cannot learn the secret.
 import asyncio
 import contextlib
 import fcntl
@@ -26,29 +30,32 @@ from app.world.lateness import Lateness
 from app.world.timeouts import Timeouts
 
 Message = dict[str, Any]
-_LONGEST_LINE_BYTES = 2**20  # the stacks of a process, at most
-_CHUNK_BYTES = 2**12  # no connection holds more than twice this that nobody has asked for
-_NAME = re.compile("[0-9a-f]{1,8}")  # also becomes part of a file's name
-_STRANGERS = 128  # connections that have not said yet who they are; of more, the oldest goes
-_HELLO_S = 10.0  # in which they must
+_LONGEST_LINE_BYTES = 2**20  # the longest message holds the stacks of a process
+_CHUNK_BYTES = 2**12  # the server buffers at most twice this for a connection
+_NAME = re.compile("[0-9a-f]{1,8}")  # strict, because the name becomes part of a file's name
+_STRANGERS = 128  # limit of connections without an introduction; a further one replaces the oldest
+_HELLO_S = 10.0  # time for a new connection to introduce itself
 _BACKLOG = 1024
-_ACKNOWLEDGED_S = 0.5  # a machine that lives acknowledges what it is sent within this
+_ACKNOWLEDGED_S = 0.5  # the kernel of a live machine acknowledges data within this time
 
 
 @dataclass(frozen=True)
 class Commands:
-    """What the coordinator tells all workers: everything each time, so that a newer one replaces all before it."""
+    """Commands of the coordinator to all workers.
+
+    Each message holds all commands, so the newest message replaces the earlier ones.
+    """
 
     stop: bool = False
-    # The number of an attempt, 0 for none.
-    leave: int = 0  # to end at an agreed step
-    save: int = 0  # to write a checkpoint before it ends
-    dump: int = 0  # to send stacks, since it is stuck
-    aborted: int = 0  # to end at once, since it has lost a member
+    # Each of these is the number of the attempt that the command applies to, 0 for none.
+    leave: int = 0  # end the attempt at a step that its ranks agree on
+    save: int = 0  # write a checkpoint before the attempt ends
+    dump: int = 0  # send stacks, because the attempt hangs
+    aborted: int = 0  # end the attempt at once, because it has lost a member or hangs
 
 
 class Access(NamedTuple):
-    """What a worker needs to send heartbeats."""
+    """Address and secret with which a worker connects to the heartbeat server."""
 
     address: tuple[str, int]
     secret: str
@@ -56,24 +63,34 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Silence:
-    """What is known of a worker in a world that has not been heard of for `silence_s`."""
+    """Silence of a worker in a world, longer than `silence_s`."""
 
     seconds: float
-    answers: bool  # its machine takes what is sent to it, so only its process is still
-    nobody_heard: bool  # nor has anybody else in the world been
-    stretch: float  # by the load of this machine
+    answers: bool  # whether the worker's machine acknowledges data, so that only the process is silent
+    nobody_heard: bool  # whether all workers of the world are silent
+    stretch: float  # factor for time limits, from the load of this machine
 
 
 @dataclass
 class _Peer:
     writer: asyncio.StreamWriter
     silent_s: float = 0.0
-    unanswered_s: float = 0.0  # since its machine has taken all that was sent to it
-    lost: str = ""  # why it is taken for dead
+    unanswered_s: float = 0.0  # time for which the worker's machine has not acknowledged all data
+    lost: str = ""  # reason why the worker is declared dead
 
 
 class HeartbeatServer:
-    """Receive heartbeats, and notice which workers are lost. Lives in the coordinator's event loop."""
+    """Server that receives heartbeats, sends commands and detects lost workers.
+
+    The server runs in the coordinator's event loop.
+
+    Args:
+        on_message: called with a worker's name and each message of that worker.
+        on_lost: called once for each lost worker, with its name and the cause. A worker is lost when its connection
+            ends or when the worker is silent for too long.
+        patience: returns the seconds that a worker of a world may be silent. It is called at every check of a worker
+            that is silent for `silence_s`.
+    """
 
     def __init__(
         self,
@@ -82,42 +99,46 @@ class HeartbeatServer:
         on_lost: Callable[[str, str], None],
         patience: Callable[[str, Silence], float] | None = None,
     ) -> None:
-        self.commands = Commands()  # the last ones; workers that connect later are told them too
+        self.commands = Commands()  # newest commands, which a worker also receives when it connects
         self._timeouts = timeouts
         self._on_message = on_message
-        # Called once with the name of each worker that is lost, and the cause: its connection has ended, or it has been
-        # silent for too long.
         self._on_lost = on_lost
-        # Asked at every look for how long a worker in a world may be silent that has been so for `silence_s`.
         self._patience = patience or (lambda _, silence: timeouts.silence_s * silence.stretch)
         self._secret = secrets.token_hex(16)
         self._admitted: set[str] = set()
-        self._strangers: dict[asyncio.StreamWriter, float] = {}  # -> seconds since they came; oldest first
+        # Connection without an introduction -> its age in seconds, oldest first.
+        self._strangers: dict[asyncio.StreamWriter, float] = {}
         self._peers: dict[str, _Peer] = {}
         self._in_world: set[str] = set()
 
     async def listen(self, host: str) -> int:
-        """Accept workers from now on, on one address of this machine. Return the port."""
+        """Listen for workers on one address of this machine. Return the port."""
         self._server = await asyncio.start_server(self._serve, host, 0, limit=_CHUNK_BYTES, backlog=_BACKLOG)
         self._watching = asyncio.ensure_future(self._watch())
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def admit(self, name: str) -> str:
-        """Let the heartbeats of a worker in. Return the secret that it must know."""
+        """Admit a worker, and return the secret for its introduction.
+
+        Raises ValueError if `name` is not one to eight lower-case hexadecimal digits.
+        """
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a worker")
         self._admitted.add(name)
         return self._secret
 
     def command(self, **changes: Any) -> None:
-        """Change some of the commands and send all of them to every worker."""
+        """Change some commands, and send all commands to every worker."""
         self.commands = replace(self.commands, **changes)
         for peer in self._peers.values():
             peer.writer.write(_line(asdict(self.commands)))
 
     def expect(self, names: Iterable[str]) -> None:
-        """Let `silence_s` count for these workers from now on: they are in a world, where others wait for them."""
+        """Apply the short limit `silence_s` to these workers.
+
+        The workers are in a world now, so other ranks wait for them.
+        """
         self._in_world.update(names)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +150,7 @@ class HeartbeatServer:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Return the name of the worker at the other end; None for a stranger."""
+        """Return the worker's name; None if the introduction is wrong."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -146,12 +167,12 @@ class HeartbeatServer:
         if len(words) != 2 or words[0] not in self._admitted:
             return None
         name, proof = words
-        # As bytes, since strings that are not ASCII raise TypeError.
+        # compare_digest raises TypeError for strings that are not ASCII, so it compares bytes.
         right = hmac.compare_digest(proof.encode(), _proof(self._secret, challenge, name).encode())
         return name if right else None
 
     async def _follow(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take the messages of a worker until its connection ends."""
+        """Receive a worker's messages until its connection ends."""
         former = self._peers.get(name)
         peer = self._peers[name] = _Peer(writer)
         if former is not None:
@@ -166,16 +187,16 @@ class HeartbeatServer:
         except OSError as error:
             cause = str(error)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            cause = f"what came is no message: {error!r:.200}"
-        if self._peers.get(name) is peer:  # or it has come again meanwhile
+            cause = f"the worker sent no valid message: {error!r:.200}"
+        if self._peers.get(name) is peer:  # otherwise the worker has connected again
             del self._peers[name]
             self._in_world.discard(name)
             self._admitted.discard(name)
             self._on_lost(name, peer.lost or cause)
 
     async def _watch(self) -> None:
-        # Time is counted in looks. What this process has slept through (it was stopped, or waited for something else
-        # than its sockets) counts for nobody: what they have sent meanwhile is read first.
+        # Silence is counted in checks of this loop. If this process was stopped, or blocked its event loop, that time
+        # does not count as a worker's silence: heartbeats that arrived meanwhile must be read first.
         lateness = Lateness(min(0.25, self._timeouts.silence_s / 10))
         while True:
             lateness.begin()
@@ -191,7 +212,8 @@ class HeartbeatServer:
             self._judge(lateness.stretch)
 
     def _probe(self, peer: _Peer, watched_s: float) -> None:
-        # The machine of a stopped process still takes what is sent to it; one without power or network does not.
+        # The kernel of a machine acknowledges data even for a stopped process. A machine without power or network does
+        # not. So a silent worker's machine gets a byte to acknowledge.
         if peer.silent_s < 1.5 * self._timeouts.heartbeat_s:
             peer.unanswered_s = 0.0
         elif _num_unanswered_bytes(peer.writer):
@@ -207,23 +229,30 @@ class HeartbeatServer:
         for name, peer in self._peers.items():
             if name in heard or peer.lost:
                 continue
-            # On a busy machine a worker that imports and builds its model may leave its heartbeats no time.
+            # Outside of a world the limit is long: on a busy machine a worker that imports libraries and builds its
+            # model may delay its own heartbeats.
             limit_s = self._timeouts.lease_s
             if name in self._in_world:
                 answers = peer.unanswered_s < max(_ACKNOWLEDGED_S, silence_s / 2)
                 limit_s = self._patience(name, Silence(peer.silent_s, answers, nobody_heard, stretch))
             if peer.silent_s >= limit_s:
                 peer.lost = f"not heard of for {peer.silent_s:.3g} s"
-                peer.writer.transport.abort()  # which ends `_follow`
+                peer.writer.transport.abort()  # the closed connection ends `_follow`
 
 
 class HeartbeatClient:
-    """Send a worker's heartbeats, and pass its commands on. It has a thread of its own.
+    """Client that sends a worker's heartbeats and receives commands.
+
+    The client has a thread of its own.
 
     Args:
-        access: where the coordinator is, and the secret that it has told this worker through Ray.
-        find_again: called when the connection has ended, with the seconds that are left: returns where the coordinator
-            is by now, or None if it does without this worker.
+        access: address of the coordinator, and the secret that it has sent to this worker through Ray.
+        beat: returns the content of a heartbeat.
+        on_commands: called with each message of commands, and with None when no more commands can arrive.
+        find_again: called when the connection has ended, with the seconds that are left for the call. It returns the
+            access to the coordinator's successor, or None if the successor goes on without this worker.
+
+    The thread of the client calls all three functions.
     """
 
     def __init__(
@@ -235,8 +264,7 @@ class HeartbeatClient:
         on_commands: Callable[[Commands | None], None],
         find_again: Callable[[float], Access | None] = lambda _: None,
     ) -> None:
-        self.ended = False  # the coordinator is gone, or takes this worker for dead
-        # The thread calls both: one for what a heartbeat says, one with what comes, and None once nothing can come.
+        self.ended = False  # whether the coordinator is lost, or has declared this worker dead
         self._beat = beat
         self._on_commands = on_commands
         self._find_again = find_again
@@ -244,13 +272,13 @@ class HeartbeatClient:
         self._timeouts = timeouts
         self._lateness = Lateness(timeouts.heartbeat_s)
         self._closing = threading.Event()
-        self._unheard_s = 0.0  # since the coordinator has been heard of
+        self._unheard_s = 0.0  # time since the last message of the coordinator
         self._socket = self._connect(access)
-        self.own_address = str(self._socket.getsockname()[0])  # of the interface that leads to the coordinator
+        self.own_address = str(self._socket.getsockname()[0])  # address of the interface that reaches the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
     def send(self, message: Message) -> None:
-        """Send a message between two heartbeats; only on the thread that `on_commands` is called on."""
+        """Send a message between two heartbeats. Only `on_commands` may call this."""
         self._socket.sendall(_line(message))
 
     def close(self) -> None:
@@ -259,7 +287,7 @@ class HeartbeatClient:
 
     def _connect(self, access: Access) -> socket.socket:
         connection = socket.create_connection(access.address, timeout=self._timeouts.form.total_seconds())
-        # A heartbeat is small, and must not wait until there is more to send.
+        # A heartbeat is small, and must not wait for more data in the kernel.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._secret = access.secret
         self._unheard_s = 0.0
@@ -267,7 +295,7 @@ class HeartbeatClient:
 
     def _run(self) -> None:
         self._converse()
-        # A coordinator that dies is started again, and the world under way goes on meanwhile.
+        # Ray restarts a coordinator that has died, and the current world trains on meanwhile.
         while self._reconnect():
             self._converse()
         self.ended = True
@@ -275,13 +303,16 @@ class HeartbeatClient:
         self._on_commands(None)
 
     def _converse(self) -> None:
-        """Send heartbeats and pass commands on until the connection ends, or nothing has come for `lease_s`."""
+        """Send heartbeats and receive commands until the connection ends.
+
+        The connection also counts as ended if nothing arrives for `lease_s`.
+        """
         with contextlib.suppress(OSError):
             unread = self._introduce()
             due_s = self._begin_interval()
-            # The server answers each heartbeat. A worker that misses the answers is cut off from the others. They take
-            # it for dead and go on without it, so it must not go on by itself. What it was stopped for does not count:
-            # the answers of that time lie unread.
+            # The server answers each heartbeat. A worker without answers is cut off from the coordinator, which
+            # declares this worker dead. The other workers go on without this worker, so it must not train alone. Time
+            # in which this process was stopped does not count, because the answers of that time are still unread.
             while self._unheard_s < self._timeouts.lease_s:
                 wait_s = due_s - time.monotonic()
                 if wait_s <= 0:
@@ -289,7 +320,7 @@ class HeartbeatClient:
                     self.send({**self._beat(), "stretch": round(self._lateness.stretch, 2)})
                     due_s = self._begin_interval()
                     continue
-                # Not the whole interval: whatever comes meanwhile must not put the next heartbeat off.
+                # The wait is only the rest of the interval, so that incoming data does not delay the next heartbeat.
                 self._socket.settimeout(wait_s)
                 try:
                     received = self._socket.recv(_CHUNK_BYTES)
@@ -300,12 +331,12 @@ class HeartbeatClient:
                 self._unheard_s = 0.0
                 *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
-                    if line:  # an empty one only answers a heartbeat
+                    if line:  # an empty line only answers a heartbeat
                         self._on_commands(Commands(**json.loads(line)))
 
     def _introduce(self) -> bytes:
-        """Answer the server's challenge. Return what came behind it."""
-        self._socket.settimeout(self._timeouts.lease_s)  # a server that is stopped meanwhile is no reason to give up
+        """Answer the server's challenge. Return the bytes received after the challenge."""
+        self._socket.settimeout(self._timeouts.lease_s)  # long, because a server may be stopped for a while
         said = b""
         while b"\n" not in said:
             received = self._socket.recv(_CHUNK_BYTES)
@@ -317,12 +348,15 @@ class HeartbeatClient:
         return unread
 
     def _begin_interval(self) -> float:
-        """Begin the wait for the next heartbeat. Return when it is due."""
+        """Begin an interval, and return the time of the next heartbeat."""
         self._lateness.begin()
         return time.monotonic() + self._lateness.interval_s
 
     def _reconnect(self) -> bool:
-        """Connect to the coordinator's successor. Return False if there is none for this worker, or none in time."""
+        """Connect to the coordinator's successor.
+
+        Return False if no successor answers in time, or if the successor goes on without this worker.
+        """
         self._socket.close()
         until_s = time.monotonic() + self._timeouts.lease_s - self._unheard_s
         while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
@@ -337,7 +371,9 @@ class HeartbeatClient:
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines that come. Half a line at the end, the last one of a dying worker, is none.
+    """Yield the complete lines that arrive.
+
+    A dying worker may send a part of a line at the end, which is dropped.
 
     Raises:
         ValueError: a line is too long.
@@ -352,8 +388,8 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _num_unanswered_bytes(writer: asyncio.StreamWriter) -> int:
-    """Return how much of what was sent the machine at the other end has not acknowledged."""
-    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+    """Return how many sent bytes the peer's machine has not acknowledged."""
+    with contextlib.suppress(OSError, ValueError):  # the connection may be closed meanwhile
         descriptor = writer.get_extra_info("socket").fileno()
         (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
         return int(num_bytes)

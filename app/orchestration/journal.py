@@ -1,4 +1,4 @@
-"""The journal: the coordinator's events on their way to storage and to the driver."""
+"""Journal of the coordinator's events, for storage and the driver."""
 
 import asyncio
 from collections import deque
@@ -8,40 +8,52 @@ from concurrent.futures import ThreadPoolExecutor
 from app.run.directory import RunDirectory
 from app.run.events import Event, RunStarted
 
-_REMEMBERED = 10_000  # of the events that a former coordinator wrote: far more than can be under way at its death
+_REMEMBERED = 10_000  # former events to recognise; far more than could be under way when the coordinator died
 
 
 class Journal:
-    """Write events down beside the event loop, and keep each until the driver has shown it.
+    """Writer of the coordinator's events.
 
-    The driver counts the kept events of its command, and so goes on counting when another coordinator takes over: that
-    one finds all of them in `events.jsonl`.
+    A thread writes the events, and each event is kept until the driver has shown the event. The driver asks for events
+    by the number of kept events that it has shown. These numbers stay valid when another coordinator takes over,
+    because `events.jsonl` contains all kept events of the command.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
-        self.former = _of_this_command(directory.all_events())  # written before this journal was opened
+        self.former = _of_this_command(directory.all_events())  # events that a former coordinator has written
         self._file = directory.open_events()
-        # One thread, so that lines stand in the order in which things happened.
+        # A single thread keeps the lines in the order of the events.
         self._thread = ThreadPoolExecutor(1, "journal")
         self._known = {_key(event) for event in self.former[-_REMEMBERED:]}
-        self._news = deque(self.former)  # what the driver has not confirmed
+        self._news = deque(self.former)  # events that the driver has not confirmed
         self._num_confirmed = 0
         self._asked = False
 
     def has(self, event: Event) -> bool:
-        """Return whether a former coordinator has written this event: Ray repeats a call whose answer it missed."""
+        """Return whether a former coordinator has written this event.
+
+        Ray repeats a call to `publish` if the former coordinator died before its answer.
+        """
         return _key(event) in self._known
 
     def write(self, event: Event) -> asyncio.Future[None]:
-        """Write an event down, and keep it for the driver. The result is there once it is on storage."""
+        """Write an event, and keep the event for the driver.
+
+        Return a future that is done once the event is on storage.
+        """
         event = event.stamped()
         self._news.append(event)
         return asyncio.wrap_future(self._thread.submit(self._file.write, event))
 
     def since(self, first: int) -> list[Event]:
-        """Return the kept events from number `first` on, and forget those before it. What is only shown comes once."""
+        """Return the kept events from number `first` on.
+
+        Earlier events are forgotten.
+
+        Events that are only shown are returned once.
+        """
         if not self._asked:
-            # The driver has been told of some that the former coordinator had no time to write.
+            # The driver may have shown events that the former coordinator had no time to write.
             self._num_confirmed = max(0, first - len(self.former))
             self._asked = True
         while self._news and self._num_confirmed < first:
@@ -51,7 +63,7 @@ class Journal:
         return told
 
     async def close(self) -> None:
-        """Return once all events are on storage. Nothing is written after it."""
+        """Wait until all events are on storage, and close the file."""
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._file.close)
 

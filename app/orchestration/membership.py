@@ -1,4 +1,7 @@
-"""Decide who is in the world. Pure bookkeeping that is told the time, so tables test every rule without a cluster."""
+"""Decide which members form the next world.
+
+The module is pure and receives the time as an argument, so that tests need no cluster.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,33 +11,33 @@ from app.orchestration.seating import seat
 
 @dataclass(frozen=True)
 class Form:
-    """Make these members the world, in the order of their ranks."""
+    """Form a world of these members, in the order of their ranks."""
 
     members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Ask the world under way to end at a step that its members agree on."""
+    """Ask the current world to end at an agreed step."""
 
-    none_stays: bool = False  # nobody in it will be in the next one, so what they hold must be written down
+    none_stays: bool = False  # if no member stays, the members must write their state to storage first
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decide again after so many seconds, if nothing happens before."""
+    """Decide again after `seconds`, or earlier after a change."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Do nothing until somebody joins or is lost."""
+    """Do nothing until a member joins or is lost."""
 
 
 @dataclass(frozen=True)
 class Short:
-    """Wait for `missing` more members: all who are left wait, and they are too few for a world."""
+    """Wait for `missing` more members, because a world needs more than there are."""
 
     missing: int
 
@@ -44,22 +47,22 @@ Decision = Form | Resize | Wait | Keep | Short
 
 @dataclass
 class Membership:
-    """The members of a run: those in the world under way, and those who wait for the next one."""
+    """Members of a run, in the current world or waiting."""
 
-    smallest: int  # of the sizes that a world may have
-    largest: int
-    expected: int  # so many are coming when a run starts, or when all members are lost
-    # How long the first world waits for the rest of them, and how long a newcomer waits for others. The world under way
-    # goes on meanwhile, and two who come together cost one resize.
+    smallest: int  # smallest size of a world
+    largest: int  # largest size of a world
+    expected: int  # members that are coming when a run starts, or when all members are lost
+    # The first world waits `settle_s` for the expected members. A new member waits `gather_s` for more new members,
+    # while the current world goes on, so that several new members cause one resize.
     settle_s: float
     gather_s: float
-    spares: int = 0  # so many more than `largest` may wait beside the world, to take the place of one that is lost
-    unit: int = 1  # members of a replica: a world is made of whole ones
+    spares: int = 0  # members beyond `largest` that may wait to replace a lost member
+    unit: int = 1  # members of a replica; a world consists of whole replicas
     world: tuple[str, ...] = ()
-    _leaving: set[str] = field(default_factory=set)  # in the world, and not to be in the next one
-    _waiting: dict[str, float] = field(default_factory=dict)  # member -> since when, in the order of arrival
-    _nodes: dict[str, str] = field(default_factory=dict)  # of each member
-    _ranks: dict[str, int] = field(default_factory=dict)  # in the newest world, of those who are still members
+    _leaving: set[str] = field(default_factory=set)  # members of the world that shall not be in the next one
+    _waiting: dict[str, float] = field(default_factory=dict)  # member -> time of arrival, in this order
+    _nodes: dict[str, str] = field(default_factory=dict)  # member -> its node
+    _ranks: dict[str, int] = field(default_factory=dict)  # remaining member of the newest world -> its rank there
 
     def __post_init__(self) -> None:
         self._bound(self.smallest, self.largest)
@@ -70,17 +73,20 @@ class Membership:
         self.expected = max(self.smallest, min(self.expected, self.largest) // self.unit * self.unit)
 
     def begin(self, world: tuple[str, ...]) -> None:
-        """Take note of the world that is under way from now on, in the order of ranks."""
+        """Set the current world, with its members in the order of ranks."""
         self.world = world
         self._ranks = {member: rank for rank, member in enumerate(world)}
 
     @property
     def wanted(self) -> int:
-        """Return how many members there are to be, spares included."""
+        """Return the wanted number of members, including spares."""
         return self.largest + self.spares
 
     def join(self, member: str, now_s: float, node: str = "") -> bool:
-        """Let `member` wait for the next world; if it was in the world, it has left it. False if it is to go."""
+        """Make `member` wait for the next world.
+
+        Return False if the member must end. A member of the current world that joins again has left that world.
+        """
         if member in self._leaving:
             self._remove(member)
             return False
@@ -89,10 +95,11 @@ class Membership:
         return True
 
     def lose(self, member: str) -> bool:
-        """Remove `member`, which has not gone as it was asked to. Return whether the world under way counted on it."""
+        """Remove a lost member. Return whether the member was in the current world."""
         was_in = self._remove(member)
         if self._leaving >= set(self.world):
-            # Those who were to stay are gone, and with those who were to leave the state would be lost.
+            # All members that were to stay are lost. The leaving ones stay instead, because the state would be lost
+            # with them.
             self._leaving.difference_update(self.world[: self.largest])
         return was_in
 
@@ -106,7 +113,10 @@ class Membership:
         return was_in
 
     def send_away(self, members: Iterable[str]) -> list[str]:
-        """Let `members` go: those in the world at an agreed step. Return those who wait, and may go at once."""
+        """Release `members`, and return the waiting members to dismiss.
+
+        Waiting members can go at once. Members of the world leave at an agreed step.
+        """
         going = set(members)
         waiting = sorted(going & self._waiting.keys())
         for member in waiting:
@@ -115,9 +125,9 @@ class Membership:
         return waiting
 
     def rescale(self, smallest: int, largest: int) -> list[str]:
-        """Set other bounds. The last ranks go where there are too many; returns as `send_away` does.
+        """Set other bounds, and release surplus members as `send_away` does.
 
-        Of those who wait, as many stay as there may be spares.
+        The last ranks of the world are released first. Waiting members stay as spares, up to the number of spares.
         """
         self._bound(smallest, largest)
         staying = [member for member in self._candidates() if member not in self._leaving]
@@ -126,22 +136,22 @@ class Membership:
         return self.send_away(surplus + waiting[self.spares :])
 
     def close(self) -> list[str]:
-        """Let nobody in any more; returns as `send_away` does."""
-        # Those in the world, and those who survived it, are to write down what they hold, however few they are.
+        """Admit no new members, and release waiting ones as `send_away` does."""
+        # Members of the world, and its survivors, must still write their state to storage, however few they are.
         self._bound(1, max(self.unit, len(self.world)))
-        if len(self.world) < self.unit:  # and cannot, as less than a replica
+        if len(self.world) < self.unit:  # less than one replica does not hold a whole state
             return self.send_away(self._candidates())
         return self.send_away(self._newcomers())
 
     def decide(self, now_s: float) -> Decision:
-        """Return what to do now. `Form` takes effect at once."""
+        """Return the current decision. `Form` takes effect at once."""
         if not set(self.world) <= self._waiting.keys():
             return self._for_a_change(now_s)
         candidates = self._candidates()
         size = min(self.largest, len(candidates) // self.unit * self.unit)
         if size < self.smallest:
             return Short(self.smallest - len(candidates))
-        # Survivors form a world at once: whoever comes later joins by a resize, while training goes on.
+        # Survivors form a world at once. A later member joins by a resize, while training goes on.
         if not self.world and size < self.expected:
             left_s = min(self._waiting.values()) + self.settle_s - now_s
             if left_s > 0:
@@ -165,12 +175,12 @@ class Membership:
         return Resize()
 
     def _candidates(self) -> tuple[str, ...]:
-        # Survivors first and in their order, so that the leader stays where it is.
+        # Survivors come first and in their order, so that the leader stays the same.
         return (*self.world, *self._newcomers())
 
     @property
     def left_over(self) -> int:
-        """Return how many members wait beside the world, and would make no whole replica."""
+        """Return the number of waiting members that do not fill a replica."""
         return len(self._newcomers()) % self.unit
 
     def _newcomers(self) -> list[str]:

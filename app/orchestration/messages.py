@@ -1,4 +1,4 @@
-"""Messages between workers, slots and the coordinator, as arguments and results of Ray calls."""
+"""Messages between workers, slots and the coordinator, in Ray calls."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,46 +11,57 @@ Address = tuple[str, int]  # host, port
 
 @dataclass(frozen=True)
 class Member:
-    """A worker process, as it introduces itself to the coordinator."""
+    """A worker process, as known to the coordinator."""
 
     name: str
-    actor: Any  # by it the coordinator can kill a worker that has fallen silent
+    actor: Any  # actor handle, with which the coordinator can kill a silent worker
     node: str
-    store: Address = ("", 0)  # of a TCPStore that the worker has opened, in case it leads the next world
+    store: Address = ("", 0)  # address of a TCPStore in the worker, used if the worker leads the next world
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why an attempt broke. Each worker that sees it break tells the coordinator."""
+    """Report of one worker about the end of its attempt.
 
-    # "peer" when another worker seems to be gone, "numeric" for a step to be left out, "smaller" where a forward has
-    # run out of memory that may have fewer samples, "ours" for an error with a message of its own, "oom" for memory of
-    # the device or the host elsewhere, "corruption" where a member has computed wrongly, "exception" for any other. The
-    # coordinator makes "communication" of a "peer" if it misses nobody.
+    Each worker whose attempt breaks sends a report to the coordinator.
+    """
+
+    # One of:
+    # "peer": another worker seems to be lost
+    # "numeric": a step has bad numbers and must be left out
+    # "smaller": a forward has run out of memory, and can be repeated with fewer samples
+    # "oom": the device or the host has run out of memory elsewhere
+    # "corruption": a member computed wrongly
+    # "ours": a SteadfastError, whose message says what to do
+    # "exception": any other error
+    # The coordinator changes "peer" to "communication" if no worker was lost.
     kind: str
-    attempt: int  # 0 for a worker that has been in no world yet
+    attempt: int  # 0 if the worker has not been in a world yet
     step: int
     message: str
     traceback: str
-    skip: tuple[int, ...] = ()  # steps to leave out from now on
-    forward_size: int | None = None  # samples of the largest forward from now on
-    corrupted: str = ""  # name of the member that has computed wrongly
+    skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
+    forward_size: int | None = None  # most samples of a forward in the next attempts
+    corrupted: str = ""  # name of the member that computed wrongly
 
 
 @dataclass(frozen=True)
 class WorldAssignment:
-    """A place in the next world. The coordinator answers each worker of that world with one."""
+    """Place of a worker in the next world."""
 
     rank: int
     size: int
     attempt: int
-    store: Address  # of a TCPStore in the leader's process, for this world alone
+    store: Address  # address of a TCPStore in the leader's process, which only this world uses
     amendments: Amendments
     members: tuple[str, ...]  # names of all workers of this world, by rank
 
 
 class Leave(StrEnum):
-    """Why a worker gets no assignment. The coordinator tells the worker, and the worker tells its slot."""
+    """Reason why a worker gets no assignment.
+
+    The coordinator answers a worker with the reason, and the worker returns it to its slot.
+    """
 
     RUN_ENDED = "run ended"
-    RELEASED = "released"  # only this worker is not needed: another one may take its slot
+    RELEASED = "released"  # only this worker is not needed, so another worker may take its slot

@@ -1,7 +1,7 @@
-"""`cluster.pip`: packages for the workers of a run, on nodes that come later too."""
+"""Install the packages of `cluster.pip` on each node that runs a worker."""
 
-# Not by the `pip` of Ray's runtime environments: where a node's Python lies in a virtual environment, Ray copies all of
-# it, torch and CUDA included, each time that a package has changed.
+# The `pip` of Ray's runtime environments is not used. If a node's Python lies in a virtual environment, Ray copies the
+# whole environment, including torch and CUDA, each time that a package changes.
 import fcntl
 import hashlib
 import importlib.util
@@ -16,31 +16,39 @@ from pathlib import Path
 from app.errors import ConfigError, Problem, UsageError
 
 _LAYERS = Path("~/.cache/steadfast/packages")
-_SHOWN_LINES = 20  # of pip's, where it fails
+_SHOWN_LINES = 20  # lines of pip's output in an error
 
 
 def check_packages(entries: Sequence[str], here: Path) -> None:
-    """Check that what lies in the working directory `here` goes to the nodes with it. Raises ConfigError."""
+    """Check that Ray copies local packages to the nodes. Raises ConfigError.
+
+    Args:
+        entries: the value of `cluster.pip`.
+        here: the working directory, which Ray copies to the nodes.
+    """
     for index, entry in enumerate(entries):
         path = (here / entry).resolve()
         why = ""
         if not _is_path(entry):
             continue
         if not path.exists() or not path.is_relative_to(here):
-            why = "is not in the working directory, which is what the nodes get"
+            why = "is not in the working directory, and only that directory is copied to the nodes"
         elif _is_ignored(path):
-            why = "is ignored by git, and what is ignored does not go to the nodes. Move it elsewhere"
+            why = "is ignored by git, and ignored files are not copied to the nodes. Move it elsewhere"
         if why:
             raise ConfigError([Problem("", f"cluster.pip.{index}", f"{entry} {why}")])
 
 
 def install_packages(entries: Sequence[str], here: Path, layers: Path = _LAYERS) -> None:
-    """Let this process import packages, which are installed if no worker of this node has done so.
+    """Make packages importable in this process.
 
-    They lie in a layer above the node's own, which are neither copied nor changed.
+    The first worker of a node installs the packages into a layer above the node's own packages. The node's own packages
+    are neither copied nor changed.
 
     Args:
+        entries: the value of `cluster.pip`.
         here: the working directory, to which paths are relative.
+        layers: folder of all layers of this node.
 
     Raises:
         UsageError: pip fails.
@@ -52,20 +60,20 @@ def install_packages(entries: Sequence[str], here: Path, layers: Path = _LAYERS)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(layer / "venv")}))
     done = layer / "done"
     with (layer / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # all workers of a node come at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # all workers of a node start at the same time
         if not done.exists():
             _install(entries, here, layer / "venv", packages)
             done.touch()
-    # Before those of the node, and behind the working directory.
+    # The layer comes before the node's own packages, and after the working directory.
     places = [index for index, place in enumerate(sys.path) if place.endswith("-packages")]
     sys.path.insert(min(places, default=len(sys.path)), str(packages))
     importlib.invalidate_caches()
 
 
 def _install(entries: Sequence[str], here: Path, folder: Path, packages: Path) -> None:
-    # A node's own pip will do; that of `uv venv` has none.
+    # The node's own pip is used if it exists. An environment of `uv venv` has no pip.
     venv.create(folder, clear=True, symlinks=True, with_pip=importlib.util.find_spec("pip") is None)
-    # By these, pip takes what the node has for installed, and does not change it.
+    # With these paths, pip finds the node's packages and does not install them again.
     beneath = [place for place in sys.path if place.endswith("-packages")]
     (packages / "node.pth").write_text("\n".join(beneath))
     words: list[str] = []
@@ -87,12 +95,15 @@ def _is_ignored(path: Path) -> bool:
     command = ["git", "-C", str(path.parent), "check-ignore", "-q", str(path)]
     try:
         return not subprocess.run(command, capture_output=True, check=False).returncode
-    except OSError:  # there is no git here
+    except OSError:  # git is not installed
         return False
 
 
 def _digest(entries: Sequence[str], here: Path) -> str:
-    """Return what changes with the packages: with what lies in the working directory, also by its contents."""
+    """Return a digest of the packages, which names their layer.
+
+    The digest includes the contents of local files, so that a changed package gets a new layer.
+    """
     digest = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode())
     for entry in entries:
         digest.update(f"\0{entry}".encode())

@@ -1,4 +1,7 @@
-"""Policies of what a failure costs. Each is told what has happened and decides; coordinator and slots carry it out."""
+"""Policies for failures: budgets of a run, and quarantine of nodes.
+
+The policies are pure. They record what happened and return decisions, which the coordinator and the slots carry out.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,18 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budgets:
-    """Count the failures of each kind since the last progress, and end a run that has too many."""
+    """Policy that ends a run after too many failures of a kind without progress."""
 
-    limits: Mapping[str, int]  # kind -> how many in a row a run survives; other kinds, as preemptions, are not counted
+    limits: Mapping[str, int]  # kind -> allowed failures in a row; kinds that are missing here are not counted
     _rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (furthest step, failures since)
-    _last_attempt: dict[str, int] = field(default_factory=dict)  # kind -> the newest attempt that has paid for a loss
+    _last_attempt: dict[str, int] = field(default_factory=dict)  # kind -> newest attempt whose loss was counted
 
     def spend(self, kind: str, step: int, attempt: int | None = None) -> str | None:
-        """Count a failure at `step`. Return why the run must end, or None if it goes on.
+        """Count a failure at `step`. Return why the run must end, or None.
 
         Args:
-            attempt: the attempt that lost a worker. All workers of one kind that it loses are one failure: a switch
-                that fails takes many at once.
+            attempt: the attempt that lost a worker. All losses of one kind in an attempt count as one failure, because
+                a failed switch takes many workers at once.
         """
         if kind not in self.limits:
             return None
@@ -26,7 +29,7 @@ class Budgets:
                 return None
             self._last_attempt[kind] = attempt
         furthest, spent = self._rows.get(kind, (-1, 0))
-        # A step before the furthest one is not progress: it is being done again after a restore.
+        # A step before the furthest one is a repetition after a restore, and no progress.
         if step > furthest:
             spent = 0
         spent += 1
@@ -39,20 +42,26 @@ class Budgets:
 
 @dataclass
 class BrokenWorlds:
-    """Count the worlds in a row that could not communicate, and did not finish a step. Deaths are not its business."""
+    """Policy that ends a run whose workers live but cannot communicate.
 
-    # The second one shows that it was no accident: such an error is a setting far more often than a moment's weakness.
+    It counts the attempts in a row that could not communicate before they finished a step.
+    """
+
+    # A wrong setting causes such an error far more often than an outage. So the second attempt ends the run.
     allowed: int = 1
     _in_a_row: int = 0
-    _stepped: int = 0  # the newest attempt that has finished a step
+    _stepped: int = 0  # newest attempt that has finished a step
 
     def stepped(self, attempt: int) -> None:
-        """Take note that an attempt has finished its first step."""
+        """Record that an attempt has finished its first step."""
         self._stepped = attempt
         self._in_a_row = 0
 
     def count(self, attempt: int) -> str | None:
-        """Count an attempt that broke while all of its workers lived. Return why the run must end, or None."""
+        """Count an attempt that broke while all of its workers were alive.
+
+        Return why the run must end, or None if the run goes on.
+        """
         if attempt == self._stepped:
             return None
         self._in_a_row += 1
@@ -63,16 +72,24 @@ class BrokenWorlds:
 
 @dataclass
 class Quarantine:
-    """Name the nodes on which workers keep dying young, or compute wrongly, so that they get no more for a while."""
+    """Policy that avoids faulty nodes for a while.
 
-    failures: int = 3  # so many early deaths put a node into quarantine
-    min_lifetime_s: float = 20.0  # a worker that has lived longer does not speak against its node
-    cooldown_s: float = 600.0  # how long a node is avoided, and how long a death is remembered
+    A node is faulty if workers keep dying early on the node, or if a worker there computed wrongly.
+    """
+
+    failures: int = 3  # early deaths that put a node into quarantine
+    min_lifetime_s: float = 20.0  # a worker that lived longer is no sign of a faulty node
+    cooldown_s: float = 600.0  # time for which a node is avoided, and for which an early death counts
     _deaths_s: dict[str, list[float]] = field(default_factory=dict)
     _until_s: dict[str, float] = field(default_factory=dict)
 
     def record_death(self, node: str, lived_s: float, now_s: float, elsewhere: bool) -> bool:
-        """Record the death of a worker on `node`. Return whether the node is quarantined from now on."""
+        """Record a worker's death. Return whether its node is quarantined now.
+
+        Args:
+            lived_s: lifetime of the worker.
+            elsewhere: whether a worker lives on another node.
+        """
         if lived_s > self.min_lifetime_s:
             self._deaths_s.pop(node, None)
             return False
@@ -82,7 +99,9 @@ class Quarantine:
         return len(recent) >= self.failures and self.avoid(node, now_s, elsewhere)
 
     def avoid(self, node: str, now_s: float, elsewhere: bool) -> bool:
-        """Put a node into quarantine, unless the run has nowhere else to go. Return whether it is from now on.
+        """Put a node into quarantine, unless it is the only one.
+
+        Return whether the node is in quarantine now.
 
         Args:
             elsewhere: whether a worker lives on another node.
@@ -94,5 +113,5 @@ class Quarantine:
         return True
 
     def avoided(self, now_s: float) -> list[str]:
-        """Return the nodes on which nothing may be placed now."""
+        """Return the nodes that get no worker now."""
         return sorted(node for node, until_s in self._until_s.items() if now_s < until_s)

@@ -1,4 +1,4 @@
-"""Whether a cluster is there, asked without Ray, which would wait for it."""
+"""Check whether a cluster answers, without Ray."""
 
 import socket
 
@@ -6,7 +6,7 @@ _CONNECT_S = 1.0
 
 
 def answers(address: str) -> bool:
-    """Return whether anybody listens at "host:port"."""
+    """Return whether a server listens at "host:port"."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()

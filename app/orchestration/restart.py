@@ -1,6 +1,6 @@
-"""`recovery.mode=restart`: when a worker is lost, Ray Train ends all others and starts as many anew."""
+"""`recovery.mode=restart`: after the loss of a worker, Ray Train restarts all workers."""
 
-# It needs Ray's public API only, so it is there for a release of Ray that has moved what slots build on.
+# This mode needs only Ray's public API. So it works with a version of Ray whose internals slots do not support.
 import threading
 
 import ray
@@ -11,18 +11,22 @@ from app.orchestration.messages import FailureReport, Leave, Member, WorldAssign
 from app.orchestration.worker_runtime import RayRuntime
 from app.run.events import Checkpoint, Event
 
-_REGISTER_S = 10.0  # how long the end of a run waits for Ray's book-keeping
+_REGISTER_S = 10.0  # time that the end of a run waits for Ray to register the last checkpoint
 
 
 class RestartCoordinator(Coordinator):
-    """Leave it to Ray how many workers there are, when they come and go, and how often they may die."""
+    """Coordinator that leaves the number of workers and their restarts to Ray."""
 
     async def join_group(self, member: Member, size: int) -> WorldAssignment | Leave:
-        """Return a place in a world of exactly the `size` that Ray has started."""
+        """Return the worker's place in a world of `size` workers.
+
+        Ray has started a group of that size.
+        """
         await self._taken_over(member.name)
         self.membership.rescale(size, size)
         self.membership.expected = size
-        # Also to one whose heartbeats have ended: it has to come and fail, so that Ray starts all workers again.
+        # A worker whose heartbeats have ended gets a place too. It must enter the world and fail there, so that Ray
+        # restarts all workers.
         return await self._assign(member)
 
     async def failed(self, member: str, report: FailureReport) -> bool:
@@ -30,17 +34,20 @@ class RestartCoordinator(Coordinator):
         return self._judge(member, await self._second_thought(report))
 
     async def _watch(self) -> None:
-        await self._taken_over()  # and no supervisor: Ray watches its workers
+        await self._taken_over()  # there is no supervisor, because Ray watches its workers
 
     async def _charge_loss(self, kind: str, attempt: int) -> None:
-        pass  # Ray counts how often it has restarted the workers
+        pass  # Ray itself counts the restarts of workers
 
 
 class RestartRuntime(RayRuntime):
-    """Take part in one world, that of the worker group which Ray has started."""
+    """Runtime of a worker that takes part in one world.
+
+    The members of the world are the workers of Ray's worker group.
+    """
 
     outlives_peers = False
-    _commit: Checkpoint | None = None  # the last one
+    _commit: Checkpoint | None = None  # last checkpoint that this worker has committed
 
     def publish(self, event: Event) -> None:
         self._coordinator.publish.remote(event.stamped())
@@ -48,9 +55,9 @@ class RestartRuntime(RayRuntime):
             self._commit = event
 
     def failed(self, step: int, error: BaseException) -> bool:
-        """Report why the attempt broke after `step`, and raise `error`, by which Ray starts all workers again.
+        """Report why the attempt broke after `step`, and raise `error`.
 
-        Returns False if the run is over because of another worker.
+        The error makes Ray restart all workers. If another worker has ended the run, return False instead.
         """
         kind, over = self._report(step, error)
         super().close()
@@ -59,7 +66,7 @@ class RestartRuntime(RayRuntime):
         return False
 
     def close(self) -> None:
-        # A report is a barrier of all ranks, and one that has died since would never come.
+        # Ray's report is a barrier of all ranks, at which a dead rank never arrives. So the wait has a limit.
         if self._world is not None:
             registering = threading.Thread(target=self._register, daemon=True, name="register")
             registering.start()
@@ -72,10 +79,11 @@ class RestartRuntime(RayRuntime):
         return answer
 
     def _register(self) -> None:
-        # By this the last commit is `Result.checkpoint`. Nothing reads it back, so Ray is not told before the end.
+        # The report makes the last checkpoint available as `Result.checkpoint`. The run itself does not read it, so one
+        # report at the end is enough.
         metrics: dict[str, int] = {}
         checkpoint = None
-        if self._commit is not None:  # on the leader
+        if self._commit is not None:  # only on the leader
             metrics["step"] = self._commit.step
             checkpoint = ray.train.Checkpoint(self._commit.path)
         upload = ray.train.CheckpointUploadMode.NO_UPLOAD

@@ -1,4 +1,4 @@
-"""What every worker of a run gets from Ray's runtime environment: code and variables."""
+"""Ray's runtime environment, which brings code and variables to workers."""
 
 import json
 import os
@@ -15,13 +15,13 @@ def runtime_env(cluster: ClusterConfig) -> dict[str, Any]:
     """Return the runtime environment of a run, for `ray.init`. Raises ConfigError."""
     found: dict[str, Any] = {}
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    if "working_dir" not in job.get("runtime_env", {}):  # else `ray job submit --working-dir` has seen to it
-        # It goes to every node, those that come later too, and is what its workers import from.
+    if "working_dir" not in job.get("runtime_env", {}):  # otherwise `ray job submit --working-dir` has set it
+        # Ray copies the directory to every node, also to later ones, and workers import from the copy.
         found |= {"working_dir": os.getcwd(), "excludes": _NOT_CODE}
     if given := given_variables(cluster):
         found["env_vars"] = given
-    # Not as `env_vars`: Ray writes those into its logs on every node, shows them in the dashboard, and puts them on the
-    # command line on which a worker starts.
+    # Variables taken from the command's environment may be secrets, so a hook sets them. Ray would write `env_vars`
+    # into its logs on every node, and show them in the dashboard and on the command line of each worker.
     if taken := taken_variables(cluster, os.environ):
         found["worker_process_setup_hook"] = _setting(taken)
     return found

@@ -1,4 +1,4 @@
-"""Seat members as whole replicas. Pure."""
+"""Choose the ranks of a world's members. The module is pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,15 @@ from itertools import chain
 def seat(
     members: Sequence[str], ranks: Mapping[str, int], nodes: Mapping[str, str], unit: int, num_replicas: int
 ) -> list[str]:
-    """Return who sits where: `num_replicas` times `unit` of the members, in the order of their ranks.
+    """Return the members of the next world, in the order of ranks.
+
+    The result has `num_replicas` times `unit` members. A survivor keeps its place within a replica, because it holds
+    that part of the model. A replica lies within one node where possible.
 
     Args:
-        members: those to choose from, the first ones first.
-        ranks: in the world before, of those who were in it. They stay with what they hold of the model.
-        nodes: of each member. A replica is within one where it can be.
+        members: the candidates; earlier ones are preferred.
+        ranks: member of the former world -> its rank there.
+        nodes: member -> its node.
         unit: members of a replica.
     """
     replicas = _survivors(members, ranks, unit)[:num_replicas]
@@ -30,7 +33,10 @@ def seat(
 
 
 def _survivors(members: Sequence[str], ranks: Mapping[str, int], unit: int) -> list[list[str]]:
-    """Return who is left of each replica of the world before, at their places; the fullest first."""
+    """Return the survivors of each former replica, the fullest replica first.
+
+    Each survivor is at its place in the replica. A lost member's place holds "".
+    """
     replicas: dict[int, list[str]] = {}
     for member in sorted((each for each in members if each in ranks), key=ranks.__getitem__):
         number, part = divmod(ranks[member], unit)
@@ -39,7 +45,11 @@ def _survivors(members: Sequence[str], ranks: Mapping[str, int], unit: int) -> l
 
 
 def _roomiest(free: Sequence[str], nodes: Mapping[str, str], unit: int) -> str:
-    """Return the node of the first member whose node has a whole replica, or of the first one if there is none."""
+    """Return the node on which to begin a new replica.
+
+    It is the node of the first member whose node has room for a whole replica. If there is none, it is the node of the
+    first member.
+    """
     on_node = Counter(nodes[member] for member in free)
     return next((nodes[member] for member in free if on_node[nodes[member]] >= unit), nodes[free[0]])
 
@@ -47,12 +57,17 @@ def _roomiest(free: Sequence[str], nodes: Mapping[str, str], unit: int) -> str:
 def _distance(
     member: str, part: int, near: set[str], ranks: Mapping[str, int], nodes: Mapping[str, str], unit: int
 ) -> tuple[bool, bool]:
-    """Return what counts against a member for a seat: another node for good; what it has to be sent, but once."""
+    """Return a sort key, which is smallest for the best member for a place.
+
+    Another node counts first, because it slows every step. A missing part of the model counts second, because the part
+    is sent only once.
+    """
     return nodes[member] not in near, member not in ranks or ranks[member] % unit != part
 
 
 def _by_node(replicas: Sequence[list[str]], nodes: Mapping[str, str]) -> list[list[str]]:
-    # Neighbours in rank exchange the most, and fastest within one machine. The first replica stays the first.
+    # Neighbouring ranks exchange the most data, which is fastest within one machine. So replicas on the same node get
+    # neighbouring ranks. The first replica stays first.
     first_on: dict[str, list[list[str]]] = {}
     for replica in replicas:
         first_on.setdefault(nodes[replica[0]], []).append(replica)

@@ -1,4 +1,4 @@
-"""What a coordinator learns from workers that a former one has left behind."""
+"""Rebuild a restarted coordinator's state from the workers that still run."""
 
 import asyncio
 import time
@@ -10,38 +10,43 @@ _POLL_S = 0.05
 
 
 class Succession:
-    """Wait until all members of the world under way have come, or it is clear that some will not.
+    """Takeover of the current world by a new coordinator.
+
+    The takeover is over when all members have rejoined, or when a time limit shows that the missing members are dead.
 
     Args:
-        expected: whether a former coordinator has formed a world. If not, there is nothing to wait for.
+        expected: whether a former coordinator has formed a world. If not, the takeover is over at once.
     """
 
     def __init__(self, timeouts: Timeouts, expected: bool) -> None:
         self.over = not expected
         self._timeouts = timeouts
-        self._since_s = time.monotonic()  # the first worker has come, or this has begun
-        self._places: dict[str, WorldAssignment] = {}  # the last one of each who has come
-        self._idle: set[str] = set()  # who do not train, but wait for this to be over
+        self._since_s = time.monotonic()  # time at which the first worker rejoined; before that, the time of the start
+        self._places: dict[str, WorldAssignment] = {}  # last assignment of each worker that has rejoined
+        self._idle: set[str] = set()  # workers that do not train, because they wait for a call to return
 
     @property
     def newest(self) -> WorldAssignment | None:
-        """Return a place in the newest world that anybody was told of."""
+        """Return an assignment to the newest world that any worker reports."""
         return max(self._places.values(), key=lambda place: place.attempt, default=None)
 
     def came(self, name: str, place: WorldAssignment) -> None:
-        """Take note that a worker lives, and where it was last."""
+        """Record that a worker is alive, with its last assignment."""
         if not self._places:
             self._since_s = time.monotonic()
         self._places[name] = place
 
     def behind(self) -> list[str]:
-        """Return those who train in an earlier world than the newest."""
+        """Return the workers that train in a world before the newest one."""
         newest = self.newest
         names = newest.members if newest else ()
         return [name for name in self._places if name not in names and name not in self._idle]
 
     def broken(self) -> bool:
-        """Return whether some of the newest world were never told that they are in it, and so do not take part."""
+        """Return whether the newest world lacks a member that still lives.
+
+        Such a member never received its assignment to the newest world, and so does not take part.
+        """
         newest = self.newest
         if newest is None:
             return False
@@ -49,7 +54,13 @@ class Succession:
         return any(place.attempt < newest.attempt for place in known)
 
     async def wait(self, idle: str | None) -> bool:
-        """Wait until it is known who lives. Return whether this call is the one that found it out."""
+        """Wait until all members have rejoined, or the time limit has passed.
+
+        Several calls may wait at the same time. Return whether this call ended the wait.
+
+        Args:
+            idle: name of a worker that does not train during this call, or None.
+        """
         if idle is not None:
             self._idle.add(idle)
         while not self.over:
@@ -64,8 +75,9 @@ class Succession:
         return newest is not None and set(newest.members) <= self._places.keys()
 
     def _limit_s(self) -> float:
-        # While none of the world's members waits they train, and so all of them live. Once one waits, whoever has not
-        # come by then has died. If nobody has come at all, the last of them gives up after this time.
+        # While no member waits for a world, the members train, so all of them are alive. Once a member waits, the world
+        # is broken, and a member that has not rejoined within `silence_s` is dead. Otherwise the limit is `lease_s`,
+        # after which a worker without a coordinator ends.
         if self._places.keys() & self._idle:
             return self._timeouts.silence_s
         return self._timeouts.lease_s

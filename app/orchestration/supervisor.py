@@ -1,4 +1,8 @@
-"""The supervisor of a run: it looks again and again for what nobody tells the coordinator."""
+"""Supervisor of a run, which finds faults that no call reports.
+
+The supervisor polls for nodes that are about to go, for requests of `steadfast scale`, for too few workers and for hung
+workers.
+"""
 
 import asyncio
 import contextlib
@@ -31,15 +35,15 @@ from app.world.timeouts import Timeouts
 if TYPE_CHECKING:
     from app.orchestration.coordinator import Coordinator
 
-_INTERVAL_S = 0.25  # between two looks
-_PATIENCE_S = 10.0  # how long a run is short of workers before it says so
-_STRAGGLERS_S = 60.0  # how often the rank that makes others wait is named
-_STACKS_S = 0.5  # for the stacks of a hung world to arrive
+_INTERVAL_S = 0.25  # time between two checks
+_PATIENCE_S = 10.0  # time without enough workers, after which the run reports the shortage
+_STRAGGLERS_S = 60.0  # time between two searches for a straggler
+_STACKS_S = 0.5  # time for the stacks of a hung world to arrive
 
 
 @dataclass(frozen=True)
 class _Told:
-    """A hang that has been told, and where its members were."""
+    """A reported hang, and the progress of its members at that time."""
 
     hang: Hang
     attempt: int
@@ -53,37 +57,40 @@ class _Told:
 
 
 class Supervisor:
-    """Watch nodes, requests for another scale and the workers' progress, and act through the coordinator."""
+    """Watcher of nodes, scale requests and the workers' progress.
+
+    The supervisor detects and records. It changes the world only through the coordinator, in whose process it runs.
+    """
 
     def __init__(
         self, run: "Coordinator", directory: RunDirectory, ownership: Ownership, recovery: RecoveryConfig
     ) -> None:
-        self.draining: set[str] = set()  # nodes that are about to go
+        self.draining: set[str] = set()  # ids of nodes that are about to go
         self._run = run
         self._directory = directory
         self._ownership = ownership
-        self._wait_s = recovery.wait_s  # how long a run that is short of workers waits for more
+        self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
         self._stall_s = recovery.stall_s
         self._timeouts = Timeouts(recovery.silence_s)
-        self._told_since_s: float | None = None  # the shortage that has been told of
+        self._told_since_s: float | None = None  # beginning of the last shortage that was reported
         self._costs = Costs()
         self._lateness = Lateness(_INTERVAL_S)
-        self._patient_until_s = 0.0  # nobody is ended for a hang before
+        self._patient_until_s = 0.0  # time before which no worker is ended for a hang
         self._watchdog = Watchdog()
-        self._told: _Told | None = None
-        self._silent: set[str] = set()  # workers whose silence has been told
-        self._aborted = (0, 0.0)  # an attempt that was ended because all hung, and for how long they had done so
-        self._hung: Counter[tuple[str, int]] = Counter()  # workers ended, by the phase and step that they hung in
-        self._progress: dict[str, ProgressReport] = {}  # the newest of each worker
-        self._stretches: dict[str, float] = {}  # how late each worker's heartbeats are
-        self._compared: dict[str, ProgressReport] = {}  # at the last look for stragglers
+        self._told: _Told | None = None  # the reported hang that still lasts
+        self._silent: set[str] = set()  # workers whose silence was reported
+        self._aborted = (0, 0.0)  # the last attempt that was aborted for a hang, and the hang's duration at that time
+        self._hung: Counter[tuple[str, int]] = Counter()  # workers ended, by the phase and step of their hang
+        self._progress: dict[str, ProgressReport] = {}  # newest report of each worker
+        self._stretches: dict[str, float] = {}  # factor for time limits, from the lateness of each worker's heartbeats
+        self._compared: dict[str, ProgressReport] = {}  # reports at the last search for stragglers
         self._compared_s = 0.0
         self._rank_times = RankTimes()
-        self._unwritten: dict[str, bytes] = {}  # stacks and collectives, by file
-        self._writing = ThreadPoolExecutor(1, "stacks")  # storage may take any time
+        self._unwritten: dict[str, bytes] = {}  # stacks and collectives to write, by file
+        self._writing = ThreadPoolExecutor(1, "stacks")  # a thread, because storage may take any time
 
     def heard(self, name: str, message: Message) -> None:
-        """Take note of a message that came with a worker's heartbeats."""
+        """Record a message from a worker's heartbeat connection."""
         self._silent.discard(name)
         if "progress" in message:
             self._progress[name] = ProgressReport(**message["progress"])
@@ -93,33 +100,37 @@ class Supervisor:
             file = f"{STACKS}/attempt-{self._ownership.attempt}-{name}.txt"
             self._write_later(file, message["stacks"].encode())
         if "collectives" in message:
-            # A folder for each attempt and a name that ends with the rank, as torchfrtrace expects them.
+            # torchfrtrace expects a folder for each attempt and file names that end with the rank.
             report = self._progress[name]
             file = f"{STACKS}/attempt-{report.attempt}-collectives/rank-{report.rank}"
             self._write_later(file, unpack(message["collectives"]))
 
     def close(self) -> None:
-        """Write nothing down any more but what has been heard already."""
+        """Accept no more files. Files that were accepted are still written."""
         self._writing.shutdown(wait=False)
 
     def observe(self, event: Event) -> None:
-        """Take note of an event of the run."""
+        """Update the estimate of costs with an event of the run."""
         self._costs.record(event)
 
     def price(self, ending: Collection[str]) -> Price:
-        """Return what it would cost the run to end these members of the world now."""
+        """Return the cost of ending these members of the world now."""
         return self._costs.price(ending, self._run.membership.world)
 
     def patience(self, name: str, silence: Silence) -> float:
-        """Return for how many seconds a worker that is in a world may be silent, and tell that it is."""
+        """Return the seconds that a worker in a world may be silent.
+
+        The first call for a silent worker records the event `Silent`.
+        """
         guess = Guess.SILENT if silence.answers else Guess.UNREACHABLE
         price = self.price(self._run.membership.world if silence.nobody_heard else (name,))
         if guess is Guess.UNREACHABLE and not silence.nobody_heard:
-            price = Price()  # a machine that is gone costs what it held, however long it is waited for
+            price = Price()  # the state on a dead machine is lost, and a longer wait does not save it
         stretch = max(silence.stretch, self._stretches.get(name, 1.0))
         limit_s = patience_s(guess, self._timeouts.silence_s, price, self._stall_s, stretch)
         if guess is Guess.UNREACHABLE:
-            # Where nobody is heard of it may be this machine that is cut off. After that time workers give up too.
+            # If all workers are silent, this machine may be the one that is cut off. The workers end after `lease_s`
+            # too, so there is no reason to wait longer.
             limit_s = min(limit_s, self._timeouts.lease_s)
         if name not in self._silent and silence.seconds < limit_s:
             self._silent.add(name)
@@ -129,8 +140,8 @@ class Supervisor:
         return limit_s
 
     async def watch(self) -> None:
-        """Look again and again until the run is over."""
-        # Each by itself, so that none waits for Ray or for storage because another does.
+        """Run all checks periodically until the run is over."""
+        # Each check has a loop of its own, so that no check waits while another one waits for Ray or storage.
         await asyncio.gather(
             self._repeat(self._check_drains),
             self._repeat(self._check_scale),
@@ -143,14 +154,15 @@ class Supervisor:
             if self._ownership.lost:
                 self._run.give_up(self._ownership.lost)
             try:
-                with contextlib.suppress(ray.exceptions.RayError, OSError):  # what cannot be read now is read next time
+                with contextlib.suppress(ray.exceptions.RayError, OSError):  # the next check tries again
                     await look()
-            except Exception:  # one look that fails must not be the last
+            except Exception:  # one failed check must not end the loop
                 traceback.print_exc()
             await asyncio.sleep(_INTERVAL_S)
 
     async def _check_drains(self) -> None:
-        # Once a node is going, nobody is let in from it any more, and whoever is in the world leaves at an agreed step.
+        # Workers of a node that is about to go leave the world at an agreed step. The coordinator admits no new worker
+        # of such a node.
         nodes = await asyncio.to_thread(draining_nodes)
         for node in nodes.keys() - self.draining:
             self.draining.add(node)
@@ -180,8 +192,8 @@ class Supervisor:
         if waited_s > self._wait_s:
             free = await asyncio.to_thread(ray.available_resources)
             self._run.give_up(
-                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) are "
-                f"there; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
+                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
+                f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
                 "Add nodes, and give the same command again"
             )
 
@@ -191,12 +203,12 @@ class Supervisor:
             await asyncio.sleep(_INTERVAL_S)
             _, gap = self._lateness.woke()
             if gap:
-                # This process was stopped: what it knows of others is old, and they get the time again.
+                # This process was stopped, so the reports are old. The workers get time to send new ones.
                 self._progress.clear()
                 self._patient_until_s = time.monotonic() + self._timeouts.silence_s
             try:
                 self._check_progress()
-            except Exception:  # one look that fails must not be the last
+            except Exception:  # one failed check must not end the loop
                 traceback.print_exc()
 
     def _check_progress(self) -> None:
@@ -219,7 +231,10 @@ class Supervisor:
             self._run.record(times)
 
     def _world(self) -> dict[str, ProgressReport]:
-        """Return the newest report of each member of the world; nothing if not all have begun the attempt."""
+        """Return the newest progress report of each member of the world.
+
+        The result is empty until all members have begun the attempt.
+        """
         world: dict[str, ProgressReport] = {}
         for name in self._run.membership.world:
             progress = self._progress.get(name)
@@ -230,7 +245,8 @@ class Supervisor:
 
     def _follow_hang(self, hang: Hang, attempt: int, world: dict[str, ProgressReport]) -> None:
         now_s = time.monotonic()
-        # An abort frees all who wait in a collective, and ends nobody.
+        # An abort frees the members that wait in a collective, and ends no worker. So it is tried first, unless the
+        # other members wait for the suspects.
         abort = hang.guess is not Guess.STUCK and self._run.heartbeats.commands.aborted != attempt
         stretch = max([self._lateness.stretch, *(self._stretches.get(name, 1.0) for name in world)])
         price = self.price(() if abort else hang.members)
@@ -243,8 +259,8 @@ class Supervisor:
         if now_s - self._told.at_s < _STACKS_S:
             return
         if self._run.heartbeats.commands.dump:
-            self._run.heartbeats.command(dump=0)  # so that the next hang of the attempt may ask for them again
-        # What the abort has not freed is given the time once more.
+            self._run.heartbeats.command(dump=0)  # so that the next hang of this attempt can request stacks again
+        # Members that the abort has not freed get the whole time limit again.
         since_s = self._aborted[1] if self._aborted[0] == attempt else 0.0
         if hang.seconds - since_s < limit_s or now_s < self._patient_until_s:
             return
@@ -252,7 +268,8 @@ class Supervisor:
             self._aborted = (attempt, hang.seconds)
             self._run.abort()
             return
-        # One after the other at the same place is more likely the step's samples than the workers.
+        # If workers hang at the same place one after another, the cause is more likely the step's samples than the
+        # workers. The message names this.
         place = (hang.phase, hang.step)
         again = f", as {self._hung[place]} before it after step {hang.step}" if self._hung[place] else ""
         for name in hang.members:
@@ -276,7 +293,7 @@ class Supervisor:
     def _tell_over(self, told: _Told, attempt: int) -> None:
         self._told = None
         self._run.heartbeats.command(dump=0)
-        if told.attempt == attempt:  # or it is told how the attempt has ended
+        if told.attempt == attempt:  # otherwise the end of the attempt has been reported
             seconds = round(told.hang.seconds + time.monotonic() - told.at_s, 1)
             hang = told.hang
             over = events.HangOver(attempt=attempt, ranks=hang.ranks, phase=hang.phase, step=hang.step, seconds=seconds)
@@ -293,5 +310,5 @@ class Supervisor:
 
 
 def _place(report: ProgressReport) -> list[int]:
-    """Return how far a worker is, leaving out what it is about there: that changes while it works."""
+    """Return a worker's position without the entries that change during one phase."""
     return report.position[:3]

@@ -1,4 +1,4 @@
-"""The driver's side of a run on Ray: build coordinator and trainer, and show events while the trainer fits."""
+"""Driver of a run on Ray, which runs the trainer and shows events."""
 
 import contextlib
 import threading
@@ -31,20 +31,24 @@ from app.storage import arrow_filesystem
 from app.telemetry.console import Console
 from app.units import plural
 
-_POLL_S = 0.2  # how often the console shows what is new
-_ASK_S = 1.0  # between two looks at the head of a cluster
-_AWAY_S = 15.0  # after which a head that does not answer counts as dead; Ray ends all that is left of it after 60
-_SAVE_S = 30.0  # for the workers to write a checkpoint where a part of Ray has died
+_POLL_S = 0.2  # time between two updates of the console
+_ASK_S = 1.0  # time between two checks of a cluster's head
+_AWAY_S = 15.0  # a head that does not answer for this time counts as dead; Ray ends the cluster's workers after 60 s
+_SAVE_S = 30.0  # time for the workers to write a checkpoint after a part of Ray has died
 _REMEDY = "Give the same command again: it goes on from the newest checkpoint. -v shows Ray's own messages"
-_CLOSE_S = 30.0  # for the last events to reach storage
+_CLOSE_S = 30.0  # time for the last events to reach storage
 
 
 class LeanTrainer(TorchTrainer):
+    """Trainer without Ray Train's unused actors."""
+
     def _create_default_callbacks(self) -> list[Any]:
         return without_idle_actors(super()._create_default_callbacks())
 
 
 class SlotTrainer(LeanTrainer):
+    """Trainer whose controller uses a worker group of slots."""
+
     def _initialize_and_run_controller(self, train_fn_ref: Any, **arguments: Any) -> Any:
         with slot_controller():
             return super()._initialize_and_run_controller(train_fn_ref=InlineFunction(train_fn_ref), **arguments)
@@ -52,13 +56,16 @@ class SlotTrainer(LeanTrainer):
 
 @dataclass(frozen=True)
 class RecoveryMode:
-    """What stands in the places where the two ways to go on after a worker's death differ."""
+    """The classes that implement one value of `recovery.mode`.
+
+    With `SLOTS` the other workers survive a worker's death. With `RESTART` Ray Train restarts all workers.
+    """
 
     coordinator: type[Coordinator]
     runtime: type[RayRuntime]
     trainer: type[LeanTrainer]
     backend: RuntimeConfig
-    ray_restarts: bool  # Ray decides how many workers there are, and when to start all of them anew
+    ray_restarts: bool  # whether Ray chooses the number of workers, and restarts all of them together
 
 
 SLOTS = RecoveryMode(Coordinator, RayRuntime, SlotTrainer, SlotConfig(), ray_restarts=False)
@@ -66,7 +73,12 @@ RESTART = RecoveryMode(RestartCoordinator, RestartRuntime, LeanTrainer, RuntimeC
 
 
 def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
-    """Return the mode for a value of `recovery.mode`, and why it is not slots where "auto" would prefer them."""
+    """Return the recovery mode for a value of `recovery.mode`.
+
+    The second result is the reason if "auto" has to use restart instead of slots, otherwise None.
+
+    Raises UsageError if "slots" is wanted and this version of Ray does not support slots.
+    """
     reason = find_incompatibility()
     if wanted == "restart":
         return RESTART, None
@@ -80,9 +92,13 @@ def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
 def start_coordinator(
     mode: RecoveryMode, config: Config, directory: RunDirectory, ownership: Ownership, expected: int
 ) -> Any:
-    """Return the handle of the run's coordinator, on the head node, which outlives workers' nodes."""
-    # Each worker that waits for a world takes up one of the concurrent calls.
-    # Ray starts it again when it dies, and repeats the calls that were under way.
+    """Start the run's coordinator on the head node. Return its handle.
+
+    Args:
+        expected: number of workers that the cluster has room for now.
+    """
+    # The head node outlives the nodes of workers. Each worker that waits for a world occupies one concurrent call.
+    # When the actor dies, Ray starts it again and repeats the pending calls.
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
@@ -91,11 +107,14 @@ def start_coordinator(
 
 
 class HeadDied(TrainingError):
-    """The head node has left the cluster."""
+    """Raised when the cluster has no living head node."""
 
 
 def head_host() -> str:
-    """Return the address of the head node, where the coordinator runs. Raises HeadDied."""
+    """Return the address of the head node, on which the coordinator runs.
+
+    Raises HeadDied if no living node of the cluster is the head.
+    """
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeManagerAddress"])
@@ -105,14 +124,14 @@ def head_host() -> str:
 def build_trainer(
     mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int
 ) -> TorchTrainer:
-    """Return the trainer of a run, each of whose workers has `gpus` GPUs."""
+    """Return the run's trainer, with `gpus` GPUs for each worker."""
     scaling = config.scaling
     low, high = scaling.num_workers
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
     spec = WorkerSpec(config, directory, coordinator, head_host(), Path.cwd())
-    # Ray reads its own snapshot back if it finds one; what a run resumes from is in our manifests alone.
+    # Ray would restore its own list of checkpoints from this file. A run resumes from its manifests alone.
     directory.store.delete("checkpoint_manager_snapshot.json")
     return mode.trainer(
         partial(train_loop, mode.runtime, spec),
@@ -131,54 +150,71 @@ def build_trainer(
 def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
-    # With slots only what the run does not survive gets as far as Ray.
+    # With slots, Ray only sees failures that the run does not survive.
     max_failures = config.recovery.max_failures if mode.ray_restarts else 0
     return RunConfig(
         name=name,
         storage_path=folder,
         storage_filesystem=files,
         failure_config=FailureConfig(max_failures=max_failures),
-        checkpoint_config=CheckpointConfig(),  # keeps all it knows of: retention is ours
+        checkpoint_config=CheckpointConfig(),  # keeps all checkpoints, because the run deletes old ones itself
     )
 
 
 class RayDied(TrainingError):
-    """Ray has died under the run. What ends here can begin anew."""
+    """Raised when Ray has died during a run.
+
+    The command may start again.
+
+    Args:
+        what: the part of Ray that has died.
+        step: the last finished step.
+        num_workers: bounds that `steadfast scale` has set, if it did.
+        cluster: address of the cluster's GCS; "" if Ray is embedded in the command.
+    """
 
     def __init__(self, what: str, step: int, num_workers: tuple[int, int] | None, cluster: str) -> None:
         super().__init__(f"{what} has died. {_REMEDY}")
         self.what = what
-        self.step = step  # the last one that was done
-        self.num_workers = num_workers  # bounds that `scale` has set
-        self.cluster = cluster  # the address of its GCS, "" where Ray is embedded
+        self.step = step
+        self.num_workers = num_workers
+        self.cluster = cluster
 
 
 @dataclass
 class Fit:
-    """Run `trainer.fit()` and show the events of the run meanwhile."""
+    """One call of `trainer.fit()` with a display of the run's events.
 
-    build: Callable[[], TorchTrainer]  # a new trainer, for each time that Ray's controller is started
+    If Ray's controller dies, the call is repeated with a new trainer.
+    """
+
+    build: Callable[[], TorchTrainer]  # builds a new trainer for each start of Ray's controller
     coordinator: Any
     directory: RunDirectory
     console: Console
     interrupts: Interrupts
-    expected: int  # workers that fit
-    max_failures: int  # how often the controller may die in a row, without a new step between
-    cluster: str  # the address of its GCS, "" where Ray is embedded
-    only_saves: bool  # whether to stop as soon as the workers have found the newest state
-    over: bool = False  # the run has trained and ended, so that no copy in node memory is needed any more
-    _num_shown: int = 0  # of the events that are kept
-    _asked: Any = None  # the call for events that has not been answered
-    _answered_s: float = 0.0  # when the cluster's GCS has done so last
-    _saving_until_s: float | None = None  # Ray has died in part: how long the workers have to save what they hold
-    _num_workers: tuple[int, int] | None = None  # bounds that `scale` has set
-    _trains: bool = False  # the workers have found a state to go on from, and done a step
-    _error: BaseException | None = None  # of Ray
-    _fatal: Failure | None = None  # of a worker, or of the coordinator
+    expected: int  # number of workers that the cluster has room for
+    max_failures: int  # allowed deaths of the controller in a row, without a new step between two deaths
+    cluster: str  # address of the cluster's GCS; "" if Ray is embedded
+    only_saves: bool  # whether to stop as soon as the workers have restored the newest state
+    over: bool = False  # whether the run has trained and ended, so that copies in node memory are no longer needed
+    _num_shown: int = 0  # number of kept events that were shown
+    _asked: Any = None  # the pending call for events
+    _answered_s: float = 0.0  # time of the last answer of the cluster's GCS
+    _saving_until_s: float | None = None  # end of the time in which workers save, after a part of Ray has died
+    _num_workers: tuple[int, int] | None = None  # bounds that `steadfast scale` has set
+    _trains: bool = False  # whether the workers have restored a state and finished a step
+    _error: BaseException | None = None  # error of Ray
+    _fatal: Failure | None = None  # fatal failure of a worker or the coordinator
     _summary: Mapping[str, Any] | None = None
 
     def result(self) -> int:
-        """Return the exit code. Raises SteadfastError if the training failed, RayDied if it may begin anew."""
+        """Train until the run ends, and return the exit code.
+
+        Raises:
+            SteadfastError: the training failed.
+            RayDied: a part of Ray has died, and the command may start again.
+        """
         self.interrupts.on_stop = self._say_stopping
         self.interrupts.check()
         self.console.stage(f"starting {plural(self.expected, 'worker')}")
@@ -207,12 +243,13 @@ class Fit:
 
     @property
     def _stopping(self) -> bool:
-        # Workers that are told before they are in a world have nothing to save, and end at once.
+        # With `only_saves` the stop waits for the first step. Workers that receive a stop before they are in a world
+        # have restored no state, so they would end without saving one.
         return self.interrupts.stopping or (self.only_saves and self._trains)
 
     def _fit(self) -> None:
-        """Run a trainer until it ends, by itself or with its controller. Raises RayDied."""
-        # In a thread of its own, because this one has the signal handlers, and shows events.
+        """Run a new trainer until the trainer or its controller ends. Raises RayDied."""
+        # The trainer runs in another thread, because this thread handles signals and shows events.
         thread = threading.Thread(target=self._run_trainer, daemon=True, name="fit")
         thread.start()
         while thread.is_alive():
@@ -221,7 +258,7 @@ class Fit:
             thread.join(_POLL_S)
         self._check_ray()
         if isinstance(self._error, HeadDied) and not self.cluster:
-            self._raise_ray_died("Ray's raylet")  # which leaves the cluster before it ends
+            self._raise_ray_died("Ray's raylet")  # a dying raylet leaves the cluster first, so no head is found
         self._show_events()
 
     def _run_trainer(self) -> None:
@@ -233,22 +270,23 @@ class Fit:
     def _is_of_controller(self, error: BaseException) -> bool:
         if not isinstance(error, ray.exceptions.RayActorError) or self._fatal is not None:
             return False
-        # With the controller its workers have ended, and there is nothing left to save.
+        # The workers have ended with the controller. If the run stops, there is nothing left to save, and no other
+        # controller is started.
         return not self._stopping and self._summary is None
 
     def _check_ray(self) -> None:
         dead = dead_processes()
-        if "raylet" in dead:  # and with it all that run below it
+        if "raylet" in dead:  # all workers of the raylet end too, so none of them can save
             self._raise_ray_died("Ray's raylet")
         what = "Ray's GCS" if "gcs_server" in dead else ""
         if self.cluster and not self._cluster_answers():
             what = f"the head of the cluster, {self.cluster},"
         if not what:
             return
-        # Workers live on without it for a minute.
+        # Workers live for a minute after the death of the GCS.
         if self._saving_until_s is None:
             self._saving_until_s = time.monotonic() + _SAVE_S
-            self.console.line(f"{what} has died: the workers save what they hold")
+            self.console.line(f"{what} has died: the workers save their state")
         elif self._summary is not None or time.monotonic() > self._saving_until_s:
             self._raise_ray_died(what)
 
@@ -257,12 +295,12 @@ class Fit:
         if now_s - self._answered_s > _ASK_S and answers(self.cluster):
             self._answered_s = now_s
         self._answered_s = self._answered_s or now_s
-        # A GCS that keeps its state elsewhere may be there again soon.
+        # A GCS with external storage may be restarted soon, so one missing answer is not enough.
         return now_s - self._answered_s < _AWAY_S
 
     def _raise_ray_died(self, what: str) -> None:
         if self._stopping and self._summary is not None:
-            return  # as the user has asked for
+            return  # the run has stopped, as the user asked
         raise RayDied(what, self._last_step(), self._num_workers, self.cluster)
 
     def _last_step(self) -> int:
@@ -270,9 +308,9 @@ class Fit:
 
     def _explained(self, failure: Failure) -> SteadfastError:
         if failure.kind != "ours":
-            # A budget that is exceeded, or workers that cannot communicate, have no traceback.
+            # The failure has no traceback if a budget was exceeded or the workers could not communicate.
             return TrainingError(failure.traceback or failure.error)
-        # Bad input that is found before the first step is bad usage; after it the training has failed.
+        # Before the first step such an error means bad input, which is a usage error. Later the training has failed.
         if self.directory.last_step_line():
             return TrainingError(failure.error)
         return UsageError(failure.error)
@@ -281,7 +319,7 @@ class Fit:
         self.console.line("stopping after this step; Ctrl-C again to stop at once")
 
     def _show_events(self) -> None:
-        # The call waits while the coordinator is started again.
+        # While Ray restarts the coordinator, this call stays pending. So the pending call is kept instead of a new one.
         stop = self._stopping or self._saving_until_s is not None
         asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
         answered, _ = ray.wait([asked], timeout=_POLL_S)
@@ -291,7 +329,7 @@ class Fit:
         try:
             events = ray.get(asked)
         except ray.exceptions.RayError:
-            return  # what has died is found by whoever looks for it
+            return  # `_check_ray` and the trainer report what has died
         for event in events:
             self._num_shown += event.kept
             if isinstance(event, Scale):
@@ -311,10 +349,10 @@ class Fit:
 
 
 def _in_short(error: BaseException) -> str:
-    """Return the one line of an error of Ray, which goes on for ten, that says what is wrong."""
+    """Return the cause of a Ray error in one line, with the remedy."""
     first, *_ = str(error).splitlines() or [""]
     if isinstance(error, ray.train.WorkerGroupError):
-        # Its own first line only says that something else has failed: the traceback of that ends with what it was.
+        # The first line only says that a worker has failed. The last line of the worker's traceback names the cause.
         for failure in error.worker_failures.values():
             first = (str(failure).strip().splitlines() or [first])[-1]
     return f"{type(error).__name__}: {first}. {_REMEDY}"

@@ -1,4 +1,4 @@
-"""The worker's side of a run on Ray: its `Runtime`, and the function that Ray Train calls in every worker."""
+"""Runtime of a worker on Ray, and Ray Train's training function."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ from app.world.timeouts import Timeouts
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the driver hands to every worker, by way of Ray Train."""
+    """Arguments of a worker, which the driver sends through Ray Train."""
 
     config: Config
     directory: RunDirectory
@@ -51,14 +51,17 @@ class WorkerSpec:
 
 
 class RayRuntime:
-    """Take part in world after world as the coordinator assigns them, and report how they end."""
+    """Runtime of a worker that takes part in one world after another.
 
-    outlives_peers: ClassVar[bool] = True  # or Ray ends this process when another worker is lost
+    The coordinator assigns each world, and the worker reports how the attempt ended.
+    """
+
+    outlives_peers: ClassVar[bool] = True  # False if Ray ends this process when another worker is lost
 
     def __init__(self, spec: WorkerSpec) -> None:
         here = ray.get_runtime_context()
         self.device = assigned_device(here.get_accelerator_ids()["GPU"])
-        self.leave_reason = Leave.RUN_ENDED  # why there is no next world
+        self.leave_reason = Leave.RUN_ENDED  # reason why there is no next world
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
@@ -66,11 +69,12 @@ class RayRuntime:
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._commands = Commands()
         self._attempt = 0
-        self._place: WorldAssignment | None = None  # the last one
-        self._store: dist.TCPStore | None = None  # of the newest world, if this worker leads it; it ends with this
+        self._place: WorldAssignment | None = None  # last assignment
+        # Store of the newest world if this worker is its leader. The store ends with this reference.
+        self._store: dist.TCPStore | None = None
         self._world: World | None = None
 
-        # What batch.balance may weigh this machine by.
+        # `batch.balance` may give weights to machines by these labels.
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
         os.environ[LABEL] = ",".join(filter(None, labels))
         if self.outlives_peers:
@@ -83,7 +87,7 @@ class RayRuntime:
         prefer_interface_of(self._heartbeats.own_address)
 
     def next_world(self) -> World | None:
-        """Return the next world once it has formed; None when this worker is not needed any more."""
+        """Return the next formed world, or None if this worker shall end."""
         self._world = None
         while self.leave_reason != Leave.RELEASED:
             answer = self._join()
@@ -93,10 +97,10 @@ class RayRuntime:
             try:
                 self._world = self._form(answer)
             except (PeerLost, RuntimeError) as error:
-                # Once the coordinator has missed whoever did not come, it forms a world without them.
+                # The coordinator detects the missing workers by their heartbeats, and forms a world without them.
                 self.failed(0, error)
                 continue
-            # The command may have come while there was nothing to abort.
+            # The command to abort may have arrived before there was a world to abort.
             if self._commands.aborted == answer.attempt or self._heartbeats.ended:
                 self._world.groups.abort()
             return self._world
@@ -108,25 +112,25 @@ class RayRuntime:
         return Signals(stop=commands.stop, leave=leave, checkpoint=commands.save == self._attempt)
 
     def publish(self, event: Event) -> None:
-        # With its time, by which a coordinator that takes over knows what the last one has written.
+        # The event gets its time here. A coordinator that takes over recognises by the time which events are written.
         event = event.stamped()
-        # What is only shown need not wait for a coordinator that is away.
+        # An event that is only shown is dropped while the coordinator is restarted.
         publish = self._coordinator.publish if event.kept else self._coordinator.publish.options(max_task_retries=0)
         publish.remote(event)
         if isinstance(event, Checkpoint):
             report(event.path, {"step": event.step})
 
     def failed(self, step: int, error: BaseException) -> bool:
-        """Report why the attempt broke after `step`. Return whether this worker trains on.
+        """Report why the attempt broke after `step`. Return whether this worker goes on.
 
-        Raises `error` if that ends the run.
+        Raises `error` if the failure ends the run.
         """
         kind, over = self._report(step, error)
         if over and kind != "peer":
             raise error
         is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
         if is_odd or kind not in ("peer", "numeric", "smaller", "corruption"):
-            self.leave_reason = Leave.RELEASED  # a process that an exception has gone through is not trusted any more
+            self.leave_reason = Leave.RELEASED  # after an exception the process may be in a bad state, so it ends
         return not over and self.leave_reason != Leave.RELEASED
 
     def close(self) -> None:
@@ -135,19 +139,19 @@ class RayRuntime:
         self._heartbeats.close()
 
     def _join(self) -> WorldAssignment | Leave:
-        # Not in the coordinator's process, whose death would then be that of the world: sharded checkpoints need it.
-        # Nobody knows yet who leads, so each worker brings one.
+        # Sharded checkpoints need the store during the whole attempt. If the coordinator served the store, its death
+        # would end the world, so the leader serves the store. The leader is not known yet, so each worker opens one.
         host = self._heartbeats.own_address
         store = serve_store(host)
         answer = self._ask(replace(self._member, store=(host, store.port)))
         if not isinstance(answer, WorldAssignment):
             return answer
         if self._heartbeats.ended:
-            return Leave.RELEASED  # the coordinator may not know yet that this worker is cut off
+            return Leave.RELEASED  # this worker is cut off, and the coordinator may not know that yet
         self._place = answer
         self._attempt = answer.attempt
         self._store = store if answer.rank == 0 else None
-        if self._commands.aborted == answer.attempt:  # which has come a moment before
+        if self._commands.aborted == answer.attempt:  # the command to abort has arrived before the assignment
             self._store = None
         return answer
 
@@ -161,7 +165,7 @@ class RayRuntime:
         return Access((self._host, port), secret)
 
     def _find_again(self, within_s: float) -> Access | None:
-        # Ray starts a coordinator that has died again, and until it is there these calls wait.
+        # Ray restarts a coordinator that has died. These calls wait until the new coordinator runs.
         try:
             access = self._access(within_s)
             rejoins = self._coordinator.rejoin.remote(self._member, self._place, self._commands)
@@ -171,7 +175,8 @@ class RayRuntime:
 
     def _form(self, place: WorldAssignment) -> World:
         try:
-            # A leader that has died refuses at once, and a TCPStore would go on trying for twice its time-out.
+            # The machine of a dead leader refuses a plain connection at once. TCPStore would try again for twice its
+            # time-out.
             socket.create_connection(place.store, self._timeouts.silence_s).close()
             store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
         except (RuntimeError, OSError) as error:
@@ -189,7 +194,7 @@ class RayRuntime:
         )
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
-        # (kind of the failure, whether the run is over)
+        # Returns the kind of the failure, and whether the run is over.
         kind = _kind(error, self._attempt)
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
         skip = error.steps if isinstance(error, BadStep) else ()
@@ -214,12 +219,12 @@ class RayRuntime:
             if commands.dump == self._attempt != self._commands.dump:
                 self._heartbeats.send({"stacks": self._progress.stacks()})
                 self._flight_recorder.read()
-                self._heartbeats.send(self._beat())  # this process may be ended before the next one is due
+                self._heartbeats.send(self._beat())  # this process may be killed before the next heartbeat is due
             self._commands = commands
-        # This is the heartbeats' thread. It looks at the world last: either the world is there, or the training thread,
-        # which forms it, looks at the commands afterwards.
+        # This runs in the thread of the heartbeats. It sets the commands first and reads the world last, and the
+        # training thread forms the world first and reads the commands last. So one of the two aborts the world.
         if commands is None or commands.aborted == self._attempt:
-            self._store = None  # which frees those who still form it
+            self._store = None  # ending the store frees members that still form the world
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()
@@ -228,7 +233,7 @@ class RayRuntime:
 def _kind(error: BaseException, attempt: int) -> str:
     if isinstance(error, OutOfMemory):
         return "smaller"
-    # Before the first attempt there are no peers: a dataset, which may use sockets too, is being built.
+    # Before the first attempt there are no peers. A dataset that is built then may raise errors of sockets too.
     if attempt and is_peer_loss(error):
         return "peer"
     if isinstance(error, SteadfastError):
@@ -243,16 +248,19 @@ def _kind(error: BaseException, attempt: int) -> str:
 
 
 def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
-    """Train as one worker of the run. Return its reason to leave, by which a slot knows whether to be filled again."""
-    # Not above, because the driver imports this module too, and needs nothing of what trains.
+    """Train as one worker, and return its reason to leave.
+
+    The slot reads the reason to decide whether another worker is needed.
+    """
+    # Imported here, because the driver imports this module too and does not need the training code.
     from app.worker import work
 
-    unblock_sigterm()  # Ray has started this thread, and may have blocked it
+    unblock_sigterm()  # Ray has started this thread, and may have blocked the signal
     runtime = runtime_class(spec)
     try:
         _settle(spec)
     except Exception as error:
-        runtime.failed(0, error)  # which ends the run, or this worker
+        runtime.failed(0, error)  # ends the run, or this worker alone
     else:
         work(spec.config, runtime, spec.directory)
     runtime.close()
@@ -260,10 +268,14 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
 
 
 def _settle(spec: WorkerSpec) -> None:
-    """Prepare this process to run the user's code. Raises SteadfastError for what no other worker would do better."""
-    # From the working directory that Ray has brought: one of the same name may be older. A node that is going may have
-    # deleted it, so nobody asks for its name.
+    """Prepare this process to run the user's code.
+
+    Raises SteadfastError for a fault that every other worker would have too.
+    """
+    # The current directory is Ray's copy of the user's working directory. A directory on this node with the name of the
+    # user's own may be older. The current directory is not resolved, because a node that is about to go may have
+    # deleted it.
     install_packages(spec.config.cluster.pip, Path())
-    if spec.folder.is_dir():  # relative paths mean what they mean to the user, where this node has them
+    if spec.folder.is_dir():  # so that relative paths mean the user's files, if this node has them
         os.chdir(spec.folder)
     spec.directory.check_shared()

@@ -1,4 +1,4 @@
-"""The run directory: what lies where."""
+"""Locate, read and write the files of a run directory."""
 
 import json
 import socket
@@ -18,12 +18,12 @@ from app.storage import Store, join, open_store
 from app.storage.documents import read_document, read_json, write_json
 from app.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines
 
-STEPS = "steps.jsonl"  # the sample ledger
-METRICS = "metrics.jsonl"  # the figures of log steps
+STEPS = "steps.jsonl"  # sample ledger
+METRICS = "metrics.jsonl"  # figures of log steps
 EVENTS = "events.jsonl"
 REPORT = "report.html"
-PROFILE = "profile"  # a folder
-STACKS = "stacks"  # a folder
+PROFILE = "profile"  # folder of the profiler's traces
+STACKS = "stacks"  # folder of the workers' stacks
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
@@ -32,20 +32,24 @@ _MICROBATCH = "microbatch.json"
 _PROBE = ".writable"
 _CURVES = "tensorboard"
 _FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
-_SHARED = Path("/mnt/shared")  # where the nodes of a cluster have the same folder
-# Longer than any line of the ledger, whose shares grow with the world; a line that is cut off at its front is no line.
+_SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
+# The limit exceeds the length of every ledger line, which grows with the world. A line whose beginning is cut off
+# cannot be parsed.
 _LAST_LINE_BYTES = 16384
 
 Kind = TypeVar("Kind", bound=Event)
 
 
 def base() -> Path:
-    """Return what a relative path of a run is relative to."""
+    """Return the folder that relative paths of runs begin in."""
     return _SHARED if _SHARED.is_dir() else Path.cwd()
 
 
 def place_of_data(path: str) -> str:
-    """Return where a path or pattern of data leads: in the working directory if anything is there, else as of a run."""
+    """Return the location of a path or pattern of data.
+
+    A path that exists in the working directory is used as it is. Otherwise the path is looked up where runs are stored.
+    """
     below = str(base() / path)
     for place in (path, below):
         if Path(place).exists() or glob(place, recursive=True):
@@ -54,24 +58,27 @@ def place_of_data(path: str) -> str:
 
 
 class EventWriter:
-    """Appends events to `events.jsonl`. A run has one at a time."""
+    """Writer of `events.jsonl`. A run has one writer at a time."""
 
     def __init__(self, store: Store) -> None:
         self._stream = open_stream(store, EVENTS)
 
     def write(self, event: Event) -> None:
-        """Write an event down, unless it is one that is only shown."""
+        """Write an event, unless its kind is only shown."""
         if event.kept:
             self._stream.write([event.stamped().to_line()])
 
     def close(self) -> None:
-        """Return once all is on storage, or storage has refused it once more."""
+        """Wait until all events are written, or until storage refuses another attempt."""
         self._stream.close()
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory `{run.storage}/{run.name}`. It pickles, and means the same on every node that sees the storage."""
+    """The directory `{run.storage}/{run.name}`.
+
+    The object can be pickled, and is valid on every node with access to the storage.
+    """
 
     store: Store
 
@@ -81,7 +88,10 @@ class RunDirectory:
 
     @classmethod
     def at(cls, location: str) -> Self:
-        """Return the directory at a path or URI. Raises UsageError for a URI of a kind that storage does not know."""
+        """Return the run directory at a path or URI.
+
+        Raises UsageError if the URI's scheme is unknown.
+        """
         if "://" not in location:
             location = str(base() / location)
         try:
@@ -95,14 +105,17 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        """The run's name, with which its location ends."""
+        """Return the run's name, which is the last part of its location."""
         return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def __truediv__(self, name: str) -> str:
         return join(self.uri, name)
 
     def check_writable(self) -> bool:
-        """Check that the run directory can be written. Return True if it was empty. Raises UsageError."""
+        """Check that the run directory can be written.
+
+        Returns True if the directory was empty. Raises UsageError if writing fails.
+        """
         try:
             new = not self.store.list("")
             self.store.commit(_PROBE, b"")
@@ -114,12 +127,15 @@ class RunDirectory:
         return new
 
     def check_shared(self) -> None:
-        """Check that this machine sees what the command has put there. Raises StorageError if not."""
-        with suppress(OSError):  # storage that does not answer may be shared all the same
+        """Check that this machine sees the command's files.
+
+        Raises StorageError if the files are missing.
+        """
+        with suppress(OSError):  # storage that does not answer may still be shared
             if read_owner(self.store):
                 return
             raise StorageError(
-                f"{socket.gethostname()} does not see {self.uri}, where the command keeps the run. Mount one folder "
+                f"{socket.gethostname()} does not see {self.uri}, the directory of the run. Mount one folder "
                 f"on all nodes, at {_SHARED} for example, or give run.storage a bucket or a path that all of them share"
             )
 
@@ -127,13 +143,16 @@ class RunDirectory:
         return EventWriter(self.store)
 
     def record(self, event: Event) -> None:
-        """Append one event; whoever has more to tell opens the writer."""
+        """Append one event. For several events `open_events` is faster."""
         writer = self.open_events()
         writer.write(event)
         writer.close()
 
     def all_events(self) -> Iterator[Event]:
-        """Yield the kept events that this release knows, in the order in which they were written."""
+        """Yield the kept events in the order of the file.
+
+        Events that this release does not know are left out.
+        """
         for line in read_lines(self.store, EVENTS):
             event = parse_event(line)
             if event is not None:
@@ -144,16 +163,19 @@ class RunDirectory:
         return [event for event in self.all_events() if isinstance(event, kind)]
 
     def last_step_line(self) -> dict[str, Any]:
-        """Return the last line of the ledger, {} if there is none; what comes before is not read."""
+        """Return the last line of the ledger, {} without lines.
+
+        Only the end of the file is read.
+        """
         for line in reversed(last_lines(self.store, STEPS, _LAST_LINE_BYTES)):
             if is_count(line.get("step")) and is_moment(line.get("time_s", 0.0)):
                 return line
         return {}
 
     def amendments(self) -> Amendments:
-        """Return what the events so far have changed about the plan."""
+        """Return the changes to the plan that follow from the events."""
         skipped: set[int] = set()
-        # An extension that was broken off has told of the same end as the one after it.
+        # An extension that was interrupted has recorded the same end as the extension after it, so ends are a set.
         ends: set[End] = set()
         sizes: list[int] = []
         for event in self.all_events():
@@ -167,11 +189,11 @@ class RunDirectory:
         return Amendments(frozenset(skipped), tuple(sorted(ends)), min(sizes, default=None))
 
     def microbatch_size(self) -> int | None:
-        """Return the size that was chosen for all microbatches of the run, None while it is not chosen yet.
+        """Return the microbatch size that the run has chosen.
 
-        Raises StorageError if that cannot be known.
+        Returns None if no size is chosen yet. Raises StorageError if the size cannot be read.
         """
-        # Not None then: another size would be chosen, and the run would go on with other randomness.
+        # An unreadable file must raise. Otherwise another size would be chosen, and dropout would draw other numbers.
         place = self / _MICROBATCH
         try:
             match json.loads(read_document(self.store, _MICROBATCH)):
@@ -183,23 +205,26 @@ class RunDirectory:
             raise StorageError(f"{place} cannot be read: {error.strerror or error}") from error
         except ValueError:
             pass
-        remedy = 'Put {"microbatch_size": N} there, or give batch.microbatch_size=N'
-        raise StorageError(f"{place} does not say what batch.microbatch_size=auto has chosen for this run. {remedy}")
+        remedy = 'Write {"microbatch_size": N} there, or give batch.microbatch_size=N'
+        raise StorageError(f"{place} does not contain the size that batch.microbatch_size=auto has chosen. {remedy}")
 
     def write_microbatch_size(self, size: int) -> None:
-        """Have the run remember the size of its microbatches. Raises StorageError."""
+        """Record the run's microbatch size. Raises StorageError."""
         try:
             write_json(self.store, _MICROBATCH, {"microbatch_size": size})
         except OSError as error:
             raise StorageError(f"{self / _MICROBATCH} cannot be written: {error.strerror or error}") from error
 
     def batch(self, config: Config) -> BatchConfig:
-        """Return the section `batch` as it holds for the run: auto is the number that was chosen, where one was."""
+        """Return the section `batch` with the chosen microbatch size.
+
+        If no size is chosen yet, the section is returned as it is.
+        """
         size = self.microbatch_size() if config.batch.microbatch_size == "auto" else None
         return config.batch if size is None else config.batch.with_microbatches_of(size)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what `write_summary` has written, None if there is none, or something else."""
+        """Return the run's summary, None if it is missing or invalid."""
         found = read_json(self.store, _SUMMARY) or {}
         is_ours = is_count(found.get("step")) and isinstance(found.get("metrics"), dict) and "status" in found
         return found if is_ours else None
@@ -208,29 +233,33 @@ class RunDirectory:
         write_json(self.store, _SUMMARY, summary)
 
     def delete_summary(self) -> None:
-        """Take back that the run has ended: it goes on."""
+        """Delete the summary, because the run continues."""
         self.store.delete(_SUMMARY)
 
     def curves(self) -> str | None:
-        """Return where TensorBoard finds the run's curves, None if it has none."""
+        """Return the location of TensorBoard's curves, None without curves."""
         with suppress(OSError):
             if self.store.list(_CURVES):
                 return self / _CURVES
         return None
 
     def holds_traces(self) -> bool:
-        """Return whether stacks of workers or profiles are stored here."""
+        """Return whether the run has stored stacks or profiles."""
         return bool(self.store.list(STACKS) or self.store.list(PROFILE))
 
     def request_scale(self, smallest: int, largest: int) -> None:
-        """Leave a request for other bounds; the process that runs the run takes it up."""
+        """Write a request for other bounds of the number of workers.
+
+        The command that owns the run reads the request.
+        """
         write_json(self.store, _SCALE, {"num_workers": [smallest, largest]})
 
     def pop_scale_request(self) -> tuple[int, int] | None:
-        """Return the newest request for other bounds, once."""
+        """Return and delete the request for other bounds."""
         request = read_json(self.store, _SCALE)
         if request is None:
             return None
+        # An invalid request is deleted too, so that it is read only once.
         self.store.delete(_SCALE)
         match request:
             case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
@@ -238,19 +267,21 @@ class RunDirectory:
         return None
 
     def stored_config(self) -> Config | None:
-        """Return the configuration that the run was last started with; None if there is none.
+        """Return the configuration of the run's last start.
 
-        Raises ConfigError if it has been changed to what is none, and StorageError if it cannot be read, or is empty.
+        Returns None for a run without one. Raises ConfigError if the file is invalid, and StorageError if the file is
+        empty or cannot be read.
         """
         try:
             text = decoded(read_document(self.store, _CONFIG), self / _CONFIG)
         except FileNotFoundError:
             return None
         except OSError as error:
-            # Not None: a bucket that does not answer would make a run look new, and the command would start it anew.
+            # An error must raise. A bucket that does not answer would otherwise make the run look new, and the command
+            # would overwrite the run.
             raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
-        if not text.strip():  # which would be a run of defaults
-            raise StorageError(f"{self / _CONFIG} is empty. Bring it back, or choose another run.name")
+        if not text.strip():  # an empty file would mean a run of defaults
+            raise StorageError(f"{self / _CONFIG} is empty. Restore the file, or choose another run.name")
         return parse_config(text, self / _CONFIG)
 
     def write_config(self, config: Config) -> None:
@@ -260,18 +291,18 @@ class RunDirectory:
         write_json(self.store, _ENVIRONMENT, found)
 
     def clear(self) -> None:
-        """Delete all that a run leaves, except the claim of the command that runs it."""
-        # By name: the folder itself may hold what the user put there.
+        """Delete the files of a run, except its owner's claim."""
+        # Files are deleted by name, because the folder may also hold files of the user.
         for name in (_CONFIG, _SUMMARY, _SCALE, _MICROBATCH, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
             self.store.delete(name)
 
 
 @contextmanager
 def reading(directory: RunDirectory) -> Iterator[None]:
-    """Turn an OSError of reading a run directory into a StorageError that names the file."""
+    """Turn an OSError into a StorageError that names the file."""
     try:
         yield
-    except BrokenPipeError:  # from printing: the command line ends quietly when the reader of its output has left
+    except BrokenPipeError:  # the command line ends quietly after the reader of its output has ended
         raise
     except OSError as error:
         place = error.filename or directory.uri
@@ -279,13 +310,17 @@ def reading(directory: RunDirectory) -> Iterator[None]:
 
 
 def find_run(name: str, storage: str = "runs") -> RunDirectory:
-    """Return an existing run: by its path or URI, or by its name below `storage`, a path or URI. Raises UsageError."""
+    """Return the existing run with a name, path or URI.
+
+    A name is looked up below `storage`, which is a path or URI. Raises UsageError if there is no such run.
+    """
     places = [name]
     if "://" not in name:
         below = f"{storage}/{name}" if "://" in storage else str(base() / storage / name)
         places = [str(Path.cwd() / name), str(base() / name), below]
     for place in places:
         directory = RunDirectory.at(place)
+        # Every command writes owner.json first, so a directory without it is no run.
         try:
             if read_owner(directory.store):
                 return directory

@@ -1,7 +1,7 @@
-"""The events of a run: one class for each, with its fields, whether it is kept, and its line on the console.
+"""Events of a run, with their fields and console lines.
 
-`events.jsonl` holds one line for each kept event; scripts may rely on the names and fields below. Units are part of a
-field's name: `_s` seconds, `_ms` milliseconds, `_bytes` bytes. A field that is None is left out of the line.
+`events.jsonl` holds one line for each kept event, and scripts may rely on the names and fields below. A field's name
+ends with its unit: `_s` seconds, `_ms` milliseconds, `_bytes` bytes. A field that is None is left out of the line.
 """
 
 import re
@@ -16,36 +16,36 @@ from app.units import Wording, compact, duration, in_words, joined, node_name, n
 
 
 class Event(BaseModel):
-    """Something that happened in a run."""
+    """Base class of the events of a run."""
 
     model_config = ConfigDict(frozen=True)
 
-    name: ClassVar[str]  # in `events.jsonl`: that of the class, in small letters
-    kept: ClassVar[bool] = True  # written to `events.jsonl`; what comes every few steps is only shown
-    detail: ClassVar[bool] = False  # shown to those alone who ask for details
-    wording: ClassVar[str] = ""  # the console line, with fields in braces; by default all fields follow the name
-    # The field whose entries stand beside the others in the line: scripts ask for `loss`, not for `metrics.loss`.
+    name: ClassVar[str]  # name in `events.jsonl`: the class's name in lower case
+    kept: ClassVar[bool] = True  # whether `events.jsonl` has the event; frequent events are only shown
+    detail: ClassVar[bool] = False  # whether the console shows the event only with `-v`
+    wording: ClassVar[str] = ""  # console line, with fields in braces; without it all fields follow the name
+    # Field whose entries become fields of the line themselves, so that scripts read `loss`, not `metrics.loss`.
     spread: ClassVar[str] = ""
 
-    time_s: float | None = None  # Unix time; whoever writes the event down sets it
-    attempt: int | None = None  # None between two attempts
+    time_s: float | None = None  # Unix time, set when the event is written
+    attempt: int | None = None  # None for an event between two attempts
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def stamped(self) -> Self:
-        """Return the event with the time of now, if it has none."""
+        """Return the event with the current time, unless the event has one."""
         if self.time_s is not None:
             return self
         return self.model_copy(update={"time_s": round(time.time(), 4)})
 
     def of_attempt(self, attempt: int) -> Self:
-        """Return the event as one of an attempt."""
+        """Return the event with the number of an attempt."""
         return self.model_copy(update={"attempt": attempt})
 
     def fields(self) -> dict[str, Any]:
-        """Return what the event says beside its name, time and attempt."""
+        """Return the fields except name, time and attempt."""
         fields: dict[str, Any] = {}
         for name, value in self:
             if name == self.spread:
@@ -55,14 +55,14 @@ class Event(BaseModel):
         return {name: value for name, value in fields.items() if name not in _HEAD and value is not None}
 
     def to_line(self) -> dict[str, Any]:
-        """Return the line of `events.jsonl`."""
+        """Return the event's line of `events.jsonl`."""
         head: dict[str, Any] = {"time_s": self.time_s, "event": self.name}
         if self.attempt is not None:
             head["attempt"] = self.attempt
         return head | self.fields()
 
     def line(self, verbose: bool = False) -> str:
-        """Return what the console shows; `verbose` adds where the time of a start went."""
+        """Return the console line; `verbose` adds the phases of a start."""
         if self.wording:
             return Wording().vformat(self.wording, (), dict(self))
         parts = [self.name.replace("_", " ")]
@@ -73,39 +73,46 @@ class Event(BaseModel):
 
 
 class RunStarted(Event):
-    """A command has taken the run up."""
+    """A command has started or resumed the run."""
 
     launcher: str  # "ray" or "torchrun"
-    # It is the command that had the run before: torchrun has restarted its ranks, or it came back after Ray had died.
+    # whether the command owned the run before: torchrun restarted its ranks, or the command restarted itself after Ray
+    # died
     again: bool | None = None
 
 
 class ShortStep(Event):
-    """The run has ended once, with a step of fewer samples than the others, and is extended."""
+    """A run that ended with a short step is extended.
 
-    wording = "step {step} stays short, as the run ended with it; the next one goes on at position {position}"
+    The short step had fewer samples than `batch.global_size`, and is not changed by the extension.
+    """
 
-    step: int  # the last one then
-    position: int  # in the stream of training samples, behind the last one of `step`
+    wording = "step {step} stays short, because the run once ended with it; the next step begins at position {position}"
+
+    step: int  # number of the short step
+    position: int  # position in the stream of training samples at which the next step begins
 
 
 class ForwardsShrunk(Event):
-    """Memory has run out in a forward or backward, and from now on a forward is of fewer samples."""
+    """A step ran out of memory, so forwards get fewer samples."""
 
-    wording = "out of memory in step {step}: forwards go on with {forward_size:n} samples at the most | {error}"
+    wording = "out of memory in step {step}: from now on forwards have at most {forward_size:n} samples | {error}"
 
-    step: int
-    forward_size: int  # samples; a microbatch of more is run in parts
-    error: str
+    step: int  # step that ran out of memory
+    forward_size: int  # most samples of a forward; a larger microbatch is split into parts
+    error: str  # message of the out-of-memory error
 
 
 class MicrobatchChosen(Event):
-    """`batch.microbatch_size` is auto, and its number has been chosen, for the whole run."""
+    """The run has chosen its microbatch size for good.
 
-    microbatch_size: int  # samples
-    rank: int | None = None  # the one with room for the fewest samples, where memory was measured
-    sample_bytes: int | None = None  # what one more sample in a forward and backward takes there
-    free_bytes: int | None = None  # there, beyond what the rank holds between two steps
+    The choice is made if `batch.microbatch_size` is auto.
+    """
+
+    microbatch_size: int  # samples of a microbatch
+    rank: int | None = None  # rank with memory for the fewest samples, if memory was measured
+    sample_bytes: int | None = None  # bytes that one more sample takes in a forward and backward on this rank
+    free_bytes: int | None = None  # bytes that are free on this rank between two steps
 
     def line(self, verbose: bool = False) -> str:
         chosen = f"batch.microbatch_size auto -> {self.microbatch_size} for the whole run"
@@ -116,21 +123,22 @@ class MicrobatchChosen(Event):
 
 
 class AttemptStarted(Event):
-    """The first step of an attempt is done."""
+    """The first step of an attempt has finished."""
 
-    step: int  # the one whose state the attempt begins with, 0 at the start of a run
-    source: str  # where that was found: "rank 2", "snapshot", "checkpoint" or "start"
-    world_size: int
-    detected_s: float  # from the last step before to the end of the former attempt, as this worker saw it
-    formed_s: float  # until the workers were connected
-    built_s: float  # from there until model, optimizer and the rest were there
-    restored_s: float  # from there until every rank held the state
-    first_step_s: float  # from there to the end of the first step
-    step_s: float | None = None  # that step by itself
-    # The ranks on each, where `checkpoint.node_memory` has them tell.
+    step: int  # step of the restored state; 0 if training began from scratch
+    source: str  # where the state was found: "rank 2", "snapshot", "checkpoint" or "start"
+    world_size: int  # number of workers
+    # seconds from the former attempt's last step, or from the command, to the beginning of this start
+    detected_s: float
+    formed_s: float  # seconds until the workers were connected
+    built_s: float  # seconds from then until model, optimizer and data were built
+    restored_s: float  # seconds from then until every rank held the state
+    first_step_s: float  # seconds from then until the end of the first step
+    step_s: float | None = None  # seconds of the first step itself
+    # Ranks of each node, if `checkpoint.node_memory` is on.
     nodes: Mapping[str, tuple[int, ...]] | None = None
-    gpus: tuple[str, ...] | None = None  # by rank, where they train on GPUs
-    num_samples: int | None = None  # of the dataset, held-out ones included
+    gpus: tuple[str, ...] | None = None  # names of the GPUs by rank, if the ranks train on GPUs
+    num_samples: int | None = None  # samples of the dataset, including held-out samples
 
     def line(self, verbose: bool = False) -> str:
         origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
@@ -143,121 +151,133 @@ class AttemptStarted(Event):
 
 
 class WarmupShortened(Event):
-    """The schedule's warm-up is longer than the run, and ends with it."""
+    """The warm-up is longer than the run, and is shortened."""
 
     wording = "schedule.warmup_steps {before} -> {after}: the run has {num_steps:step}"
 
-    before: int  # as the configuration says
-    after: int
-    num_steps: int  # length of the run
+    before: int  # steps of warm-up in the configuration
+    after: int  # steps of warm-up in use
+    num_steps: int  # length of the run in steps
 
 
 class WeightsLeftOut(Event):
-    """`run.init_from` and the model do not hold the same names, and `run.init_strict` is false."""
+    """The weights of `run.init_from` do not match the model's names.
+
+    The run continues, because `run.init_strict` is false.
+    """
 
     wording = "run.init_from lacks {num_missing} of the model's names and has {num_unexpected} others: {names:each}"
 
-    num_missing: int  # these are left as they were initialised
-    num_unexpected: int
-    names: tuple[str, ...]  # the first of both
+    num_missing: int  # parameters that the file lacks; they keep their initial values
+    num_unexpected: int  # entries of the file that the model lacks; they are not loaded
+    names: tuple[str, ...]  # the first missing names, then the first unexpected names
 
 
 class BuiltWhole(Event):
-    """The model's construction does not allow that a worker begins with its shards alone."""
+    """Each worker must build the whole model, not only its shards."""
 
     wording = "each worker holds the whole model while it is built and restored | {reason}"
 
-    reason: str
+    reason: str  # what prevents building the shards alone
 
 
 class NothingFrozen(Event):
-    """All parameters of the model train, so `checkpoint.trainable_only` leaves nothing out."""
+    """`checkpoint.trainable_only` has no effect, because all parameters of the model are trained."""
 
-    wording = "checkpoint.trainable_only leaves nothing out: all parameters of the model train"
+    wording = "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained"
 
 
 class PartsInEvaluation(Event):
-    """Some modules of the model came in evaluation mode and stay in it; the others train."""
+    """Some modules were built in evaluation mode, and keep that mode."""
 
-    wording = "in evaluation mode, as the model came: {modules:each}"
+    wording = "the model was built with modules in evaluation mode, which stay in it: {modules:each}"
 
-    modules: tuple[str, ...]  # names of the outermost ones
+    modules: tuple[str, ...]  # names of the outermost modules in evaluation mode
 
 
 class ModelSharded(Event):
-    """The model is gathered in units: its repeated layers one at a time, then the rest."""
+    """FSDP gathers the model in units.
 
-    num_units: int
-    layers: Mapping[str, int]  # how many of each class have a unit of their own
+    Each repeated layer is a unit, and the rest of the model is another one.
+    """
+
+    num_units: int  # number of units
+    layers: Mapping[str, int]  # number of units by the class of the layer
 
     def line(self, verbose: bool = False) -> str:
         units = [f"{count} x {kind}" for kind, count in self.layers.items()]
-        rest = "the rest" if units else "the whole model; a method blocks() names layers to gather one at a time"
+        rest = "the rest" if units else "the whole model; a method blocks() makes each layer a unit of its own"
         return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join([*units, rest])}"
 
 
 class NotCompiled(Event):
-    """Some ranks cannot compile the layers that `compile` names, and run them as they are."""
+    """Some ranks cannot compile their layers, and run the layers uncompiled."""
 
     wording = "compile=blocks: rank {ranks:each} runs its layers uncompiled: {reason}"
 
-    ranks: tuple[int, ...]
-    reason: str  # of the first of them
+    ranks: tuple[int, ...]  # ranks that run uncompiled layers
+    reason: str  # reason of the first of these ranks
 
 
 class GraphBreak(Event):
-    """A layer is compiled in parts, as rank 0 sees it: what is between them cannot be compiled, and runs as it is."""
+    """Rank 0 compiled a layer in several parts.
 
-    wording = "a layer is compiled in parts, which is slower, for what {place} does: {reason}"
+    The code between the parts cannot be compiled, and runs uncompiled.
+    """
 
-    place: str  # file:line, "" where it is not known
-    reason: str
+    wording = "a layer is compiled in parts, which is slower, because of {place}: {reason}"
+
+    place: str  # file:line of the code that cannot be compiled, "" if unknown
+    reason: str  # torch's reason
 
 
 class Recompiled(Event):
-    """A function has been compiled again by rank 0, in a step or before the first one."""
+    """Rank 0 has compiled a function again."""
 
     wording = "{function} was compiled again in {seconds:.1f} s: {reason}"
 
-    function: str
-    seconds: float
-    reason: str  # the condition under which the code that was there may run, and that did not hold
+    function: str  # name of the function
+    seconds: float  # duration of the compilation in seconds
+    reason: str  # condition of the existing code that did not hold
 
 
 class PrecisionLowered(Event):
-    """A GPU has no bf16 where others have it, so `precision.kind=auto` is fp32 on all ranks of this world."""
+    """A GPU has no bf16, so all ranks use fp32.
+
+    The event concerns `precision.kind=auto`, which needs bf16 on every GPU of a world.
+    """
 
     wording = "precision is fp32, not bf16: the {gpu} of rank {rank} has no bf16"
 
-    rank: int  # the first one whose GPU has none
-    gpu: str  # its name
+    rank: int  # first rank whose GPU has no bf16
+    gpu: str  # name of this GPU
 
 
 class DataParallelSlower(Event):
-    """The run trains by torch's nn.DataParallel."""
+    """The run trains with torch's nn.DataParallel, which is slower than ddp."""
 
-    wording = "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp, a worker a GPU, does not"
+    wording = "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies it once per worker"
 
 
 class VariablesKept(Event):
-    """The environment has variables that `run.deterministic` would have set otherwise; they stay as they are."""
+    """The environment overrides variables of `run.deterministic`."""
 
-    wording = "run.deterministic keeps {variables:each} of the environment; results may differ"
+    wording = "run.deterministic keeps {variables:each} of the environment; results may differ between runs"
 
-    variables: tuple[str, ...]  # NAME=VALUE, of the leader
+    variables: tuple[str, ...]  # NAME=VALUE of each variable, as the leader has it
 
 
 class AttemptEnded(Event):
-    """The set of workers changes, or the run ends."""
+    """The set of workers changes or the run ends."""
 
     # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "corruption",
-    # "exception" or what was wrong with a step
+    # "exception" or the reason why a step was bad
     cause: str
-    step: int | None = None  # the last one that was done
-    # Since the last step, where the attempt ended by itself:
-    validation_s: float | None = None  # in which training waited for the last validation
-    snapshot_s: float | None = None  # for a copy in memory
-    checkpoint_s: float | None = None  # for a checkpoint
+    step: int | None = None  # last finished step
+    # These are seconds since the last step, if the attempt ended without a failure:
+    validation_s: float | None = None  # seconds in which training waited for the last validation
+    snapshot_s: float | None = None  # seconds in which training waited for a copy in memory
+    checkpoint_s: float | None = None  # seconds in which training waited for a checkpoint
 
     def line(self, verbose: bool = False) -> str:
         after = f" after step {self.step}" if self.step is not None else ""
@@ -265,31 +285,32 @@ class AttemptEnded(Event):
 
 
 class Log(Event):
-    """The figures of a log step, means and medians since the last one."""
+    """Figures since the last log step, as means and medians."""
 
     kept = False
 
-    step: int
-    total_steps: int  # length of the run
+    step: int  # last step in the figures
+    total_steps: int  # length of the run in steps
     loss: float  # mean over the global batch
-    lr: float
-    grad_norm: float  # before clipping
-    unit: str  # what a "unit" is here: "tok" or "samples"
-    memory_bytes: int  # peak of this worker, on its device or, without one, in the process
-    world_size: int
-    step_ms: float  # median
+    lr: float  # learning rate
+    grad_norm: float  # norm of the gradient before clipping
+    unit: str  # unit of `units_per_s`: "tok" or "samples"
+    memory_bytes: int  # peak memory of the leader, on its device or, without a device, of its process
+    world_size: int  # number of workers
+    step_ms: float  # median duration of a step
     data_wait: float = 0.0  # share of the steps' time in which the leader waited for data, 0 to 1
-    units_per_s: float
-    samples_per_s: float
-    eta_s: float  # until the end of the run
-    mfu: float | None = None  # model FLOPs utilisation, 0 to 1: of the peaks of all GPUs in the format in use, if known
-    metrics: Mapping[str, float] = {}  # of the task, mean over the global batch
-    at_risk: Mapping[str, int] = {}  # steps that a loss would cost now, as in the event of this name
+    units_per_s: float  # tokens or samples per second, as `unit` says
+    samples_per_s: float  # samples per second
+    eta_s: float  # seconds until the end of the run
+    # model FLOPs utilisation, 0 to 1: share of the peak of all GPUs in the format in use; absent if the peak is unknown
+    mfu: float | None = None
+    metrics: Mapping[str, float] = {}  # metrics of the task, mean over the global batch
+    at_risk: Mapping[str, int] = {}  # steps that a loss would cost now, with the fields of the event `at_risk`
 
     def figures(self) -> dict[str, float]:
-        """Return what trackers draw, by tag."""
+        """Return the figures that trackers draw, by tag."""
         train = self.model_dump(include={"loss", "lr", "grad_norm"}) | dict(self.metrics)
-        # `mfu` has no curve where it is unknown: a zero would be read as a fault.
+        # An unknown `mfu` is left out, because a curve at zero would look like a fault.
         speed = self.model_dump(include=_SPEED, exclude_none=True)
         return _tagged("train", train) | _tagged("speed", speed)
 
@@ -315,43 +336,46 @@ class Log(Event):
 class Profile(Event):
     """The profiler has recorded some steps."""
 
-    wording = "profile of rank {rank} to step {step} in {path}, for Perfetto or TensorBoard\n{table}"
+    wording = "profile of rank {rank} up to step {step} is in {path}: open it in Perfetto or TensorBoard\n{table}"
 
-    rank: int
-    step: int  # the last one in it
-    path: str
-    table: str  # the operators that took the most time
+    rank: int  # rank that was profiled
+    step: int  # last step in the profile
+    path: str  # file of the profile
+    table: str  # operators that took the most time
 
 
 class MemoryHistory(Event):
-    """A GPU was out of memory, and the last allocations there have been written down."""
+    """A GPU ran out of memory, and its last allocations were saved."""
 
-    wording = "allocations of rank {rank}, which was out of memory, are in {path}: drop it on pytorch.org/memory_viz"
+    wording = "rank {rank} ran out of memory; its last allocations are in {path}: open it on pytorch.org/memory_viz"
 
-    rank: int
-    path: str  # for https://pytorch.org/memory_viz
+    rank: int  # rank that ran out of memory
+    path: str  # file to open on https://pytorch.org/memory_viz
 
 
 class Validation(Event):
-    """Means over all held-out samples, after `step`. In the line the metrics stand beside the other fields."""
+    """A validation has finished.
+
+    The metrics are fields of the line themselves, beside `step`.
+    """
 
     wording = "validation at step {step} | {metrics:metrics}"
     spread = "metrics"
 
-    step: int
-    metrics: Mapping[str, float]
+    step: int  # last step before the validation
+    metrics: Mapping[str, float]  # means over all held-out samples
 
     def figures(self) -> dict[str, float]:
-        """Return what trackers draw, by tag."""
+        """Return the figures that trackers draw, by tag."""
         return _tagged("validation", self.metrics)
 
 
 class Restore(Event):
-    """An attempt goes on from state that was there."""
+    """An attempt continues from an existing state."""
 
-    step: int
-    source: str  # "rank 2", "snapshot" or "checkpoint"
-    lost_steps: int  # finished steps that are done again
+    step: int  # step of the restored state
+    source: str  # where the state was found: "rank 2", "snapshot" or "checkpoint"
+    lost_steps: int  # finished steps that must be repeated
 
 
 class Checkpoint(Event):
@@ -359,12 +383,12 @@ class Checkpoint(Event):
 
     wording = "checkpoint at step {step} | {bytes:size} in {seconds:.1f} s | {path}"
 
-    step: int
-    path: str
-    seconds: float  # from the copy to the commit
-    blocked_s: float  # those of them in which training waited
-    bytes: int
-    not_deleted: str | None = None  # why an older one could not be deleted
+    step: int  # step of the state in the checkpoint
+    path: str  # folder of the checkpoint
+    seconds: float  # seconds from the copy to the commit
+    blocked_s: float  # seconds in which training waited for the checkpoint
+    bytes: int  # size of the checkpoint
+    not_deleted: str | None = None  # reason why an older checkpoint could not be deleted
 
     def line(self, verbose: bool = False) -> str:
         stays = f"older ones cannot be deleted: {self.not_deleted}" if self.not_deleted else ""
@@ -372,13 +396,16 @@ class Checkpoint(Event):
 
 
 class CheckpointFailed(Event):
-    """Storage refuses a checkpoint. It is tried again, or the next one is."""
+    """Storage has refused a checkpoint.
 
-    wording = "no checkpoint at step {step} yet, training goes on: {error}"
+    The write is repeated until it succeeds or a newer checkpoint is due.
+    """
 
-    step: int
-    error: str
-    needed_bytes: int
+    wording = "no checkpoint at step {step} yet, training continues: {error}"
+
+    step: int  # step of the state that was not written
+    error: str  # message of the storage error
+    needed_bytes: int  # bytes that the checkpoint needs, 0 if unknown
 
     def line(self, verbose: bool = False) -> str:
         needed = f" ({size(self.needed_bytes)} are needed)" if self.needed_bytes else ""
@@ -386,79 +413,85 @@ class CheckpointFailed(Event):
 
 
 class NotSaved(Event):
-    """What a worker held when the user's code raised was not worth a checkpoint, or could not be written."""
+    """The state at an exception in the user's code was not saved."""
 
     wording = "step {step} was not saved: {error}"
 
-    step: int
-    error: str
+    step: int  # step of the state
+    error: str  # reason why the state could not be used or written
 
 
 class CheckpointQuarantined(Event):
-    """A checkpoint is not what was written, so nothing reads it any more."""
+    """A checkpoint is damaged, and is no longer used."""
 
     wording = "checkpoint at step {step} is damaged and will not be used: {error}"
 
-    step: int
-    error: str
+    step: int  # step of the damaged checkpoint
+    error: str  # what is wrong with the checkpoint
 
 
 class Snapshot(Event):
-    """The first copy of an attempt in the nodes' memory; later ones are not told."""
+    """The first snapshot of an attempt lies in node memory.
 
-    wording = "snapshots in node memory from step {step} on: {bytes:size} a worker, {stall_s:ms} each"
+    Later snapshots cause no event.
+    """
 
-    step: int
-    stall_s: float  # how long training waited
-    bytes: int  # of one worker
+    wording = "snapshots in node memory from step {step} on: {bytes:size} per worker, {stall_s:ms} each"
+
+    step: int  # step of the first snapshot
+    stall_s: float  # seconds in which training waited for the copy
+    bytes: int  # size of one worker's copy
 
 
 class AtRisk(Event):
-    """What a loss would cost now, in finished steps that would be done again: told once an attempt."""
+    """Number of finished steps that must be repeated after a loss now.
+
+    The event comes once per attempt.
+    """
 
     wording = (
-        "a loss now would cost, in steps: a worker {worker}, all workers of a node {workers_of_node}, all workers "
-        "{workers}, a node {node}, everything {everything}"
+        "steps to repeat after a loss now: of a worker {worker}, of all workers of a node {workers_of_node}, of all "
+        "workers {workers}, of a node {node}, of everything {everything}"
     )
 
-    step: int
-    worker: int
-    workers_of_node: int  # all processes of it; the machine stays
-    workers: int  # all of them; the machines stay
-    node: int
-    everything: int  # but storage
+    step: int  # last finished step
+    worker: int  # steps after the loss of one worker
+    workers_of_node: int  # steps after the loss of all processes of a node, while the machine stays
+    workers: int  # steps after the loss of all workers, while the machines stay
+    node: int  # steps after the loss of a machine
+    everything: int  # steps after the loss of everything except storage
 
 
 class SnapshotDamaged(Event):
-    """A copy in node memory has changed since it was made, and is not restored."""
+    """A damaged copy in node memory is not restored."""
 
     wording = "the snapshot of step {step} is damaged and will not be used: {error}"
 
-    step: int
-    error: str
+    step: int  # step of the damaged snapshot
+    error: str  # what is wrong with the snapshot
 
 
 class NoSnapshots(Event):
-    """The state is not copied to the nodes' memory."""
+    """The state is not copied to node memory."""
 
-    wording = "no snapshots in node memory, the death of all workers costs the steps since the last checkpoint: {error}"
+    wording = "no snapshots in node memory: the death of all workers costs the steps since the last checkpoint: {error}"
 
-    error: str
+    error: str  # reason why no snapshot is taken
 
 
 class Failure(Event):
-    """A worker is lost, or its code raised."""
+    """A worker was lost, or its code raised an exception."""
 
-    error: str
-    # "worker", "hang", "preemption", "exception", "oom", "communication" where workers that live cannot reach each
-    # other, "corruption" of one that computes wrongly, or "ours" for an error that has a remedy of its own
+    error: str  # cause of the failure
+    # "worker", "hang", "preemption", "exception", "oom", "communication" if live workers cannot reach each other,
+    # "corruption" if a worker computed wrongly, or "ours" for an error of this program that names its own remedy
     kind: str | None = None
     member: str | None = None  # name of the worker
     node: str | None = None  # Ray's id of the machine
-    step: int | None = None
-    fatal: bool = False  # the run ends
-    budget: str | None = None  # why it ends, where one kind of failure has come too often
-    traceback: str | None = None
+    step: int | None = None  # last finished step of the worker
+    fatal: bool = False  # whether the failure ends the run
+    budget: str | None = None  # explanation, if the run ends because failures of one kind came too often
+    traceback: str | None = None  # traceback of the exception
 
     def line(self, verbose: bool = False) -> str:
         if self.member is None:
@@ -468,216 +501,252 @@ class Failure(Event):
 
 
 class Preemption(Event):
-    """A node is about to go."""
+    """A node is about to be taken away."""
 
     node: str  # Ray's id of the machine
-    deadline_s: float  # Unix time at which it goes, 0 where nobody has said when
-    members: tuple[str, ...]  # the workers on it
+    deadline_s: float  # Unix time at which the node goes, 0 if unknown
+    members: tuple[str, ...]  # names of the workers on the node
 
     def line(self, verbose: bool = False) -> str:
-        when = "is going"
+        when = "is about to go"
         if self.deadline_s and self.time_s is not None:
             when = f"goes in {self.deadline_s - self.time_s:.0f} s"
         return f"node {node_name(self.node)} {when}: {plural(len(self.members), 'worker')} will leave it"
 
 
 class ProcessRestarted(Event):
-    """A process of the run that does not train has died, and the command goes on by itself."""
+    """A process that does not train has died and was replaced."""
 
     wording = "{process} has died: {follows}"
 
-    process: str  # "the coordinator", "Ray's controller", or of an embedded Ray "gcs_server", "raylet" ...
-    follows: str
+    process: str  # "the coordinator", "Ray's controller", or a process of an embedded Ray: "gcs_server", "raylet" ...
+    follows: str  # what the run does next
 
 
 class NodeQuarantined(Event):
-    """Workers keep dying young on a node, or one has computed wrongly, so it gets no more of them for a while."""
+    """A node gets no new workers for a while.
 
-    node: str
+    Its workers died early or computed wrongly.
+    """
+
+    node: str  # Ray's id of the machine
 
 
 class Hang(Event):
-    """Some ranks seem to be stuck. This is told early, and ends nobody: that is a failure of the kind "hang"."""
+    """Some ranks seem to be stuck.
 
-    ranks: tuple[int, ...]  # those who are stuck
-    phase: str  # "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint", "compile" ...
-    step: int
-    seconds: float  # how long they have been in `phase`
-    stacks: str  # folder with what every thread of every worker was doing
-    guess: str = "stuck"  # or "all wait" for each other, or "slow": all are in code of their own, and nobody waits
-    ends_s: float | None = None  # after how many seconds in `phase` the attempt is ended, as things stand
+    This early warning ends nothing. If the hang lasts, a `failure` of kind "hang" follows.
+    """
+
+    ranks: tuple[int, ...]  # ranks that seem to be stuck
+    # phase of these ranks: "loader", "forward", "backward", "gradients", "update", "collective", "checkpoint",
+    # "compile" ...
+    phase: str
+    step: int  # last finished step of these ranks
+    seconds: float  # seconds that these ranks have spent in `phase`
+    stacks: str  # folder with the stacks of every thread of every worker
+    # "stuck"; "all wait" if all ranks wait for each other; "slow" if each rank runs code of its own, so that no rank
+    # waits
+    guess: str = "stuck"
+    ends_s: float | None = None  # seconds in `phase` after which the attempt ends, by the current estimate
 
     def line(self, verbose: bool = False) -> str:
         ranks = ", ".join(map(str, self.ranks))
         what = "slow" if self.guess == "slow" else "stuck"
         line = f"rank {ranks} {what} in {self.phase} after step {self.step} for {self.seconds:.1f} s"
         if self.ends_s is not None:
-            waiting = {"stuck": "the others wait", "slow": "nobody waits for it"}.get(self.guess, self.guess)
+            waiting = {"stuck": "the other ranks wait", "slow": "no rank waits for it"}.get(self.guess, self.guess)
             line += f", {waiting}; the attempt ends after {self.ends_s:.0f} s"
         return f"{line}; stacks in {self.stacks}"
 
 
 class HangOver(Event):
-    """Ranks that seemed to be stuck have gone on by themselves."""
+    """Ranks that seemed to be stuck have continued by themselves."""
 
-    wording = "rank {ranks:each} went on after {seconds:.1f} s in {phase}"
+    wording = "rank {ranks:each} continued after {seconds:.1f} s in {phase}"
 
-    ranks: tuple[int, ...]
-    phase: str  # in which they seemed to be stuck
-    step: int
-    seconds: float  # how long it took
+    ranks: tuple[int, ...]  # ranks that seemed to be stuck
+    phase: str  # phase in which these ranks seemed to be stuck
+    step: int  # last finished step of these ranks at the warning
+    seconds: float  # seconds that these ranks spent in `phase`
 
 
 class Silent(Event):
-    """No heartbeats come from a worker whose connection stands. This is told early, and ends nobody."""
+    """A worker with an open connection sends no heartbeats.
+
+    This early warning ends nothing.
+    """
 
     member: str  # name of the worker
-    seconds: float  # how long it has not been heard of
-    answers: bool  # its machine takes what is sent to it: a process that is stopped, or code that lets nothing else run
-    ends_s: float  # after how many seconds of silence it is taken for dead, as things stand
+    seconds: float  # seconds since the last heartbeat
+    # whether the worker's machine acknowledges data; if so, the process is stopped, or its code blocks all other
+    # threads
+    answers: bool
+    ends_s: float  # seconds of silence after which the worker is declared dead, by the current estimate
 
     def line(self, verbose: bool = False) -> str:
         where = "its machine answers, its process does not" if self.answers else "nor does its machine answer"
-        line = f"worker {self.member} not heard of for {self.seconds:.1f} s: {where}"
-        return f"{line}; taken for dead after {self.ends_s:.0f} s"
+        line = f"no heartbeat from worker {self.member} for {self.seconds:.1f} s: {where}"
+        return f"{line}; declared dead after {self.ends_s:.0f} s"
 
 
 class Straggler(Event):
-    """One rank makes the others wait in every step."""
+    """One rank makes the other ranks wait in every step."""
 
-    wording = "rank {rank} is slow in {phase}: others wait {share:.0%} of every step"
+    wording = "rank {rank} is slow in {phase}: the other ranks wait {share:.0%} of every step"
 
     member: str  # name of the worker
-    rank: int
-    phase: str  # "loader", "forward", or on CUDA "device"
-    lost_s: float  # how long they wait for it in a step, most of it in `phase`
-    share: float  # of the step's time, 0 to 1
+    rank: int  # rank of the worker
+    phase: str  # phase that takes the most time: "loader", "forward", or on CUDA "device"
+    lost_s: float  # seconds per step in which the other ranks wait for this rank
+    share: float  # share of the step's time in which the other ranks wait, 0 to 1
 
 
 class RankTimes(Event):
-    """What a step costs each rank by itself: loader and forward, or on GPUs the longer of loader and device.
+    """Time that each rank itself needs for a step.
 
-    Under Ray, which brings the heartbeats of all workers together: 20 seconds after an attempt has begun, and then ever
-    more rarely. Each tells of the time since the one before it.
+    The time is the sum of loader and forward, or on GPUs the longer of loader and device. The event exists under Ray
+    only, where the heartbeats of all workers are compared. The first event of an attempt comes after 20 seconds, and
+    later events come ever more rarely. Each event covers the time since the last one.
     """
 
     detail = True
-    wording = "ms of a step that each rank spends by itself, up to step {step}: {own_ms:each}"
+    wording = "ms that each rank itself needs for a step, up to step {step}: {own_ms:each}"
 
-    step: int  # the last one that all ranks have done
-    num_steps: int  # since the last such event of the attempt
-    own_ms: tuple[float, ...]  # by rank, mean of these steps
-    last: tuple[int, ...]  # by rank: at how many looks, seconds apart, the others had to wait for it most
+    step: int  # last step that all ranks have finished
+    num_steps: int  # steps since the last event of this kind in the attempt
+    own_ms: tuple[float, ...]  # mean milliseconds per step, by rank
+    last: tuple[int, ...]  # by rank: number of comparisons, seconds apart, in which this rank was the slowest
 
 
 class Scale(Event):
-    """The bounds of the number of workers are other ones from now on: (smallest, largest)."""
+    """The bounds of the number of workers have changed.
+
+    Both fields are [smallest, largest].
+    """
 
     wording = "scaling.num_workers [{before:each}] -> [{after:each}]"
 
-    before: tuple[int, int]
-    after: tuple[int, int]
+    before: tuple[int, int]  # former bounds
+    after: tuple[int, int]  # new bounds
 
 
 class Waiting(Event):
-    """The run is short of workers."""
+    """The run has too few workers to train."""
 
-    wording = "waiting for workers: {workers} of at least {needed} are there"
+    wording = "waiting for workers: {workers} of at least {needed} have started"
 
-    workers: int  # that are there
-    needed: int  # at least
-    seconds: float | None = None  # for how long the run has been short of them
+    workers: int  # workers that have started
+    needed: int  # smallest number of workers that can train
+    seconds: float | None = None  # seconds for which workers have been missing
 
 
 class LeftOver(Event):
-    """Workers wait until they make a whole replica of `parallel.shard_size`, beside those that train."""
+    """Some workers wait until another replica is complete.
 
-    wording = "{workers} of the workers wait: a replica has {unit}"
+    A replica has `parallel.shard_size` workers.
+    """
 
-    workers: int
+    wording = "{workers} of the workers wait: a replica needs {unit}"
+
+    workers: int  # workers that wait
     unit: int  # workers of a replica
 
 
 class WaitingForStorage(Event):
-    """No world can form, since storage does not take the number of the next attempt."""
+    """No world can form, because storage refuses to be written.
 
-    error: str
+    The number of the next attempt must be recorded before a world forms.
+    """
+
+    error: str  # message of the storage error
 
 
 class Shares(Event):
-    """Microbatches of a step are shared out in another way from `step` on; or stay even, and why."""
+    """Microbatches are distributed differently from `step` on, or must stay distributed evenly."""
 
-    step: int
-    before: tuple[int, ...]  # microbatches by rank
-    after: tuple[int, ...]
-    microbatch_ms: tuple[float, ...] | None = None  # by rank, where measured speeds are the reason
-    weights: tuple[float, ...] | None = None  # by rank, where the configuration's weights are
-    parallel: str | None = None  # the strategy under which shares must stay even
+    step: int  # first step with the new shares
+    before: tuple[int, ...]  # former microbatches per step, by rank
+    after: tuple[int, ...]  # new microbatches per step, by rank
+    # milliseconds per microbatch by rank, if measured speeds are the reason
+    microbatch_ms: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None  # weights by rank, if `batch.balance` gives weights
+    parallel: str | None = None  # strategy that requires even shares
 
     def line(self, verbose: bool = False) -> str:
         if self.parallel is not None:
-            return f"shares stay even {self.after}: under {self.parallel} every worker runs as many microbatches"
+            return f"shares stay even {self.after}: under {self.parallel} every worker runs the same number"
         change = f"shares {self.before} -> {self.after} from step {self.step}"
         if self.weights is not None:
             return f"{change}: weights {', '.join(f'{weight:g}' for weight in self.weights)}"
         times_ms = self.microbatch_ms or (1.0,)
         slower = max(times_ms) / min(times_ms)
         if slower < 1.05:
-            return f"{change}: equally fast"
+            return f"{change}: all ranks are equally fast"
         return f"{change}: rank {times_ms.index(max(times_ms))} is {slower:.1f}x slower"
 
 
 class Rollback(Event):
-    """A step was bad: the run goes back to a checkpoint before `steps`, and leaves them out from now on."""
+    """The run returns to an earlier checkpoint after a bad step.
 
-    wording = "rolling back: {cause}; left out from now on: {steps:each}"
+    The run skips `steps` from now on.
+    """
 
-    steps: tuple[int, ...]
-    cause: str
-    microbatches: tuple[int, ...] | None = None  # of the bad step, by index, whose own loss is not finite
-    samples: tuple[int, ...] | None = None  # ids of their samples
-    not_finite: tuple[int, ...] | None = None  # those of them that hold a NaN or an infinity when they are read again
+    wording = "rolling back: {cause}; skipped from now on: {steps:each}"
+
+    steps: tuple[int, ...]  # steps that the run skips
+    cause: str  # reason why a step was bad
+    microbatches: tuple[int, ...] | None = None  # indices of the bad step's microbatches whose own loss is not finite
+    samples: tuple[int, ...] | None = None  # ids of the samples in these microbatches
+    not_finite: tuple[int, ...] | None = None  # ids of these samples that contain a NaN or an infinity when read again
 
 
 class Corruption(Event):
-    """Ranks have come to different gradients of one microbatch. The step is not committed, and is done again."""
+    """Ranks have computed different gradients for one microbatch.
+
+    The step is not committed, and is repeated.
+    """
 
     wording = "wrong result found in {cause}"
 
-    step: int
-    microbatch: int  # by index
-    rank: int | None = None  # the one that computes wrongly; None where that cannot be told
-    node: str | None = None  # its host, as the host calls itself
-    device: str | None = None  # its GPU's name, else its processor's
-    gpu_uuid: str | None = None  # as nvidia-smi names the GPU
-    gpu_serial: str | None = None  # of the GPU's board
-    # By rank, as hexadecimal numbers; two of each where only two ranks can be compared, and both computed it again.
+    step: int  # step of the comparison
+    microbatch: int  # index of the microbatch
+    rank: int | None = None  # rank that computes wrongly; None if unknown
+    node: str | None = None  # host name of this rank's machine
+    device: str | None = None  # name of its GPU, or of its processor if it has no GPU
+    gpu_uuid: str | None = None  # id of the GPU, as nvidia-smi shows it
+    gpu_serial: str | None = None  # serial number of the GPU's board
+    # Digests as hexadecimal numbers by rank; two of each rank if only two ranks could be compared, and both computed
+    # again.
     digests: Mapping[str, tuple[str, ...]]
-    cause: str
+    cause: str  # description of the step, the rank and its machine
 
 
 class NothingToCompare(Event):
-    """`audit.recompute` has nobody to compare with. Told once a run for each reason."""
+    """`audit.recompute` has no second rank to compare with.
+
+    The event comes once per run for each reason.
+    """
 
     wording = "audit.recompute compares nothing: {reason}"
 
-    reason: str
+    reason: str  # why no rank can be compared
 
 
 class Spike(Event):
-    """A loss spiked, and there is no budget to leave the step out."""
+    """A loss spiked, and no budget is left to skip the step."""
 
-    step: int
-    cause: str
+    step: int  # step of the spike
+    cause: str  # height of the spike
 
 
 class FaultInjected(Event):
-    """A fault that the configuration asks for has struck."""
+    """A fault of the configuration has struck."""
 
-    kind: str  # as in the configuration: "kill_at", "hang_at" ...
-    phase: str
-    step: int
-    rank: int
+    kind: str  # kind in the configuration: "kill_at", "hang_at" ...
+    phase: str  # phase of the step in which the fault struck
+    step: int  # step of the fault
+    rank: int  # rank that the fault struck
 
 
 class Finished(Event):
@@ -685,7 +754,7 @@ class Finished(Event):
 
     spread = "summary"
 
-    summary: Mapping[str, Any]  # the contents of `summary.json`; in the line they stand beside the other fields
+    summary: Mapping[str, Any]  # contents of `summary.json`, whose entries are fields of the line themselves
 
 
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
@@ -694,7 +763,10 @@ _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes"
 
 
 def parse_event(line: Mapping[str, Any]) -> Event | None:
-    """Return the event of a line of `events.jsonl`; None for a line that this release cannot read."""
+    """Return the event of a line of `events.jsonl`.
+
+    Returns None if this release cannot read the line.
+    """
     kind = _KINDS.get(str(line.get("event")))
     if kind is None:
         return None
@@ -705,13 +777,17 @@ def parse_event(line: Mapping[str, Any]) -> Event | None:
     try:
         event = kind.model_validate(fields)
         return event if all(_is_plausible(name, value) for name, value in event) else None
-    # A line of a release whose event had not this one's fields. Fields that only that release knew are passed over.
+    # Another release wrote the line, and its event had other fields. Fields that this release does not know are
+    # ignored.
     except ValidationError:
         return None
 
 
 def _is_plausible(name: str, value: Any) -> bool:
-    """Return whether the field of an event is within what times and counts can be, so that readers can compute."""
+    """Return whether an event's value is a plausible time or count.
+
+    Readers may then compute with the value.
+    """
     match value:
         case bool():
             return True

@@ -1,4 +1,7 @@
-"""The sample ledger: one line for every committed step, and what the lines say together."""
+"""Write and read the sample ledger of a run.
+
+`steps.jsonl` has one line for every committed step, with the step's samples, shares, loss and times.
+"""
 
 import math
 import time
@@ -21,25 +24,28 @@ class NotFinite(NamedTuple):
     """A microbatch whose loss is not finite."""
 
     microbatch: Microbatch
-    is_empty: bool  # the task has counted nothing in it
+    is_empty: bool  # whether the task counted no tokens or samples in the microbatch
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What every rank knows of a step, at the same later step."""
+    """Figures of a step that all ranks know.
+
+    All ranks learn the figures after the same later step.
+    """
 
     step: int
     loss: float  # mean over the global batch
-    count: float  # what the loss was divided by: tokens or samples; an int, unless the task's own is not finite
-    grad_norm: float  # of the whole mean gradient, before clipping
+    count: float  # divisor of the loss: tokens or samples; an int, unless the task's count is not finite
+    grad_norm: float  # norm of the mean gradient over the global batch, before clipping
     num_samples: int
-    samples_digest: int  # of all samples, unsigned 64 bit
+    samples_digest: int  # digest of all samples, an unsigned 64-bit integer
     finite: bool
-    overflowed: bool = False  # its gradients have, in fp16, and updated nothing
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, mean over the global batch
-    # Known to this rank alone: its microbatches whose loss is not finite, in a step that is not.
+    overflowed: bool = False  # whether fp16 gradients overflowed, so that the step changed no weights
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the task, mean over the global batch
+    # This rank's microbatches with a loss that is not finite, if the step is not finite. Other ranks do not know them.
     suspects: tuple[NotFinite, ...] = ()
-    weights: str = ""  # digest of the weights after the step, where one is due; known to the leader alone
+    weights: str = ""  # digest of the weights after the step, if one is due; only the leader knows the digest
 
 
 ACTS = ("validation", "snapshot", "checkpoint")  # phases that training waits for between two steps
@@ -47,36 +53,40 @@ ACTS = ("validation", "snapshot", "checkpoint")  # phases that training waits fo
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the leader's time went from the end of the step before to the end of this one."""
+    """Times of the leader since the end of the former step."""
 
     step_s: float
     ended_s: float  # Unix time
-    data_s: float = 0.0  # of `step_s`, waiting for batches
-    acts_s: Mapping[str, float] = field(default_factory=dict)  # by name of `ACTS`, before the step
+    data_s: float = 0.0  # part of `step_s` in which the leader waited for batches
+    acts_s: Mapping[str, float] = field(default_factory=dict)  # seconds before the step, by name of `ACTS`
 
 
 class Ledger:
-    """Appends to `steps.jsonl` what all ranks are known to have finished. Only the leader's ledger writes."""
+    """Writer of the lines in `steps.jsonl`. Only the leader's ledger writes."""
 
-    # Several attempts may have written the same step: lines are only ever appended, since a crash while one is taken
-    # back could cost others. The last attempt's line holds, the others are lost steps.
+    # Several attempts may write the same step. Lines are only appended, because a crash while a line is removed could
+    # damage other lines. The line of the last attempt counts, and earlier lines are lost steps.
     def __init__(self, store: Store, attempt: int, plan: Plan, writes: bool) -> None:
         self._attempt = attempt
         self._plan = plan
         self._stream = open_stream(store, STEPS) if writes else None
 
     def commit(self, steps: Iterable[tuple[StepStats, StepTimes]]) -> None:
-        """Write steps down, each with the times of the leader."""
+        """Write committed steps with the leader's times."""
         self._write([self._line(*each) for each in steps])
 
     def as_planned(self, step: int, samples_digest: int, weights: str = "") -> None:
-        """Write down what the plan says of a step of which no message told, with the digest of the weights, if any."""
+        """Write a line from the plan alone, for a step without figures.
+
+        The step was skipped, or the figures were lost with a worker. `weights` is the digest of the weights, "" if none
+        is due.
+        """
         start, stop = self._plan.positions(step)
         if step in self._plan.skip:
             num_samples = 0
             mark: dict[str, Any] = {"skipped": True, "positions": (start, stop)}
         else:
-            # Survivors hold it complete, but its message, with the loss, died with a worker.
+            # Survivors hold the step's state, but the message with the loss was lost with a worker.
             num_samples = stop - start
             mark = {"confirmed": False}
         planned = StepStats(step, math.nan, 0, math.nan, num_samples, samples_digest, finite=True, weights=weights)
@@ -96,7 +106,7 @@ class Ledger:
             "time_s": round(times.ended_s, 4),
             **({"overflow": True} if stats.overflowed else {}),
             **({"weights": stats.weights} if stats.weights else {}),
-            # Of most steps there are none, and a run has millions.
+            # Most steps have no waits, and a run may have millions of lines, so short waits are left out.
             **{name: round(seconds, 4) for name, seconds in waits_s.items() if seconds >= _SHORTEST_S},
         }
 
@@ -111,19 +121,20 @@ class Ledger:
 
 @dataclass(frozen=True)
 class History:
-    """What a run has done, read from its ledger."""
+    """Lines of a run's ledger."""
 
-    lines: list[dict[str, Any]]  # as they were written
+    lines: list[dict[str, Any]]  # in the order of the file
 
     @property
     def committed(self) -> dict[int, dict[str, Any]]:
-        """Return the line that holds, by step."""
-        # By attempt, not by place: a leader that was cut off may write its last lines after its successor's first ones.
+        """Return the valid line of each step."""
+        # Lines are sorted by attempt, because a disconnected leader may write its last lines after the first lines of
+        # its successor.
         return {line["step"]: line for line in sorted(self.lines, key=lambda line: line["attempt"])}
 
     @property
     def num_lost(self) -> int:
-        """Return the number of lines whose step was done again."""
+        """Return the number of lost steps."""
         return len(self.lines) - len(self.committed)
 
     @property
@@ -133,14 +144,17 @@ class History:
 
 @dataclass(frozen=True)
 class PastLosses:
-    """Losses of a run, oldest first: of the first steps of all, and of those that led to where an attempt begins."""
+    """Losses of a run, oldest first, for the detection of spikes.
+
+    `first` has the losses of the run's first steps, and `recent` those before the step at which an attempt begins.
+    """
 
     first: list[float] = field(default_factory=list)
-    recent: list[float] = field(default_factory=list)  # few, or none, where much had to be done again
+    recent: list[float] = field(default_factory=list)  # short or empty if many steps were repeated
 
 
 def past_losses(store: Store, step: int) -> PastLosses:
-    """Return the losses of the ledger's first and last lines, up to `step`."""
+    """Return the first and the last losses up to `step`."""
     return PastLosses(_losses(first_lines(store, STEPS), step), _losses(last_lines(store, STEPS), step))
 
 
@@ -151,23 +165,25 @@ def _losses(lines: Iterable[dict[str, Any]], last_step: int) -> list[float]:
             losses[line["step"]] = line.get("loss")
     found = []
     for step, loss in sorted(losses.items()):
-        # A step that was left out, or whose message was lost, has no loss.
+        # A skipped step has no loss, and neither has a step with lost figures.
         if step <= last_step and is_number(loss) and math.isfinite(loss):
             found.append(loss)
     return found
 
 
 def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
-    """Return the highest step of the ledger, and the position behind its last sample; zeros for an empty ledger.
+    """Return the end of the ledger's highest step.
+
+    The end has the number of the step and the position after its last sample, zeros for an empty ledger.
 
     Args:
-        ends: the ends of the run that are known, oldest first.
+        ends: known ends of the run, oldest first.
     """
     step, num_samples = 0, 0
     for line in read_lines(store, STEPS):
-        # In whichever attempt: the last line may be of one that did earlier steps again.
+        # The line may belong to any attempt, because a later attempt may have repeated earlier steps.
         match line:
-            case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:  # it was left out
+            case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:  # a skipped step
                 step, num_samples = found, stop - start
             case {"step": int(found), "num_samples": int(found_samples)} if found >= step:
                 step, num_samples = found, found_samples
@@ -177,46 +193,50 @@ def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
 
 
 def read_ledger(store: Store) -> History:
-    """Return all that the ledger says. Of a long run that is more than fits into memory; see `Totals`."""
+    """Return all lines of the ledger.
+
+    The lines of a long run do not fit into memory; `Totals` reads a ledger of any length.
+    """
     return History(list(read_lines(store, STEPS)))
 
 
 _COLUMNS = ("step", "attempt", "num_samples", "step_s", "time_s")
-# A line may lack these, and 0 stands for them.
+# Optional columns: a line without the column counts as 0.
 _OPTIONAL = ("world_size", "data_s", *(f"{act}_s" for act in ACTS))
-_CHUNK = 2**20  # steps
-# All that is kept of a step, since it may be done again: of the line that holds, 0 where there is none.
+_CHUNK = 2**20  # steps in an array
+# A step may be repeated, so these values of the valid line are kept for each step; 0 if the step has no line.
 _STEP = np.dtype([("attempt", np.uint32), ("samples", np.uint32), ("step_s", np.float32), ("data_s", np.float32)])
+# A smaller block is parsed by Python, because importing pyarrow takes longer than parsing the block.
 _WORTH_AN_IMPORT_BYTES = 2**20
-_SHORTEST_S = 1e-4  # that is written down of a wait
+_SHORTEST_S = 1e-4  # shortest wait that is written
 
 
 @dataclass
 class Span:
-    """The time in which an attempt has written to the ledger."""
+    """Time between the first and the last line of an attempt."""
 
-    first_s: float = math.inf  # when its first step ended
-    first_step_s: float = 0.0  # how long that took
+    first_s: float = math.inf  # end of the first step
+    first_step_s: float = 0.0  # duration of the first step
     last_s: float = -math.inf
-    world_size: int = 0  # 0 where no line says so
-    productive_s: float = 0.0  # in steps that hold
-    data_s: float = 0.0  # of `productive_s`, waiting for batches
-    redone_s: float = 0.0  # in steps that were done again
+    world_size: int = 0  # number of workers, 0 if no line has it
+    productive_s: float = 0.0  # seconds in steps that were not repeated
+    data_s: float = 0.0  # part of `productive_s` in which the leader waited for batches
+    redone_s: float = 0.0  # seconds in lost steps
     acts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTS, 0.0))
 
 
 class Totals:
-    """What a ledger comes to, read line by line: it may be of any length.
+    """Sums over a ledger of any length, read block by block.
 
     Args:
-        starts_s: when the commands of the run began, oldest first.
+        starts_s: times at which the commands of the run began, oldest first.
 
     Attributes:
-        starts_s: as given.
-        samples: of the steps that hold.
-        num_lost: lines whose step was done again.
-        ends_s: the last time that is known of each command; -inf if there is none.
-        spans: by attempt.
+        starts_s: the argument.
+        samples: number of samples in valid lines.
+        num_lost: number of lost steps.
+        ends_s: last known time of each command; -inf if there is none.
+        spans: span of each attempt.
     """
 
     def __init__(self, starts_s: Sequence[float] = ()) -> None:
@@ -229,12 +249,12 @@ class Totals:
 
     @property
     def productive_s(self) -> float:
-        """Return the seconds in steps that hold."""
+        """Return the seconds in steps that were not repeated."""
         return sum(span.productive_s for span in self.spans.values())
 
     @classmethod
     def read(cls, store: Store, starts_s: Sequence[float], mark: Callable[[], object] = lambda: None) -> Self:
-        """Read a run's ledger. `mark` is called again and again meanwhile."""
+        """Read a run's ledger. `mark` is called after each block."""
         totals = cls(starts_s)
         for block in read_blocks(store, STEPS):
             totals.add(numbers(block, _COLUMNS, _OPTIONAL))
@@ -242,14 +262,14 @@ class Totals:
         return totals
 
     def add(self, lines: NDArray[np.float64]) -> None:
-        """Add lines, (lines, columns), in the order in which they were written."""
-        # Others are not of our writing.
+        """Add lines (lines, columns) in the order of the file."""
+        # Lines with values outside of these ranges were not written by this program.
         lines = lines[((lines[:, :3] >= (1, 1, 0)) & (lines[:, :3] < 2**32)).all(axis=1)]
         lines = lines[(np.abs(lines) < 2**53).all(axis=1)]
         if not len(lines):
             return
         steps = lines[:, 0].astype(np.int64)
-        # Where one attempt goes on from step to step, its lines are added at once.
+        # Consecutive steps of one attempt are added at once.
         breaks = (np.diff(steps) != 1) | (np.diff(lines[:, 1]) != 0) | (steps[1:] % _CHUNK == 0)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(lines)]
         for start, stop in pairwise(bounds):
@@ -263,7 +283,8 @@ class Totals:
         attempt = int(lines[0, 1])
         span = self.spans.setdefault(attempt, Span())
         self.num_lost += int((known["attempt"] > 0).sum())
-        # By attempt, not by place: a leader that was cut off may write its last lines after its successor's first ones.
+        # The highest attempt counts, because a disconnected leader may write its last lines after the first lines of
+        # its successor.
         holds = known["attempt"] <= attempt
         self._take_back(known[holds])
         self.samples += int(lines[holds, 2].sum()) - int(known["samples"][holds].sum())
@@ -276,7 +297,7 @@ class Totals:
         self._add_times(span, lines)
 
     def _take_back(self, steps: NDArray[np.void]) -> None:
-        """Count steps of earlier attempts as done again."""
+        """Move the seconds of these steps from productive to repeated."""
         for attempt in np.unique(steps["attempt"][steps["attempt"] > 0]).tolist():
             redone = steps[steps["attempt"] == attempt]
             seconds = float(redone["step_s"].sum(dtype=np.float64))
@@ -300,7 +321,7 @@ class Totals:
             self._add_time(command, float(times_s[commands == command].max()))
 
     def add_event(self, time_s: float) -> None:
-        """Add the time of something else that a command has done."""
+        """Record that a command was alive at `time_s`."""
         self._add_time(bisect_right(self.starts_s, time_s) - 1, time_s)
 
     def _add_time(self, command: int, time_s: float) -> None:
@@ -309,9 +330,9 @@ class Totals:
 
 
 def numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDArray[np.float64]:
-    """Return the numbers of these names in each line that has all of `names`, (lines, names + optional).
+    """Return numbers from JSON lines as an array (lines, names + optional).
 
-    Ints are exact to 2^53, and 0 stands for an optional one that a line lacks.
+    Lines that lack one of `names` are left out. Ints are exact up to 2^53. A line without an optional number gets 0.
     """
     table: NDArray[np.float64] | None = None
     if len(block) >= _WORTH_AN_IMPORT_BYTES:
@@ -328,14 +349,17 @@ def numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDAr
 
 
 def _numbers_at_once(block: bytes, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Return them ten times as fast, NaN where a line has none; None if one of the lines is not what it should be."""
+    """Parse the lines with pyarrow, ten times as fast.
+
+    The result has NaN if a line lacks a name. Returns None if a line cannot be parsed.
+    """
     import pyarrow
     from pyarrow import json as arrow
 
     schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
     options = arrow.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     try:
-        # One thread, as a worker has one core.
+        # A worker has one core, so pyarrow gets one thread.
         table = arrow.read_json(pyarrow.BufferReader(block), arrow.ReadOptions(use_threads=False), options)
     except (pyarrow.ArrowException, OSError):
         return None

@@ -1,8 +1,11 @@
-"""Store files in a bucket, or wherever else pyarrow.fs reaches, through a network that fails now and then."""
+"""Store files in a bucket or another file system of pyarrow.fs.
 
-# Why not by obstore, which can abort uploads and write conditionally: it needs boto3 to read the profiles of the AWS
-# command line, takes the sending of a part for silence (a slow uplink would never end one), and does not try again when
-# an answer breaks off in the middle.
+Requests are bounded in time, and repeated after errors of the network.
+"""
+
+# obstore could abort uploads and write conditionally, but it needs boto3 to read profiles of the AWS command line,
+# treats the upload of a part as silence, so that a slow uplink would never finish a part, and does not repeat a request
+# whose answer breaks off.
 
 import contextlib
 import ctypes
@@ -25,18 +28,18 @@ from app.storage.local import span
 
 Result = TypeVar("Result")
 
-_RETRY_BUDGET_S = 30.0  # for all tries of one verb, the last of which may begin at its end
+_RETRY_BUDGET_S = 30.0  # for all tries of a verb; the last try may begin at the end of this time
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
 _CONNECT_TIMEOUT_S = 3.0
-_IDLE_TIMEOUT_S = 10.0  # a request that moves no byte for so long has failed; 30 s more for one half sent
-_ATTEMPTS_WITHIN_A_WRITE = 3  # of each part of it, since its chunks come only once
+_IDLE_TIMEOUT_S = 10.0  # a request that moves no byte for this time has failed; a half-sent request gets 30 s more
+_ATTEMPTS_WITHIN_A_WRITE = 3  # for each part of a write, because the caller's parts can be read only once
 _IN_FLIGHT_BYTES = 64 << 20
 
 _S3_OPTIONS = {"endpoint_override", "region", "scheme", "tls_ca_file_path"}
-_WHOLE_ON_CLOSE = {"s3", "gcs", "abfs"}  # where a file is not seen before its stream has been closed
+_WHOLE_ON_CLOSE = {"s3", "gcs", "abfs"}  # file systems in which a file is visible only after its stream is closed
 
-# pyarrow has no types for what a server answers: it is told by the names and codes in the message.
+# pyarrow has no types for errors of a server, so the names and codes in the messages identify the errors.
 _DENIED = re.compile(
     "ACCESS_DENIED|PERMISSION_DENIED|SIGNATURE_DOES_NOT_MATCH|INVALID_ACCESS_KEY|UNAUTHENTICATED|status 40[13]"
 )
@@ -45,18 +48,18 @@ _FINAL = re.compile(f"{_DENIED.pattern}|NO_SUCH_BUCKET|INVALID_|EXPIRED_TOKEN|st
 
 @dataclass(frozen=True)
 class ArrowStore:
-    """A store at `s3://bucket/prefix`, `gs://bucket/prefix` or another URI of pyarrow.fs.
+    """Store at `s3://bucket/prefix`, `gs://bucket/prefix` or another URI of pyarrow.fs.
 
-    Every request is bounded in time. All verbs but `write` are tried again while that may help, and have the same
-    outcome however often they are. In a bucket a file is seen once it is whole, and not at all when `write` has failed;
-    on a file system (`file://`) it is not brought to the disk before a verb returns, as LocalStore does.
+    Every request is bounded in time. All verbs except `write` are repeated while a repetition may help, and repetitions
+    do not change the outcome. In a bucket a file is visible when it is whole, and not visible after a failed `write`.
+    On a file system (`file://`) a verb may return before the data is on the disk, unlike a verb of LocalStore.
     """
 
-    uri: str  # options stand in its query, such as `?endpoint_override=http://127.0.0.1:8333`
+    uri: str  # options are in the query, such as `?endpoint_override=http://127.0.0.1:8333`
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.uri)
-        # The URI is shown in messages and written to config.yaml, where a secret must not go.
+        # Messages and config.yaml show the URI, so the URI must not contain a secret.
         if parts.password or (parts.scheme == "s3" and "@" in parts.netloc):
             remedy = "credentials belong in the environment (such as AWS_ACCESS_KEY_ID)"
             raise ValueError(f"{remedy}, not in a storage's URI")
@@ -80,16 +83,19 @@ class ArrowStore:
             with files.open_input_file(path) as file:
                 first, length = span(file.size(), start, num_bytes)
                 data = b""
-                if length:  # a server may refuse a range that holds no byte
+                if length:  # a server may refuse a range without bytes
                     data = file.read_at(length, first)
-            if len(data) != length:  # the answer broke off, which is no error to pyarrow
-                raise OSError(f"{len(data)} bytes came where {length} were to come")
+            if len(data) != length:  # a broken answer is no error to pyarrow
+                raise OSError(f"{len(data)} bytes arrived instead of {length}")
             return data
 
         return self._retry(name, content)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a file as `Store.write` says. What `parts` raises is raised as it is."""
+        """Write a file as described by `Store.write`.
+
+        Exceptions of `parts` are raised unchanged.
+        """
         source_errors: list[BaseException] = []
 
         def watched() -> Iterator[bytes | memoryview]:
@@ -99,7 +105,7 @@ class ArrowStore:
                 source_errors.append(error)
                 raise
 
-        # Not tried again as a whole: the caller has the chunks, and here they only pass by.
+        # The whole write is not repeated, because the parts can be read only once.
         try:
             files, path = self._connect(name, _ATTEMPTS_WITHIN_A_WRITE)
             _write(files, path, watched())
@@ -122,22 +128,22 @@ class ArrowStore:
 
     def delete(self, name: str) -> None:
         def remove(files: fs.FileSystem, path: str) -> None:
-            # What is not found has been deleted by an earlier try, or by another process. As on a disk, the folder that
-            # it was in stays: pyarrow puts an empty object in its place.
+            # A missing file was deleted by an earlier try or by another process. As on a disk, the file's folder stays:
+            # pyarrow creates an empty object for it.
             with contextlib.suppress(FileNotFoundError):
                 _delete(files, path)
 
         self._retry(name, remove)
 
     def _retry(self, name: str, verb: Callable[[fs.FileSystem, str], Result]) -> Result:
-        """Try a verb until it succeeds, cannot succeed any more, or has used up its time."""
+        """Repeat a verb until it succeeds, fails for good, or runs out of time."""
         deadline = time.monotonic() + _RETRY_BUDGET_S
         longest_s = _FIRST_DELAY_S
         while True:
             try:
                 return verb(*self._connect(name, num_attempts=1))
             except (OSError, pyarrow.ArrowException) as error:
-                # Random, because all ranks meet the same trouble at the same time.
+                # The delay is random, because all ranks meet the same error at the same time.
                 delay_s = random.uniform(longest_s / 2, longest_s)
                 if _is_final(error) or time.monotonic() + delay_s > deadline:
                     raise self._error(error, name) from None
@@ -149,7 +155,7 @@ class ArrowStore:
         return files, f"{root}/{name}".rstrip("/")
 
     def _error(self, error: Exception, name: str) -> OSError:
-        """Return an OSError of the right kind, with the server's message and the address of the file."""
+        """Return an OSError with the right errno, the server's message and the file's address."""
         number = getattr(error, "errno", None)
         message = str(error)
         if isinstance(error, FileNotFoundError):
@@ -163,12 +169,15 @@ class ArrowStore:
 
 @cache
 def connect(uri: str, num_attempts: int = 1) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a URI, whose library makes up to `num_attempts` of each request, and the path in it."""
-    # Cached, because a file system keeps its connections, and credentials that took a request to get.
+    """Return the file system and the path of a URI.
+
+    The library of the file system makes up to `num_attempts` of each request.
+    """
+    # The cache keeps a file system's connections, and credentials that took a request to get.
     parts = urlsplit(uri)
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        # pyarrow itself would ask whoever may know of a region, which takes seconds where nobody answers.
+        # pyarrow would look up the region at every possible place, which takes seconds if no server answers.
         if "region" not in options and "endpoint_override" in options:
             options["region"] = os.environ.get("AWS_REGION", "us-east-1")
         elif "region" not in options:
@@ -178,18 +187,18 @@ def connect(uri: str, num_attempts: int = 1) -> tuple[fs.FileSystem, str]:
             connect_timeout=_CONNECT_TIMEOUT_S,
             request_timeout=_IDLE_TIMEOUT_S,
             retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=num_attempts),
-            allow_delayed_open=True,  # so that what fits in one part takes one request
+            allow_delayed_open=True,  # so that a file that fits in one part takes one request
         )
         return files, f"{parts.netloc}{parts.path}".rstrip("/")
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
         mark = "&" if parts.query else "?"
-        uri += f"{mark}retry_limit_seconds={_RETRY_BUDGET_S:g}"  # 15 minutes otherwise
+        uri += f"{mark}retry_limit_seconds={_RETRY_BUDGET_S:g}"  # the default is 15 minutes
     files, path = fs.FileSystem.from_uri(uri)
     return files, path.rstrip("/")
 
 
 def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview]) -> None:
-    if files.type_name == "local":  # a bucket needs no folders, and pyarrow would put objects in their places
+    if files.type_name == "local":  # a bucket needs no folders, and pyarrow would create objects for them
         files.create_dir(path.rpartition("/")[0], recursive=True)
     stream = files.open_output_stream(path)
     try:
@@ -198,7 +207,7 @@ def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview])
             stream.write(part)
             in_flight_bytes += len(part)
             if in_flight_bytes >= _IN_FLIGHT_BYTES:
-                stream.flush()  # waits for the parts on their way, of which pyarrow would keep any number in memory
+                stream.flush()  # waits for parts on their way, of which pyarrow would keep any number in memory
                 in_flight_bytes = 0
         stream.close()
     except BaseException:
@@ -212,11 +221,14 @@ def _write(files: fs.FileSystem, path: str, parts: Iterable[bytes | memoryview])
 
 
 def _abandon(stream: pyarrow.NativeFile) -> None:
-    """Keep a stream open for good, at the price of the memory of a part, so that its upload is never completed."""
-    # pyarrow cannot abort an upload (apache/arrow#40502): a stream that is closed, or whose last reference goes,
-    # completes it. The bucket keeps the parts unseen, like those of a process that was killed, until its rule for
-    # incomplete uploads deletes them. A list of such streams in this module is not enough: the interpreter clears
-    # modules when it ends, after pyarrow has shut S3 down, and then waits for ever for the upload to be completed.
+    """Keep a stream open for ever, so that its upload is never completed.
+
+    The stream keeps the memory of one part.
+    """
+    # pyarrow cannot abort an upload (apache/arrow#40502): closing a stream, or dropping its last reference, completes
+    # the upload. The bucket keeps the parts invisible, like those of a killed process, until its rule for incomplete
+    # uploads deletes the parts. A list of streams in this module would not suffice: at its end the interpreter clears
+    # modules after pyarrow has shut S3 down, and then waits for ever for the upload to complete.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
 
 
@@ -225,7 +237,7 @@ def _delete(files: fs.FileSystem, path: str) -> None:
     if kind == fs.FileType.File:
         files.delete_file(path)
     elif kind == fs.FileType.Directory:
-        # Folders first, the deepest one first: SeaweedFS keeps a folder that had folders in it.
+        # Folders are deleted first, the deepest one first, because SeaweedFS keeps a folder that had folders in it.
         found = files.get_file_info(fs.FileSelector(path, recursive=True))
         for each in sorted(found, key=lambda each: each.path, reverse=True):
             if each.type == fs.FileType.Directory:
@@ -234,8 +246,8 @@ def _delete(files: fs.FileSystem, path: str) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether trying again is of no use."""
+    """Return whether repeating a request is useless."""
     if not isinstance(error, OSError):
         return True
-    # An error of this machine has a number. One of a server has none, and a name in capitals or a status instead.
+    # An error of this machine has a number. An error of a server has none, but a name in capitals or a status.
     return error.errno is not None or bool(_FINAL.search(str(error)))

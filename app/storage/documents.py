@@ -1,4 +1,4 @@
-"""Read and write small JSON files that are never seen half-written."""
+"""Read and write small JSON files atomically."""
 
 import errno
 import json
@@ -11,20 +11,26 @@ _MOST_BYTES = 2**24  # far more than any document of a run has
 
 
 def write_json(store: Store, name: str, value: dict[str, Any]) -> None:
-    """Replace a file by an object."""
+    """Replace a file by a JSON object."""
     store.commit(name, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def read_document(store: Store, name: str) -> bytes:
-    """Return a small file whole. Raises OSError as `Store.read` does, and for one that is too large for a document."""
+    """Return the contents of a small file.
+
+    Raises OSError as `Store.read` does, and if the file is too large for a document.
+    """
     data = store.read(name, 0, _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES >> 20} MiB", join(store.uri, name))
+        raise OSError(errno.EFBIG, f"the file has more than {_MOST_BYTES >> 20} MiB", join(store.uri, name))
     return data
 
 
 def json_line(value: Any) -> str:
-    """Return JSON in one line, with null for numbers that JSON has not: NaN and infinities."""
+    """Return JSON in one line.
+
+    JSON has no NaN or infinities, so null takes their place.
+    """
     return json.dumps(_finite(value), allow_nan=False)
 
 
@@ -40,7 +46,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(store: Store, name: str) -> dict[str, Any] | None:
-    """Return the object in a file, or None if there is none that can be read."""
+    """Return the object in a file, None if the file is missing or invalid."""
     try:
         value = json.loads(read_document(store, name))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Append lines of JSON to a stream: the ledger, the events."""
+"""Append JSON lines to a stream, such as the ledger or the events."""
 
 import contextlib
 import json
@@ -12,25 +12,25 @@ from app.storage import LocalStore, Store
 
 Line = dict[str, Any]
 _SEGMENT_BYTES = 2**18
-_UPLOAD_INTERVAL_S = 2.0  # so much of a stream is lost with a machine
-_BLOCK_BYTES = 2**22  # read at once, of a stream of any length
-_LONGEST_LINE_BYTES = 2**24  # what goes on for longer without a line's end is the hole of a disk, or not of our writing
-_LARGEST_S = 2.5e11  # the year 9891: later ones no calendar can show
+_UPLOAD_INTERVAL_S = 2.0  # interval of the uploads, and so the longest time whose lines are lost with a machine
+_BLOCK_BYTES = 2**22  # bytes of a stream that are read at once
+_LONGEST_LINE_BYTES = 2**24  # A longer line is a hole in a file, or was not written by this program.
+_LARGEST_S = 2.5e11  # the year 9891; no calendar shows later times
 
 
 class FileStream:
-    """A stream in a file of a disk."""
+    """Stream in a file on a disk."""
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered and for appending: what is written is in the file whatever happens to this process next.
+        # The file is unbuffered, so that written lines are in the file even if this process is killed next.
         self._file = path.open("ab", buffering=0)
-        # A line that the last writer left unfinished is ended first, or it would spoil the next one as well.
+        # A line that the last writer left unfinished gets an end first. Otherwise the next line would be spoiled too.
         last_byte = LocalStore(path.parent).read(path.name, -1)
         self._backlog = b"" if last_byte in (b"", b"\n") else b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:
         self._backlog += _encode(lines)
-        # A disk that is full may take a part of a line; the rest has to go before anything else.
+        # A full disk may take a part of a line. The rest must be written before any other line.
         with contextlib.suppress(OSError):
             while self._backlog:
                 num_written = self._file.write(self._backlog)
@@ -42,18 +42,21 @@ class FileStream:
 
 
 class SegmentStream:
-    """A stream in a bucket: a folder of segments in the order of their names, uploaded by a thread."""
+    """Stream in a bucket: a folder of segments that a thread uploads.
 
-    # A bucket cannot append to an object. So the last segment is uploaded anew, a little longer each time, until it is
-    # so long that this becomes costly.
+    The order of the segments is the order of their names.
+    """
+
+    # A bucket cannot append to an object. So the last segment is uploaded again with more lines each time, until
+    # another upload would be costly.
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
         self._name = name
-        # The names of segments begin with this time, so those of a later writer come after those of this one.
+        # Segments' names begin with this time, so that a later writer's segments follow this writer's segments.
         self._began_ns = time.time_ns()
         self._number = 0
         self._segment = b""
-        self._num_stored = 0  # so many bytes of the segment are in the bucket
+        self._num_stored = 0  # bytes of the segment that are in the bucket
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._upload_until_closed, daemon=True, name=name)
@@ -64,7 +67,7 @@ class SegmentStream:
             self._segment += _encode(lines)
 
     def close(self) -> None:
-        """Return once all lines are in the bucket, or the bucket has refused them once more."""
+        """Wait until all lines are in the bucket, or the bucket refuses another upload."""
         self._closing.set()
         self._thread.join()
 
@@ -82,7 +85,7 @@ class SegmentStream:
         self._num_stored = len(segment)
         if len(segment) > _SEGMENT_BYTES:
             with self._lock:
-                # Lines may have been added while this segment was on its way: they begin the next one.
+                # Lines added during the upload begin the next segment.
                 self._segment = self._segment[len(segment) :]
             self._number += 1
             self._num_stored = 0
@@ -92,25 +95,34 @@ Stream = FileStream | SegmentStream
 
 
 def open_stream(store: Store, name: str) -> Stream:
-    """Open a stream for its only writer. Lines that storage refuses are kept, and go before the next ones."""
-    # A disk that is full raises nothing here: training does not end for want of room to tell of it.
+    """Open a stream for its only writer.
+
+    Lines that storage refuses are kept, and written before later lines.
+    """
+    # A full disk raises no error here, because training must not end for lack of space for a record.
     if isinstance(store, LocalStore):
         return FileStream(store.path / name)
     return SegmentStream(store, name)
 
 
 def read_lines(store: Store, name: str) -> Iterator[Line]:
-    """Yield every whole line of a stream. Lines that a kill or a full disk cut short are left out."""
+    """Yield every whole line of a stream.
+
+    Lines that a kill or a full disk has cut short are left out.
+    """
     for block in read_blocks(store, name):
         yield from decode(block)
 
 
 def read_blocks(store: Store, name: str) -> Iterator[bytes]:
-    """Yield a stream piece by piece, each ending where a line does. What is left of a line at its end is left out."""
+    """Yield a stream in blocks of whole lines.
+
+    An unfinished line at the end is left out.
+    """
     for part in _parts(store, name):
         start = 0
         rest = b""
-        too_long = False  # the line that `data` begins within
+        too_long = False  # whether `data` begins within a line that is too long
         with contextlib.suppress(FileNotFoundError):
             while data := store.read(part, start, _BLOCK_BYTES):
                 start += len(data)
@@ -125,29 +137,35 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number that 64 bits can hold; it may be NaN."""
+    """Return whether a value is a 64-bit number, possibly NaN."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value can be a number of steps or of bytes."""
+    """Return whether a value can be a number of steps or bytes."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def is_moment(value: Any) -> bool:
-    """Return whether a value can be a Unix time, or a duration, in seconds or milliseconds."""
-    return is_number(value) and abs(value) < _LARGEST_S  # which NaN is not
+    """Return whether a value can be a Unix time or a duration.
+
+    The unit may be seconds or milliseconds.
+    """
+    return is_number(value) and abs(value) < _LARGEST_S  # the comparison excludes NaN
 
 
 def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:
-    """Return the whole lines among the first `num_bytes` bytes of a stream, or of its first segment."""
+    """Return the whole lines in the first `num_bytes` of a stream.
+
+    In a bucket only the first segment is read.
+    """
     with contextlib.suppress(FileNotFoundError):
         return decode(store.read(_parts(store, name)[0], 0, num_bytes))
     return []
 
 
 def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
-    """Return the whole lines among the last `num_bytes` bytes of a stream."""
+    """Return the whole lines in the last `num_bytes` of a stream."""
     data = b""
     for part in reversed(_parts(store, name)):
         with contextlib.suppress(FileNotFoundError):
@@ -171,12 +189,12 @@ def _encode(lines: Iterable[Line]) -> bytes:
 
 
 def decode(data: bytes) -> list[Line]:
-    """Return the whole lines in a part of a stream that are objects."""
+    """Return the whole lines of a block that are JSON objects."""
     found = []
-    # What follows the last line end is a line that is still being written, or was cut short.
+    # After the last line end there is a line that is still being written or was cut short.
     for line in data.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
-            if isinstance(value, dict):  # or it is no line of ours
+            if isinstance(value, dict):  # other values were not written by this program
                 found.append(value)
     return found

@@ -1,4 +1,4 @@
-"""Store files below a path, on this machine or on a file system that the nodes share."""
+"""Store files below a path of a local or shared file system."""
 
 import contextlib
 import errno
@@ -14,7 +14,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LocalStore:
-    """A store below a path. What is written is on the disk, not only in memory, before a verb returns."""
+    """Store below a path.
+
+    Data is on the disk, not only in memory, before a verb returns.
+    """
 
     path: Path
 
@@ -29,7 +32,8 @@ class LocalStore:
             return []
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        # Buffered: one system call returns 2 GiB at most, and an unbuffered file makes only one.
+        # The file is buffered, because one system call returns at most 2 GiB and an unbuffered file makes only one
+        # call.
         with open(self.path / name, "rb", opener=_open_regular) as file:
             first, length = span(os.fstat(file.fileno()).st_size, start, num_bytes)
             file.seek(first)
@@ -44,7 +48,7 @@ class LocalStore:
         try:
             with open(path, "wb", buffering=0, opener=partial(_open_regular, mode=mode)) as file:
                 for part in parts:
-                    # A disk that fills up takes a part of it before it refuses.
+                    # A disk that fills up writes only a part of the data before it refuses the rest.
                     while part:
                         part = part[file.write(part) :]
                 os.fsync(file.fileno())
@@ -55,7 +59,7 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes, private: bool = False) -> None:
         path = self.path / name
-        # Host and process are in the name because several of them may commit the same file at once.
+        # The name has host and process, because several processes may commit the same file at once.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
         self._write(str(temporary.relative_to(self.path)), [data], 0o600 if private else 0o666)
         try:
@@ -75,12 +79,15 @@ class LocalStore:
 
 
 def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file. Raises OSError for a link, which may lead out of the store, or a pipe, which may block."""
+    """Open a regular file.
+
+    Raises OSError for a link, which may lead out of the store, and for a pipe, which may block.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed", path) from None
+            raise OSError(errno.ELOOP, "the file is a link, which is not followed", path) from None
         raise
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -88,11 +95,14 @@ def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.EINVAL, "it is no regular file", path)
+    raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def span(file_bytes: int, start: int, num_bytes: int | None) -> tuple[int, int]:
-    """Return the first byte and the length of what `Store.read` returns of a file of `file_bytes`."""
+    """Return the first byte and the length of a read.
+
+    The arguments are those of `Store.read`, with the file's size `file_bytes`.
+    """
     if start < 0:
         start += file_bytes
     first = min(max(0, start), file_bytes)
@@ -103,7 +113,7 @@ def span(file_bytes: int, start: int, num_bytes: int | None) -> tuple[int, int]:
 
 
 def _make_folder(path: Path) -> None:
-    # Not by `mkdir(parents=True)`: each folder on the way has to be synced as well.
+    # `mkdir(parents=True)` would not sync the folders that it creates on the way.
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -111,7 +121,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    # A file's own fsync does not bring its name to the disk: after a loss of power the file would be gone.
+    # The fsync of a file does not write its name to the disk, so the file could be missing after a loss of power.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

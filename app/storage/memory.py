@@ -1,4 +1,4 @@
-"""Store files in memory: the twin for tests."""
+"""Store files in memory, for tests."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from app.storage.local import span
 
 
 class MemoryStore:
-    """A store that remembers what was asked of it."""
+    """Store in memory that records the calls of its verbs."""
 
     uri = "memory"
 

@@ -1,4 +1,7 @@
-"""Tasks: each gives the loss as a sum and its count, to be divided once, by the global count of the step."""
+"""Tasks compute the loss of a batch as a sum and a count.
+
+The step divides the sum of all losses once, by the global count.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,13 +19,16 @@ from app.data.batches import Batch
 from app.errors import DataError, UsageError
 from app.models.gpt import Gpt
 
-# The mark of a masked target, as in cross_entropy's default.
+# Target value that cross_entropy ignores by default.
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric with a count of its own: the correct ones among those that were asked for, say."""
+    """Metric with a count of its own.
+
+    An example is the recall: the correct samples of one class, divided by the samples of that class.
+    """
 
     total: Tensor | float
     count: Tensor | float
@@ -30,46 +36,58 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sums:
-    """The loss of one microbatch as a sum. Everything stays on the device; loss_sum carries the gradient."""
+    """Loss of one microbatch as a sum.
+
+    All values stay on the device, and loss_sum carries the gradient.
+    """
 
     loss_sum: Tensor
     count: Tensor | int
-    # Sums too, to be divided by the count of the microbatches that have them, or means with counts of their own.
+    # Metrics are sums that are divided by the count of the microbatches with the metric, or means with a count of their
+    # own.
     metrics: Mapping[str, Tensor | float | Mean] = field(default_factory=dict)
 
 
 class Task(Protocol):
     """Objective of the training.
 
-    The built-in ones take batches of (inputs, targets), or mappings as Hugging Face's models do: `labels` are the
-    targets, and all else goes to the model by name. Of a model's outputs they read `logits`, if they have them.
+    The built-in tasks take batches of (inputs, targets), or mappings like Hugging Face's models: `labels` are the
+    targets, and all other entries are keyword arguments of the model. The tasks use `logits` of the model's output if
+    it has them.
 
     A loss over the whole global batch has two methods instead: `embed(model, batch)` returns tensors with a row for
     each sample, and `loss(embeddings)` returns `Sums` over the rows of all microbatches, in the order of the grid.
     `embed` also returns the labels, if the loss needs them.
 
     Optional attributes:
-        metrics: torchmetrics' by name, which `loss` updates where `not model.training`; validation reports them.
-        sample: a method (model, device) -> str | None, which may show in text what the model has learnt.
-        model_methods: names of methods of the model beside forward that `loss` calls, which fsdp has to know.
+        metrics: metrics of torchmetrics by name, which `loss` updates if `not model.training`; validation reports them.
+        sample: a method (model, device) -> str | None, which returns text that shows what the model has learnt.
+        model_methods: names of methods of the model other than forward that `loss` calls; fsdp needs the names.
     """
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums: ...
 
 
 class LanguageModeling:
-    """Predict the next token by cross entropy; the count is the tokens whose target is not IGNORED."""
+    """Next-token prediction by cross entropy.
 
-    _chunk_tokens: int | None = None  # also of a subclass that does not call `__init__`
+    The count is the number of tokens whose target is not IGNORED.
+    """
+
+    _chunk_tokens: int | None = None  # a class attribute, for subclasses that do not call `__init__`
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
-        """Have logits of no more than `chunk_tokens` tokens at a time, None for all of a microbatch."""
+        """Limit the tokens whose logits are held at a time.
+
+        `chunk_tokens` is None for all tokens of a microbatch.
+        """
         self._chunk_tokens = chunk_tokens
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sum over the tokens of a batch of inputs and targets, both int64 (microbatch, context).
+        """Sum the losses of the tokens in a batch.
 
-        In a mapping, `labels` stand where their tokens do, and each is predicted from the tokens before it.
+        Inputs and targets are int64 (microbatch, context). In a mapping, `labels` are aligned with their tokens, and
+        each label is predicted from the tokens before it.
         """
         if self._chunk_tokens is not None:
             return self._loss_in_chunks(model, batch, self._chunk_tokens)
@@ -91,12 +109,14 @@ class LanguageModeling:
             if shift:
                 hidden = hidden[:, :-1]
             chunks = hidden.flatten(0, 1).split(num_tokens), targets.flatten().split(num_tokens)
+            # The loss draws no random numbers, so the generators' states need not be kept for the backward.
             again = partial(checkpoint, _loss_of_hidden, head, use_reentrant=False, preserve_rng_state=False)
             sums = [again(part, wanted) for part, wanted in zip(*chunks, strict=True)]
             found.append(torch.stack(sums).sum())
             return found[0]
 
-        # In the place of the layer's own forward, where a sharded one has all of its weight.
+        # The chunks are computed in place of the last layer's forward, because a sharded layer has its whole weight
+        # only there. A forward that was already set on the layer itself is restored at the end.
         before = vars(head).get("forward")
         vars(head)["forward"] = summed
         try:
@@ -105,27 +125,34 @@ class LanguageModeling:
             del vars(head)["forward"]
             if before is not None:
                 vars(head)["forward"] = before
+        # Only the unchanged output of the last layer is the loss that the chunks have summed.
         if outputs is not found[0]:
             raise UsageError(
-                "task.chunk_tokens: the model changes the logits behind its last layer, so they cannot be had in chunks"
+                "task.chunk_tokens: the model changes the logits after its last layer, so chunks cannot be used"
             )
         return Sums(found[0], (targets != IGNORED).sum())
 
     def sample(self, model: nn.Module, device: torch.device) -> str | None:
-        """Write two hundred bytes, the same for the same weights; None for a model that does not write bytes."""
+        """Generate 200 bytes of text, the same for the same weights.
+
+        Returns None if the model does not generate bytes.
+        """
         if not isinstance(model, Gpt) or model.config.vocab_size != 256:
             return None
-        # A seed of its own, so that showing a sample draws nothing from the training's generators.
+        # The generator has its own seed, so that a sample draws no number from the training's generators.
         prompt = torch.tensor(list(b"The "), device=device)
         text = model.generate(prompt, 200, 0.8, torch.Generator().manual_seed(1))
         return bytes(text.tolist()).decode(errors="replace")
 
 
 class Classification:
-    """Predict a class by cross entropy, and measure accuracy; the count is the samples."""
+    """Classification by cross entropy, with accuracy as a metric.
+
+    The count is the number of samples.
+    """
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sum over the samples of a batch of inputs and targets, the latter int64 (microbatch,)."""
+        """Sum the losses of the samples in a batch; targets are int64 (microbatch,)."""
         logits, targets = _forward(model, batch)
         loss_sum = F.cross_entropy(logits, targets, reduction="sum")
         num_correct = (logits.argmax(-1) == targets).sum()
@@ -133,12 +160,18 @@ class Classification:
 
 
 class Regression:
-    """Predict numbers by squared error, averaged over the outputs of a sample; the count is the samples."""
+    """Regression by squared error, averaged over a sample's outputs.
+
+    The count is the number of samples.
+    """
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Sum over the samples of a batch of inputs and targets, the latter (microbatch, ...) as the outputs."""
+        """Sum the losses of the samples in a batch.
+
+        Targets (microbatch, ...) have the shape of the outputs.
+        """
         outputs, targets = _forward(model, batch)
-        # Without the reshape, (microbatch,) against (microbatch, 1) would broadcast to a square without a word.
+        # Without the reshape, (microbatch,) and (microbatch, 1) would silently broadcast to a square.
         errors = (outputs.reshape(targets.shape) - targets.to(outputs.dtype)).square()
         return Sums(errors.reshape(len(targets), -1).mean(1).sum(), len(targets))
 
@@ -150,12 +183,15 @@ _TASKS: dict[str, type[Task]] = {
 
 
 def build_task(config: TaskConfig | TargetTask) -> Task:
-    """Return the task that the configuration names. Raises ConfigError if an object of the user's own is none."""
+    """Return the task of the configuration.
+
+    Raises ConfigError if the target is not a task.
+    """
     if isinstance(config, TaskConfig):
         if config.kind == "language_modeling":
             return LanguageModeling(config.chunk_tokens)
         return _TASKS[config.kind]()
-    from app.tasks.own import own_task  # needs the types of this module
+    from app.tasks.own import own_task  # a late import, because the module needs the types of this one
 
     return own_task(build_target(config.target, config.args, "task"), config.target)
 
@@ -167,14 +203,14 @@ def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _parts(batch: Batch) -> tuple[Any, Tensor]:
-    """Return what of a batch goes to the model, and the targets."""
+    """Return the inputs and the targets of a batch."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
-                f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own can do without"
+                f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own may work without labels"
             )
         targets = batch["labels"]
-        # Names and other texts of a sample stay behind.
+        # Names and other texts of a sample are not passed to the model.
         return {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}, targets
     inputs, targets = batch
     return inputs, targets
@@ -187,7 +223,10 @@ def _called(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def _head_of(model: nn.Module) -> nn.Linear:
-    """Return the layer that makes logits. Raises UsageError if the model does not say which it is."""
+    """Return the model's layer that computes logits.
+
+    Raises UsageError if the model does not name the layer.
+    """
     method: Any = getattr(model, "get_output_embeddings", None)
     head = method() if callable(method) else None
     if not isinstance(head, nn.Linear):
@@ -203,12 +242,12 @@ def _loss_of_hidden(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    """Sum the losses of tokens: logits (tokens, vocab), targets int64 (tokens,)."""
     return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _full_precision(outputs: Tensor) -> Tensor:
-    # A sum of thousands of bf16 losses would lose the small ones.
+    # A sum of thousands of losses in bf16 would lose small losses.
     if outputs.dtype == torch.float64:
         return outputs
     return outputs.float()

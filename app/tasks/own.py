@@ -1,4 +1,7 @@
-"""Tasks of the user's own: calls that would train to another result than a plain loop are refused in one line."""
+"""Tasks of the user's own.
+
+A task whose result would differ from that of a plain loop is refused with a one-line error.
+"""
 
 import copy
 import inspect
@@ -11,15 +14,17 @@ from app.errors import ConfigError, Problem, UsageError
 from app.tasks import Sums
 from app.world.no_collectives import RefusedCollective, no_collectives
 
-_MIXED = "mixed torch.Tensor and DTensor"  # torch's words where a weight of fully_shard meets a plain tensor
+_MIXED = "mixed torch.Tensor and DTensor"  # torch's message if a sharded weight meets a plain tensor
 
 
 class OwnTask:
-    """Task of the user's own, whose loss is the sum of the losses of a batch.
+    """Task of the user's own with one loss per batch.
+
+    The loss of a batch is the sum of its samples' losses.
 
     Args:
         task: the user's object, whose other attributes stay visible.
-        name: what messages call the task, its target.
+        name: name of the task in messages, from its target.
     """
 
     def __init__(self, task: Any, name: str) -> None:
@@ -27,12 +32,15 @@ class OwnTask:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "_task":  # not set yet, as in a copy
+        if attribute == "_task":  # not set yet, for example in a copy
             raise AttributeError(attribute)
         return getattr(self._task, attribute)
 
     def copied(self) -> Self:
-        """Return the task with a shallow copy of the user's object, whose attributes may be set without a trace."""
+        """Return the task with a shallow copy of the user's object.
+
+        Attributes of the copy can be set without changing the original.
+        """
         return type(self)(copy.copy(self._task), self._name)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
@@ -51,16 +59,16 @@ class OwnTask:
         except RefusedCollective as refused:
             raise UsageError(
                 f"{self._name}.{method} calls a collective over all workers ({refused} of torch.distributed), so the "
-                "result would follow from their number. For a loss over the whole global batch give the task "
-                "embed(model, batch) and loss(embeddings), which run at any number of workers; otherwise compute the "
-                "loss from its own batch alone"
+                "result would depend on their number. For a loss over the whole global batch give the task "
+                "embed(model, batch) and loss(embeddings), which run with any number of workers; otherwise compute the "
+                "loss from the task's own batch alone"
             ) from refused
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
             raise UsageError(
                 f"{self._name}.{method} calls a part or a method of the model, whose weights are shards under "
-                "parallel.kind=fsdp: call the model itself and let its forward do the rest, or name the method in an "
+                "parallel.kind=fsdp: call the model itself, and let its forward do the rest, or name the method in an "
                 f'attribute of the task, model_methods = ["..."] ({str(error).partition(chr(10))[0]})'
             ) from error
 
@@ -69,49 +77,61 @@ class OwnTask:
             return result
         raise UsageError(
             f"{self._name}.loss returned a {type(result).__name__}, not Sums: return app.tasks.Sums(loss_sum, count), "
-            "the sum of the losses in the batch and their number; of a mean loss that is "
+            "the sum of the losses in the batch and their number; for a mean loss return "
             "Sums(loss * len(batch), len(batch))"
         )
 
 
 class GlobalTask(OwnTask):
-    """Task whose loss is one over the embeddings of the whole global batch, as contrastive losses are."""
+    """Task with one loss over the whole global batch, such as a contrastive loss."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return the loss of a batch as if it were the global one. Raises UsageError as `OwnTask.loss`."""
+        """Return the loss of a batch as if the batch were the global batch.
+
+        Raises UsageError like `OwnTask.loss`.
+        """
         return self.loss_of_embeddings(self.embed(model, batch))
 
     def embed(self, model: nn.Module, batch: Batch) -> Any:
-        """Return tensors (samples, ...) in tuples, mappings or dataclasses. Raises UsageError as `OwnTask.loss`."""
+        """Return the embeddings of a batch, tensors (samples, ...).
+
+        The tensors may be in tuples, mappings or dataclasses. Raises UsageError like `OwnTask.loss`.
+        """
         embeddings = self._call("embed", model, batch)
         if not any(tensor.is_floating_point() for tensor in tensors_of(embeddings)):
             raise UsageError(
                 f"{self._name}.embed returned a {type(embeddings).__name__} without floating point tensors: return the "
-                "embeddings, a row for each sample"
+                "embeddings, with a row for each sample"
             )
         return embeddings
 
     def loss_of_embeddings(self, embeddings: Any) -> Sums:
-        """Return the loss of the embeddings of a global batch. Raises UsageError as `OwnTask.loss`."""
+        """Return the loss of the embeddings of a global batch.
+
+        Raises UsageError like `OwnTask.loss`.
+        """
         return self._checked(self._call("loss", embeddings))
 
 
 def own_task(task: Any, target: str) -> OwnTask:
-    """Return the task that the user's object is. Raises ConfigError if its `loss` fits neither kind of task."""
+    """Wrap the user's object as a task.
+
+    Raises ConfigError if its `loss` has the arguments of neither kind of task.
+    """
     name = target.rpartition(":")[2]
     if _takes(getattr(task, "loss", None), 2):
         return OwnTask(task, name)
     if callable(getattr(task, "embed", None)) and _takes(getattr(task, "loss", None), 1):
         return GlobalTask(task, name)
     what = (
-        f'"{target}" gave a {type(task).__name__} without loss(model, batch), and without embed(model, batch) and '
+        f'"{target}" returned a {type(task).__name__} without loss(model, batch), and without embed(model, batch) and '
         "loss(embeddings)"
     )
     raise ConfigError([Problem("", "task.target", what)])
 
 
 def _takes(method: Any, num_arguments: int) -> bool:
-    """Return whether a method can be called with so many positional arguments."""
+    """Return whether a method accepts this number of positional arguments."""
     if not callable(method):
         return False
     try:

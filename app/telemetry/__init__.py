@@ -1,1 +1,1 @@
-"""What a run says about itself: measured by the leader, kept by trackers, narrated by the driver."""
+"""Measurement and reporting of a run: recorder, trackers, console, status, report, audit and verify."""

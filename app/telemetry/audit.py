@@ -1,7 +1,8 @@
-"""Prove from its ledger that a run has used the samples that its plan gives: each step once, each sample once an epoch.
+"""Prove from a run's ledger that the run used its planned samples.
 
-Nothing is trained or fetched: the samples of a step follow from the seed, the length of the dataset and `data.order`.
-An order of the user's own is called for them; it may read a sample several times in an epoch, so that is not checked.
+The proof covers each step once and each training sample once per epoch. It trains nothing and reads no samples: the
+samples of a step follow from the seed, the length of the dataset and `data.order`. An order function of the user is
+called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +20,13 @@ from app.run.directory import STEPS, RunDirectory
 from app.run.events import AttemptStarted, Rollback
 from app.storage.jsonl import Line, decode, read_blocks
 
-_CHUNK = 2**20  # steps whose attempts lie in one array
-_PIECE = 2**18  # samples ordered at once, so that memory does not grow with the global batch
-_LARGEST = 2**32  # no step or attempt of a run comes so far
+_CHUNK = 2**20  # number of steps whose attempts are stored in one array
+_PIECE = 2**18  # number of samples ordered at once, so that memory does not grow with the global batch
+_LARGEST = 2**32  # larger than any step or attempt of a run
 
 
 class CounterExample(SteadfastError):
-    """The first place where a ledger is not what the plan gives."""
+    """First place where a ledger contradicts the plan."""
 
     def __init__(self, step: int, expected: str, found: str, meaning: str) -> None:
         super().__init__(f"step {step}: expected {expected}, found {found}: {meaning}")
@@ -40,18 +41,18 @@ class CounterExample(SteadfastError):
 
 @dataclass(frozen=True)
 class Proof:
-    """The numbers of a proof.
+    """Numbers of a proof.
 
     Attributes:
-        steps: all from 1 to this one, each with one line that holds.
-        samples: that these steps have used.
-        epochs: passes over the training samples that are finished.
-        epoch_samples: training samples of the dataset, each of which comes once in an epoch.
-        digests: lines whose digest, which the workers summed up, was compared with the plan's.
-        redone: lines whose step was done again by a later attempt.
-        unconfirmed: steps whose message died with a worker; their digest is the plan's own.
-        left_out: steps that rollbacks have left out.
-        left_out_samples: samples of these.
+        steps: number of proved steps, from 1 on. Each step has one valid line.
+        samples: number of samples that these steps used.
+        epochs: number of finished passes over the training samples.
+        epoch_samples: number of training samples of the dataset. Each appears once in an epoch.
+        digests: number of lines whose digest, summed up by the workers, was compared with the plan's digest.
+        redone: number of lines whose step was done again by a later attempt.
+        unconfirmed: number of steps whose results were lost with a worker. Their digest comes from the plan.
+        left_out: number of steps that rollbacks left out.
+        left_out_samples: number of samples of the steps that rollbacks left out.
     """
 
     steps: int
@@ -69,12 +70,17 @@ class Proof:
 
 
 def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
-    """Prove that the run used each sample as planned, from a dataset of `num_samples`, held-out ones included.
+    """Prove that the run used each sample as planned.
+
+    Args:
+        directory: the run to audit.
+        config: the configuration of the run.
+        num_samples: length of the dataset, held-out samples included.
 
     Raises:
-        CounterExample: it did not.
-        UsageError: it has no steps yet.
-        ConfigError: `data.order` names code that cannot be loaded here.
+        CounterExample: the ledger contradicts the plan.
+        UsageError: the run has no steps yet.
+        ConfigError: `data.order` names code that cannot be loaded on this machine.
     """
     auditor = _Auditor(directory, config, num_samples)
     for block in read_blocks(directory.store, STEPS):
@@ -84,10 +90,10 @@ def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
 
 
 def _pieces(lines: list[Line], num_lines: int) -> Iterator[list[Line]]:
-    """Yield up to `num_lines` lines at a time in which one attempt goes on from step to step."""
+    """Yield up to `num_lines` lines of consecutive steps of one attempt."""
     piece: list[Line] = []
     for line in lines:
-        # A line cut short, or not of our writing, is none: its step is then missing.
+        # A truncated or foreign line counts as missing. The check for missing steps reports its step.
         if not (_is_count(line.get("step")) and _is_count(line.get("attempt"))):
             continue
         follows = piece and line["attempt"] == piece[-1]["attempt"] and line["step"] == piece[-1]["step"] + 1
@@ -104,7 +110,7 @@ def _is_count(value: Any) -> bool:
 
 
 class _Auditor:
-    """Compares lines with the plan, in the order in which they were written."""
+    """Compares ledger lines with the plan, in the order of the file."""
 
     def __init__(self, directory: RunDirectory, config: Config, num_samples: int) -> None:
         self._directory = directory
@@ -113,28 +119,33 @@ class _Auditor:
         global_size = config.batch.global_size
         end = config.run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
-        # How steps are cut into microbatches is no matter here.
+        # The microbatch size does not matter: the audit only asks for the samples of whole steps.
         self._plan = Plan.even(global_size, global_size, 1, num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
         self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends) if end else _LARGEST
-        # An order of the user's own may read a sample several times in an epoch, and another one never.
+        # An order function of the user may read one sample several times in an epoch and skip another sample.
         once = not isinstance(config.data.order, Target)
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
-        self._last: dict[int, int] = {}  # step by attempt
-        self._attempts: dict[int, NDArray[np.uint32]] = {}  # by chunk: of each step that whose line holds, 0 for none
+        self._last: dict[int, int] = {}  # newest step by attempt
+        # By chunk: for each step the attempt of its valid line, 0 for a step without a line.
+        self._attempts: dict[int, NDArray[np.uint32]] = {}
         self._num_lines = 0
         self._num_reported = 0
         self._unconfirmed: dict[int, int] = {}  # attempt by step
         self._skipped: dict[int, int] = {}  # attempt by step
 
     def add(self, lines: list[Line]) -> None:
-        """Check lines in which one attempt goes on from step to step. Raises CounterExample."""
+        """Check lines of consecutive steps of one attempt.
+
+        Raises:
+            CounterExample: a line contradicts the plan.
+        """
         first, last, attempt = lines[0]["step"], lines[-1]["step"], lines[0]["attempt"]
         self._check_follows(first, attempt)
         if last > self._num_steps:
-            meaning = "the ledger goes on behind the end of the last epoch"
+            meaning = "the ledger continues after the end of the last epoch"
             raise CounterExample(self._num_steps + 1, f"no step after {self._num_steps}", f"step {last}", meaning)
         start, stop = self._plan.positions(first)[0], self._plan.positions(last)[1]
         positions = np.arange(start, stop)
@@ -150,14 +161,17 @@ class _Auditor:
         self._epochs.add(ids[new], positions[new])
 
     def _check_follows(self, step: int, attempt: int) -> None:
-        """Check that an attempt goes on where it was, or begins at its state's next step at the latest."""
+        """Check that an attempt skips no step and repeats no step.
+
+        The first line of an attempt may come no later than the step after the state that the attempt restored.
+        """
         expected = self._last.get(attempt, self._first.get(attempt, step) - 1) + 1
         if attempt in self._last and step < expected:
             raise CounterExample(
-                step, "one line of an attempt", f"a second one of attempt {attempt}", "it is counted twice"
+                step, "one line of an attempt", f"a second line of attempt {attempt}", "the step is counted twice"
             )
         if step > expected:
-            found = f"step {step} as attempt {attempt}'s next one"
+            found = f"step {step} as the next step of attempt {attempt}"
             raise CounterExample(expected, "a line", found, "the step is missing in this attempt")
 
     def _check(self, line: Line, digest: int) -> None:
@@ -180,22 +194,31 @@ class _Auditor:
     def _wrongly_skipped(self, line: Line, left_out_since: int) -> CounterExample:
         step, attempt = line["step"], line["attempt"]
         if line.get("skipped"):
-            meaning = "samples were left out that nothing asked to leave out"
-            return CounterExample(step, "its samples, as no rollback leaves it out", f"skipped in {attempt}", meaning)
-        expected = f"left out since the rollback in attempt {left_out_since}"
-        return CounterExample(step, expected, f"used in attempt {attempt}", "a bad step has come back")
+            meaning = "samples were left out although no rollback left them out"
+            return CounterExample(step, "the samples of this step", f"a skipped step in attempt {attempt}", meaning)
+        expected = f"a skipped step since the rollback in attempt {left_out_since}"
+        return CounterExample(step, expected, f"used in attempt {attempt}", "a step with bad numbers was used again")
 
     def _hold(self, first: int, num_lines: int, attempt: int) -> NDArray[np.bool_]:
-        """Take note whose lines hold. Return which of the steps are seen for the first time."""
+        """Record the attempt of each step's valid line. Return which steps are new."""
         number, offset = divmod(first, _CHUNK)
         chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))[offset : offset + num_lines]
         new: NDArray[np.bool_] = chunk == 0
-        # By attempt, not by place: a leader that was cut off may write its last lines after its successor's first ones.
+        # The highest attempt is valid, not the last line: a disconnected leader may write its last lines after the
+        # first lines of its successor.
         np.maximum(chunk, attempt, out=chunk)
         return new
 
     def proof(self, ended_at: int) -> Proof:
-        """Return the numbers, if no step up to the last one, or to where the run says that it ended, is missing."""
+        """Return the numbers of the proof after a check for missing steps.
+
+        Args:
+            ended_at: the step at which the run ended, 0 if the run has not ended.
+
+        Raises:
+            CounterExample: a step up to the last one, or up to `ended_at`, is missing.
+            UsageError: the run has no steps yet.
+        """
         last = max([ended_at, *self._last.values()])
         if not last:
             raise UsageError(f"{self._directory.uri} has no steps yet, so there is nothing to audit")
@@ -221,19 +244,19 @@ class _Auditor:
             missing = np.flatnonzero(chunk[: last + 1 - start] == 0) + start
             missing = missing[missing > 0]  # steps count from 1
             if len(missing):
-                meaning = f"no attempt has written it down, and the run has reached step {last}"
+                meaning = f"no attempt recorded the step, and the run has reached step {last}"
                 raise CounterExample(int(missing[0]), "a line", "none", meaning)
 
     def _holding(self, marked: Mapping[int, int]) -> list[int]:
-        """Return those of the marked steps whose marked line is the one that holds."""
+        """Return the marked steps whose marked attempt wrote the valid line."""
         return [step for step, attempt in marked.items() if self._attempts[step // _CHUNK][step % _CHUNK] == attempt]
 
 
-_OTHER_NUMBER = "other than the samples of a global batch have made this step"
-_SHIFTED = "other samples were left out than those of this step"
+_OTHER_NUMBER = "the number of samples of this step is not that of its global batch"
+_SHIFTED = "the samples that were left out are not the samples of this step"
 _OTHER_SAMPLES = (
-    "samples were lost, repeated or swapped; or, where that is so from the first step on, the dataset has another "
-    "length now than it had in the run"
+    "samples were lost, repeated or swapped; if the first step already differs, the length of the dataset may have "
+    "changed since the run"
 )
 
 
@@ -243,16 +266,19 @@ def _check_value(line: Line, name: str, expected: Any, meaning: str) -> None:
 
 
 def _check_ends(plan: Plan, num_train: int) -> None:
-    """Check that steps were cut short where an epoch ends, and nowhere else: nothing else ends a run within a step."""
+    """Check that only an end of an epoch shortened a step.
+
+    A run ends within a step only where an epoch ends.
+    """
     for end in plan.ends:
         start, stop = plan.positions(end.step)
         if stop % num_train or not 0 < stop - start < plan.global_size:
-            found = f"the run to have ended at position {stop}"
-            raise CounterExample(end.step, "an end of an epoch in this step", found, "its samples may be others")
+            found = f"an end of the run at position {stop}"
+            raise CounterExample(end.step, "an end of an epoch in this step", found, "the step may have other samples")
 
 
 def _left_out(directory: RunDirectory) -> dict[int, int]:
-    """Return the attempt that ended with the rollback, by the step that is left out since then."""
+    """Return each left-out step with the attempt of its rollback."""
     since: dict[int, int] = {}
     for rollback in directory.events(Rollback):
         for step in rollback.steps:
@@ -261,11 +287,12 @@ def _left_out(directory: RunDirectory) -> dict[int, int]:
 
 
 class _Epochs:
-    """Checks of each finished epoch that every training sample has come in it once."""
+    """Checks that each finished epoch used every training sample once."""
 
-    # By the sum of a hash of each sample, as digests are: a set that lacks one and has another twice has another sum.
+    # The check compares sums of sample hashes, as digests do. If one sample is missing and another sample appears
+    # twice, the sum differs.
     def __init__(self, order: SampleOrder, num_samples: int, seed: int, plan: Plan, once: bool) -> None:
-        """Count epochs alone unless each sample is to come `once`."""
+        """Prepare the check. Without `once` epochs are counted, but not checked."""
         self._order = order
         self._num_samples = num_samples
         self._plan = plan
@@ -276,7 +303,11 @@ class _Epochs:
         self.num_finished = 0
 
     def add(self, ids: Int64s, positions: Int64s) -> None:
-        """Add samples at positions, which ascend and have not been added before. Raises CounterExample."""
+        """Add samples at ascending positions that were not added before.
+
+        Raises:
+            CounterExample: a finished epoch did not use every training sample once.
+        """
         epochs = positions // self._order.num_train
         bounds = np.flatnonzero(np.diff(epochs, prepend=-1, append=_LARGEST))
         hashes = self._hashes(ids)
@@ -296,12 +327,12 @@ class _Epochs:
         if self._expected is None:
             self._expected = self._sum_of_training()
         if found != self._expected:
-            meaning = f"epoch {epoch + 1} has not each training sample once: its order is no permutation"
+            meaning = f"epoch {epoch + 1} does not use each training sample once: its order is no permutation"
             step = step_of(epoch * self._order.num_train, self._plan.global_size, self._plan.ends)
             raise CounterExample(step, f"hashes that sum to {self._expected:016x}", f"{found:016x}", meaning)
 
     def _sum_of_training(self) -> int:
-        """Return the sum over all samples of the dataset without those that are held out."""
+        """Return the sum of the hashes of all training samples."""
         total = 0
         for start in range(0, self._num_samples, _PIECE):
             total += int(self._hashes(np.arange(start, min(start + _PIECE, self._num_samples))).sum())

@@ -9,7 +9,7 @@ from threading import Thread
 
 _log = logging.getLogger(__name__)
 
-_LIMIT_S = 100.0  # W&B itself gives up after 90 s
+_LIMIT_S = 100.0  # longer than W&B's own time limit of 90 s
 
 
 class Background:
@@ -34,7 +34,10 @@ class Background:
             self._calls.put((time.monotonic(), call))
 
     def close(self, last: Callable[[], object]) -> None:
-        """Make the last call, also after an error. Returns when the call is made or late."""
+        """Make the last call, even after an error.
+
+        Return when the call has been made or is late.
+        """
         self._last = last
         self._calls.put(None)
         self._thread.join(0 if self._is_late() else _LIMIT_S)
@@ -53,13 +56,13 @@ class Background:
         self._waiting_since_s = submitted_s
         try:
             call()
-        except BaseException as error:  # SystemExit too, which would end this thread without a word
+        except BaseException as error:  # SystemExit too: otherwise this thread would end without a warning
             self._turn_off(f"{type(error).__name__}: {error}")
         finally:
             self._waiting_since_s = math.inf
 
     def _is_late(self) -> bool:
-        """Return whether a call has waited for too long, and turn the tracker off if so."""
+        """Return whether a call is late; turn the tracker off if so."""
         late = time.monotonic() - self._waiting_since_s > _LIMIT_S
         if late:
             self._turn_off(f"a call has not returned for {_LIMIT_S:.0f} s")

@@ -1,4 +1,4 @@
-"""What the driver shows: on a terminal a live bar with lines above it, elsewhere lines alone."""
+"""Console output of a command: event lines and a progress bar."""
 
 import contextlib
 import os
@@ -16,39 +16,49 @@ from app.run.events import Event, Finished, Log
 from app.telemetry.outcome import Summary, result
 from app.units import printable
 
-_QUIET_S = 4.0  # after which a person wants to know what is going on
+_QUIET_S = 4.0  # silence after which the console names the current stage
 
 
 class _Rich(RichConsole):
     def on_broken_pipe(self) -> None:
-        """Show nothing any more once nobody reads the pipe. Rich itself would end the process here."""
+        """Stop all output when the reader of the pipe has gone.
+
+        Rich's own implementation would end the process.
+        """
         self.quiet = True
-        # What the interpreter flushes at its end would raise the same error.
+        # The interpreter flushes the stream at exit, which would raise the same error without this redirection.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 class Console:
-    """Shows events as they come. On a terminal a log event only moves the bar, unless `verbose`."""
+    """Prints events as lines, with a progress bar on a terminal.
+
+    On a terminal a log event moves the bar and prints no line, unless `verbose` is set.
+    """
 
     def __init__(self, verbose: bool = False, file: IO[str] | None = None) -> None:
         self.verbose = verbose
         self._stage = threading.Timer(0.0, self.line)
         self._rich = _Rich(file=file, highlight=False)
-        # No refresh thread: events move it. What others print (Ray's worker logs) goes above the bar.
+        # Without a refresh thread only events move the bar. Other output (Ray's worker logs) appears above it.
         self._live = Live(console=self._rich, auto_refresh=False, transient=True)
 
     def stage(self, text: str, since_s: float | None = None) -> None:
-        """Say what is going on if nothing else is said for four seconds, from now or since a Unix time."""
+        """Print `text` unless another line is printed within four seconds.
+
+        The four seconds begin now, or at the Unix time `since_s`.
+        """
         self._stage.cancel()
         passed_s = 0.0 if since_s is None else time.time() - since_s
-        # A thread: this one may be busy with an import, or wait for Ray.
+        # A timer thread prints the text, because the calling thread may be busy with an import or wait for Ray.
         self._stage = threading.Timer(max(0.0, _QUIET_S - passed_s), self.line, (text,))
         self._stage.daemon = True
         self._stage.start()
 
     def show(self, event: Event) -> None:
-        # `finish` tells it, with what the driver alone knows.
+        """Print the event's line, or move the bar."""
+        # `finish` prints the result, because its summary has entries that only the command knows.
         if isinstance(event, Finished) or (event.detail and not self.verbose):
             return
         if isinstance(event, Log) and self._rich.is_terminal:
@@ -59,17 +69,19 @@ class Console:
 
     def _move_bar(self, event: Log) -> None:
         self._stage.cancel()
-        figures = Text(printable(event.line()), style="dim", no_wrap=False)  # also while `line` prints above, unwrapped
+        # Rich would apply the soft wrap of `line` to the live bar as well, and cut off long figures.
+        figures = Text(printable(event.line()), style="dim", no_wrap=False)
         bar = ProgressBar(event.total_steps, event.step)
         with contextlib.suppress(OSError):
             self._live.start()
             self._live.update(Group(figures, bar), refresh=True)
 
     def line(self, text: str) -> None:
+        """Print a line, and cancel a pending `stage` text."""
         self._stage.cancel()
-        # A terminal that is closed does not end a run, nor does a pipe that nobody reads, see `_Rich`.
+        # Neither a closed terminal nor a pipe without a reader (see `_Rich`) ends a run.
         with contextlib.suppress(OSError):
-            # Text is not markup ("[rank 3]" is no style), and soft wrap leaves long lines whole in a pipe.
+            # `Text` keeps "[rank 3]" from being read as markup. Soft wrap keeps a long line whole in a pipe.
             self._rich.print(Text(printable(text)), soft_wrap=True)
 
     def finish(self, summary: Summary) -> None:
@@ -79,6 +91,7 @@ class Console:
             self.line(text)
 
     def close(self) -> None:
+        """Remove the bar, and cancel a pending `stage` text."""
         self._stage.cancel()
         with contextlib.suppress(OSError):
             self._live.stop()

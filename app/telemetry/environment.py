@@ -1,4 +1,7 @@
-"""What a run ran on, for `environment.json`: enough to repeat it, and no secret."""
+"""Description of the machine, code and versions of a run, for `environment.json`.
+
+It holds enough to repeat the run, and no secrets.
+"""
 
 import os
 import platform
@@ -9,12 +12,16 @@ from typing import Any
 
 
 def environment(directory: Path | None = None) -> dict[str, Any]:
-    """Return the code revision of `directory` (default: here), versions and hardware; None where unknown."""
-    # Nothing heavy is imported, and no CUDA context made: the driver calls this, before there is any worker.
+    """Return code revision, versions and hardware; unknown entries are None.
+
+    Args:
+        directory: a directory of the code, by default the current one.
+    """
+    # The command calls this before any worker exists, so it imports no heavy package and makes no CUDA context.
     describe = ("git", "-C", str(directory or Path.cwd()), "describe", "--always", "--abbrev=40", "--exclude=*")
     gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
-        "git": output_of(*describe, "--dirty"),  # tracked files only: a run directory inside the clone is no change
+        "git": output_of(*describe, "--dirty"),  # looks at tracked files only: a run directory in the clone is ignored
         "python": platform.python_version(),
         "torch": version("torch"),
         "ray": ray_version(),
@@ -25,15 +32,18 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
 
 
 def ray_version() -> str | None:
-    """Return the version of Ray, None where it is not installed."""
+    """Return the version of Ray, None if Ray is not installed."""
     try:
         return version("ray")
-    except PackageNotFoundError:  # torchrun does without
+    except PackageNotFoundError:  # runs under torchrun do not need Ray
         return None
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a command prints; None if it is missing, fails, or hangs as nvidia-smi may."""
+    """Return the output of a command, or None if the command fails.
+
+    A missing command and a command that runs for more than ten seconds (nvidia-smi may hang) also count as failed.
+    """
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What the time of a run was worth, from what was written down while it ran."""
+"""Goodput of a run and its use of time, computed from ledger and events."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -8,37 +8,48 @@ from app.run.directory import RunDirectory
 from app.run.events import AttemptEnded, AttemptStarted, Event, RunStarted, Waiting
 from app.run.ledger import ACTS, Span, Totals
 
-# What a second of a rank may be, and what that means.
+# Every second of a rank belongs to one of these categories. The report shows the texts.
 CATEGORIES = {
-    "productive": "in steps that hold",
-    "data wait": "in such steps, while the leader waited for batches",
+    "productive": "in steps that count for the result",
+    "data wait": "in steps that count, while the leader waited for batches",
     "validation": "measuring held-out samples",
     "snapshot": "while training waited for a copy in memory",
     "checkpoint wait": "while training waited for a checkpoint",
-    "start-up": "from a command, or its second beginning, to the next step",
-    "detection": "from the last step to the end of an attempt that failed, or to the command's second beginning",
+    "start-up": "from the start or restart of a command to the next step",
+    "detection": "from the last step to the end of a failed attempt or to the restart of the command",
     "re-forming": "forming the next world and building model and data in it",
-    "restore": "until every rank held the state",
+    "restore": "until every rank had the restored state",
     "redone": "in steps that had to be done again",
-    "waiting for workers": "while there were fewer than the run needs",
-    "idle": "between steps, and from the last one to the end of a command",
+    "waiting for workers": "while there were fewer workers than the run needs",
+    "idle": "between steps, and from the last step to the end of a command",
 }
 _CATEGORY_OF_ACT = {"validation": "validation", "snapshot": "snapshot", "checkpoint": "checkpoint wait"}
-_PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that nobody has to detect
+_PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that need no detection
 
 
 def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: None) -> Totals:
-    """Read what a run's ledger and events come to, however long they are."""
+    """Return the totals of a run's ledger and events.
+
+    The ledger may have any length, because it is read in blocks.
+
+    Args:
+        directory: the run to read.
+        mark: called again and again while the ledger is read, to show that this process makes progress.
+    """
     starts_s = sorted(event.time_s or 0.0 for event in directory.events(RunStarted) if not event.again)
     totals = Totals.read(directory.store, starts_s, mark)
-    # A command that was killed has no event of its end. What it wrote last, a step or an event, is taken for it.
+    # A killed command writes no event of its end. Its last step or event marks the end instead.
     for event in directory.all_events():
         totals.add_event(event.time_s or 0.0)
     return totals
 
 
 def goodput(totals: Totals) -> dict[str, float]:
-    """Return the seconds of a run and, as `goodput`, the share of them spent in steps that led to its result."""
+    """Return wall time, stall time and goodput of a run.
+
+    `wall_s` and `stall_s` are seconds. `goodput` is the share of the wall time spent in steps that count for the
+    result.
+    """
     wall_s = _wall_s(totals)
     return {
         "wall_s": round(wall_s, 3),
@@ -58,7 +69,7 @@ def _stall_s(totals: Totals) -> float:
     """Return the time between attempts of one command in which no step ended."""
     stall_s = 0.0
     for old, new in pairwise(sorted(totals.spans.values(), key=lambda span: span.first_s)):
-        # The time between two commands is the user's own: the run did not exist then.
+        # The time between two commands does not count: the run did not exist then.
         if not any(old.last_s < start_s <= new.first_s for start_s in totals.starts_s):
             stall_s += max(0.0, new.first_s - new.first_step_s - old.last_s)
     return stall_s
@@ -66,20 +77,22 @@ def _stall_s(totals: Totals) -> float:
 
 @dataclass
 class Account:
-    """Where the time of one attempt went: from the last step before it, or the command, to its own last step.
+    """Use of time of one attempt, in seconds by category.
 
-    The last attempt of a command lasts to the command's end.
+    An attempt counts from the last step of the attempt before, or from the start of the command, to its own last
+    step. The last attempt of a command counts to the end of the command.
     """
 
     attempt: int  # 0 for a command without a step
     world_size: int
     began_s: float  # Unix time
-    steps_from_s: float = 0.0  # when its first step began
+    steps_from_s: float = 0.0  # Unix time at which its first step began
     ended_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)  # by category
-    rank_s: dict[str, float] = field(default_factory=dict)  # the same, times the ranks of that time
+    rank_s: dict[str, float] = field(default_factory=dict)  # by category, multiplied by the number of ranks
 
     def add(self, category: str, seconds: float, num_ranks: int) -> None:
+        """Add seconds of `num_ranks` ranks to a category."""
         self.seconds[category] = self.seconds.get(category, 0.0) + seconds
         self.rank_s[category] = self.rank_s.get(category, 0.0) + seconds * num_ranks
 
@@ -87,18 +100,20 @@ class Account:
 class TimeLedger:
     """Sorts every second of every rank of a run into one of `CATEGORIES`.
 
-    Ranks are those of the attempt under way. A failure is detected at the cost of the world that failed; from its end
-    to the next first step the next world counts. The time between two commands is nobody's.
+    The number of ranks is that of the attempt under way. The time to detect a failure counts for the ranks of the world
+    that failed. From the end of that world to the next first step the ranks of the next world count. The time between
+    two commands does not count.
 
     Attributes:
-        accounts: one for each attempt that has done a step, in the order of time.
+        accounts: one account for each attempt that finished a step, in the order of time. A command without a step
+            has an account too.
     """
 
     def __init__(self, totals: Totals, events: Iterable[Event]) -> None:
         self._started: dict[int, AttemptStarted] = {}
         self._ended: dict[int, AttemptEnded] = {}
         self._waiting: list[Waiting] = []
-        self._again_s: list[float] = []  # when a command began again, oldest first
+        self._again_s: list[float] = []  # Unix times at which a command restarted, oldest first
         for event in events:
             self._learn(event)
         self.accounts: list[Account] = []
@@ -109,6 +124,7 @@ class TimeLedger:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> "TimeLedger":
+        """Build the time ledger of a run from its directory."""
         return cls(read_totals(directory), directory.all_events())
 
     def _learn(self, event: Event) -> None:
@@ -123,7 +139,7 @@ class TimeLedger:
                 self._again_s.append(time_s)
 
     def rank_s(self) -> dict[str, float]:
-        """Return the seconds of all ranks together, by category, in the order of `CATEGORIES`."""
+        """Return the seconds of all ranks in the order of `CATEGORIES`."""
         totals = dict.fromkeys(CATEGORIES, 0.0)
         for account in self.accounts:
             for category, seconds in account.rank_s.items():
@@ -154,9 +170,10 @@ class TimeLedger:
         self.accounts[-1].ended_s = cursor.now_s
 
     def _add_end(self, attempt: int, num_ranks: int, account: Account, cursor: "_Cursor", until_s: float) -> bool:
-        """Add the time from the last step of an attempt to its end, or to where its command began again by `until_s`.
+        """Add the time from an attempt's last step to its end.
 
-        Return whether it did begin again.
+        If its command restarted by `until_s`, the time up to the restart is added too. Return whether the command
+        restarted.
         """
         last_step_s = cursor.now_s
         ended = self._ended.get(attempt)
@@ -173,7 +190,10 @@ class TimeLedger:
         return False
 
     def _add_start(self, attempt: int, span: Span, account: Account, cursor: "_Cursor", category: str) -> None:
-        """Add the time from where the last attempt ended to the beginning of the first step, as of this category."""
+        """Add the time from the attempt before to this one's first step.
+
+        Time that no event assigns to another category counts as `category`.
+        """
         stepping_s = span.first_s - span.first_step_s
         started = self._started.get(attempt)
         if started is not None and started.time_s is not None:
@@ -187,7 +207,7 @@ class TimeLedger:
         cursor.spend_until(stepping_s, category, account)
 
     def _add_shortage(self, formed_s: float, category: str, account: Account, cursor: "_Cursor") -> None:
-        # The world forms once there are enough: so long they have been waited for.
+        # The world forms as soon as there are enough workers, so the run waited for workers until then.
         for event in self._waiting:
             if event.time_s is not None and cursor.now_s < event.time_s < formed_s:
                 cursor.spend_until(event.time_s - (event.seconds or 0.0), category, account)
@@ -195,20 +215,23 @@ class TimeLedger:
 
 
 class _Cursor:
-    """A place in time. What it passes is spent, once."""
+    """Moving point in time that assigns each passed second to an account once."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
 
     def spend_until(self, time_s: float, category: str, account: Account, num_ranks: int = 0) -> None:
-        """Go to a time, if that is ahead. `num_ranks` is the account's own by default."""
+        """Assign the time up to `time_s` to a category of the account.
+
+        A time in the past changes nothing. `num_ranks` defaults to the world size of the account.
+        """
         if time_s > self.now_s:
             account.add(category, time_s - self.now_s, num_ranks or account.world_size)
             self.now_s = time_s
 
 
 def _add_steps(span: Span, account: Account, cursor: _Cursor) -> None:
-    """Add the time from the beginning of an attempt's first step to the end of its last one."""
+    """Add the time of an attempt's steps, from the first to the last."""
     account.steps_from_s = cursor.now_s
     spent = {"productive": span.productive_s - span.data_s, "data wait": span.data_s, "redone": span.redone_s}
     for act in ACTS:

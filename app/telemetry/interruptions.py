@@ -1,4 +1,7 @@
-"""What interrupted a run and what each interruption cost: one reading of its events for status, report and trackers."""
+"""Interruptions of a run and their costs, read from its events.
+
+Status, report and trackers all use this reading.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,43 +24,44 @@ from app.units import node_name, plural
 
 Kind = Literal["failure", "resize", "restart"]
 
-_ENDS = ("finished", "stopped")  # of which the next command makes an interruption
+_ENDS = ("finished", "stopped")  # causes that end a command; an interruption follows only with the next command
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """What lies between two attempts: the set of workers changed, or a command ended before the run did."""
+    """Time between two attempts: the workers changed, or a command ended before the run."""
 
     kind: Kind
-    time_s: float  # Unix time at which the attempt before was first known to be over
+    time_s: float  # Unix time at which the end of the attempt before was first known
     causes: tuple[str, ...]  # in words
     ended: int | None  # the attempt before
-    # What follows is known once there is another attempt.
+    # The fields below are known once another attempt has begun.
     attempt: int | None = None
-    step: int | None = None  # that it goes on from
-    workers: tuple[int, int] | None = None  # before and after
-    source: str = ""  # where the state was found
-    detected_s: float | None = None  # of a failure: from the last step to the end of the attempt, or to the restart
-    back_s: float | None = None  # from there, or from the next command, to the next first step
+    step: int | None = None  # step of the state that the new attempt continues from
+    workers: tuple[int, int] | None = None  # number before and after
+    source: str = ""  # source of the restored state
+    detected_s: float | None = None  # failures only: from the last step to the end of the attempt, or to the restart
+    back_s: float | None = None  # from that end or restart, or from the next command, to the next first step
     lost_steps: int = 0  # finished steps that were done again
-    redone_s: float = 0.0  # in these, where the reader knows the ledger
+    redone_s: float = 0.0  # seconds in lost steps, if the reader has read the ledger
 
     @property
     def cause(self) -> str:
+        """Return all causes as one text."""
         return "; ".join(self.causes)
 
     @property
     def lost_s(self) -> float:
-        """Return the seconds that it cost, as far as they are known."""
+        """Return the seconds that the interruption cost, as far as known."""
         return (self.detected_s or 0.0) + (self.back_s or 0.0) + self.redone_s
 
 
 def read_interruptions(events: Iterable[Event], redone_s: Mapping[int, float] | None = None) -> list[Interruption]:
-    """Return what interrupted a run, oldest first; the last may not be over.
+    """Return the interruptions of a run, oldest first; the last may not be over.
 
     Args:
-        events: all that were kept, in the order in which they were written.
-        redone_s: seconds in steps that were done again, by attempt, for whoever has read the ledger.
+        events: all kept events, in the order in which they were written.
+        redone_s: seconds in steps that were done again, by attempt. Only a caller that has read the ledger has them.
     """
     found: list[Interruption] = []
     before: AttemptStarted | None = None
@@ -77,20 +81,20 @@ def read_interruptions(events: Iterable[Event], redone_s: Mapping[int, float] | 
 
 @dataclass
 class _Between:
-    """What was told between the first steps of two attempts."""
+    """Events between the first steps of two attempts."""
 
-    told: list[Event] = field(default_factory=list)  # that says why
+    told: list[Event] = field(default_factory=list)  # events that name a cause
     ended: AttemptEnded | None = None
     lost_steps: int = 0
-    again_s: float | None = None  # when the same command began again
-    command_s: float | None = None  # when another command began
+    again_s: float | None = None  # Unix time at which the same command restarted
+    command_s: float | None = None  # Unix time at which another command began
 
     def note(self, event: Event) -> None:
         match event:
             case AttemptEnded() if event.cause not in _ENDS:
                 self.ended = self.ended or event
             case Restore():
-                self.lost_steps = event.lost_steps  # that of the attempt which comes to a step is the last
+                self.lost_steps = event.lost_steps  # the last event is of the attempt that finishes a step
             case RunStarted(again=True):
                 self.told.append(event)
                 self.again_s = self.again_s or event.time_s
@@ -102,7 +106,10 @@ class _Between:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the attempt before is over; a spare that fails, say, does not end it."""
+        """Return whether the attempt before is over.
+
+        A failure of a single member, such as a spare, is no proof of that.
+        """
         if self.ended or self.again_s is not None or self.command_s is not None:
             return True
         return any(isinstance(event, Failure) and event.member is None for event in self.told)
@@ -120,11 +127,11 @@ class _Between:
         return Interruption(self.kind, first_s, self._causes(), before.attempt)
 
     def interruption(self, before: AttemptStarted, after: AttemptStarted) -> Interruption:
-        """Return what lies between two attempts that both have come to a step."""
-        first_step_s = (after.time_s or 0.0) - (after.step_s or 0.0)  # when it began
+        """Return the interruption between two attempts that both finished a step."""
+        first_step_s = (after.time_s or 0.0) - (after.step_s or 0.0)  # when the first step began
         parts_s = after.detected_s + after.formed_s + after.built_s + after.restored_s + after.first_step_s
         last_step_s = (after.time_s or 0.0) - parts_s
-        since_s = last_step_s  # when it was known that another attempt is needed
+        since_s = last_step_s  # when the run learned that it needs another attempt
         if self.command_s is not None:
             since_s = self.command_s
         elif self.again_s is not None:
@@ -133,7 +140,7 @@ class _Between:
             since_s = self.ended.time_s
         causes = self._causes()
         if self.kind == "resize" and not causes:
-            causes = ("a worker came" if after.world_size > before.world_size else "a worker left",)
+            causes = ("a worker joined" if after.world_size > before.world_size else "a worker left",)
         pending = self.pending(before)
         return replace(
             pending,
@@ -149,9 +156,9 @@ class _Between:
         )
 
     def _causes(self) -> tuple[str, ...]:
-        causes: dict[str, None] = {}  # each once, in their order
+        causes: dict[str, None] = {}  # a dictionary, to drop repeated causes and keep their order
         for event in self.told:
-            # A newcomer may have failed before, which changed nothing for the others.
+            # A new worker may have failed before the resize, which did not affect the workers in the world.
             if self.kind != "resize" or isinstance(event, Preemption | Scale):
                 causes[_in_words(event)] = None
         if not causes and self.ended and self.kind == "failure":
@@ -168,9 +175,9 @@ def _in_words(event: Event) -> str:
             what = "loss" if event.kind == "worker" else event.kind or "failure"
             return f"{what} of worker {event.member}{where}: {_first_line(event.error)}"
         case ForwardsShrunk():
-            return f"out of memory, so that forwards have {plural(event.forward_size, 'sample')} at the most"
+            return f"out of memory: a forward pass now takes at most {plural(event.forward_size, 'sample')}"
         case Preemption():
-            return f"node {node_name(event.node)} is going with {plural(len(event.members), 'worker')}"
+            return f"node {node_name(event.node)} is preempted with {plural(len(event.members), 'worker')}"
         case Scale():
             return event.line()
         case Rollback():
@@ -178,8 +185,8 @@ def _in_words(event: Event) -> str:
         case ProcessRestarted():
             return f"{event.process} has died"
         case RunStarted(again=True):
-            return "torchrun has restarted its ranks" if event.launcher == "torchrun" else "the command came back"
-    return "the command was given again"
+            return "torchrun has restarted its ranks" if event.launcher == "torchrun" else "the command restarted"
+    return "the command was run again"
 
 
 def _first_line(error: str) -> str:

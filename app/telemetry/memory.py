@@ -1,4 +1,7 @@
-"""Estimate the memory of a worker before there is one: a step on tensors without data, so that any model fits."""
+"""Estimate a worker's memory before any worker starts.
+
+The estimate simulates a step on tensors without data, so a model of any size fits.
+"""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from app.components.optimizer import build_optimizer
 from app.config import Config, DdpConfig, FsdpConfig
 from app.data.batches import Batch, map_tensors, tensors_of
+from app.errors import ConfigError, Problem
 from app.models import build_model
 from app.parallel import ParallelConfig, arrange, build_parallel, ranks_of_replica
 from app.parallel.activations import checkpoint_activations
@@ -34,12 +38,12 @@ class Memory:
     """Bytes of one worker.
 
     Attributes:
-        parameters: and buffers; this worker's shards, where they are sharded.
-        gradients: of parameters that train, as the update sees them.
-        optimizer: its state.
-        activations: the rest of the peak: what forward and backward need for a moment, and under sharding what is
-            gathered, and gradients before they are summed.
-        on_host: how much of all this is in the machine's memory rather than on a GPU.
+        parameters: parameters and buffers; under sharding only this worker's shards.
+        gradients: gradients of trained parameters, in the form that the update reads.
+        optimizer: state of the optimizer.
+        activations: the rest of the peak: temporary tensors of forward and backward, and under sharding the gathered
+            parameters and the gradients before they are summed.
+        on_host: part of the total that is in the machine's memory rather than on a GPU.
     """
 
     parameters: int
@@ -50,38 +54,48 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Return the bytes at the peak, on GPU and host together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def memory_of_whole(config: Config, example: Batch) -> Memory:
-    """Estimate the memory of a worker that holds the whole model, for microbatches like `example`."""
-    # Its gradients live as long as the model, so further microbatches add nothing.
+    """Estimate the memory of a worker that holds the whole model.
+
+    Args:
+        config: the configuration of the run.
+        example: a microbatch of the usual size.
+    """
+    # The gradients live as long as the model, so further microbatches add no memory.
     return _simulate(config, DdpConfig(), example, 1, accumulates=False)
 
 
 class Needed(NamedTuple):
-    """Bytes of one worker, by where they are."""
+    """Bytes of one worker on its device and on its host."""
 
     device: int
-    host: int  # beside a GPU
+    host: int  # 0 unless parts of the state are offloaded from a GPU
 
     @classmethod
     def of(cls, memory: Memory) -> Self:
+        """Split an estimate into device and host."""
         return cls(memory.total - memory.on_host, memory.on_host)
 
 
 def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, Needed]:
-    """Estimate the bytes of a worker, by the size of its world.
+    """Estimate the bytes of a worker for each world size.
 
     Args:
-        whole: of a worker that holds the whole model.
-        max_shares: for each size, the most microbatches that one of the workers runs in a step.
+        config: the configuration of the run.
+        example: a microbatch of the usual size.
+        whole: the estimate for a worker that holds the whole model.
+        max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
     """
     if not isinstance(config.parallel, FsdpConfig):
         return dict.fromkeys(max_shares, Needed.of(whole))
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for size, max_share in sorted(max_shares.items()):
-        # Several microbatches add up whole gradients, and one alone needs none. A world of one gathers nothing.
+        # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds unsharded
+        # gradients until the last one; with a single microbatch it does not. A world of one worker gathers nothing.
         kinds.setdefault((size > 1, max_share > 1), []).append(size)
     found: dict[int, Needed] = {}
     for (_, accumulates), sizes in kinds.items():
@@ -95,8 +109,12 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
 
 
 def _between(ends: Mapping[int, Needed], size: int) -> Needed:
-    """Return the bytes of a replica between two others: on a line over 1 / size, of which they are the ends."""
-    # At most a little too much: the peak is the largest of many sums of a constant and a share of the model.
+    """Interpolate the bytes for a replica of `size` ranks between two simulated sizes.
+
+    The interpolation is linear in 1 / size.
+    """
+    # The result may be slightly too large, and is never too small: the peak is the largest of many sums, each of a
+    # constant and a share of the model.
     if size in ends:
         return ends[size]
     first, last = sorted(ends)
@@ -106,14 +124,21 @@ def _between(ends: Mapping[int, Needed], size: int) -> Needed:
 
 
 def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_size: int, accumulates: bool) -> Memory:
-    """Do what a worker does to the end of its second step's backward, and return what it holds at most.
+    """Return the peak memory of a worker by simulating its second step.
+
+    The simulation ends after the backward of that step. By then the optimizer has created its state.
 
     Args:
-        accumulates: whether a step has more than one microbatch of this worker. A third one changes nothing.
+        config: the configuration of the run.
+        strategy: the parallel strategy to simulate.
+        example: a microbatch of the usual size.
+        world_size: the number of ranks to simulate. Only rank 0 runs.
+        accumulates: whether the worker has more than one microbatch in a step. Two are simulated, since a third one
+            changes nothing.
     """
     precision = build_precision(config.precision, _CPU)
     task = build_task(config.task)
-    # On the CPU, not on the meta device: that has kernels of its own for attention, which hold more.
+    # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
     fake = FakeTensorMode()
     with _fake_world(world_size, strategy) as world:
         parallel = build_parallel(strategy, world, precision)
@@ -122,7 +147,8 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
         allocations = Allocations()
         allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
         with allocations:
-            # Meshes, and what an optimizer reads from the device, are not without data. What they make of a model is.
+            # `fake` is off here, because device meshes and optimizers read values of tensors. The model's own tensors
+            # still have no data.
             model = parallel.wrap(model)
             optimizer = build_optimizer(config.optimizer, model)
             trained = [param for param in model.parameters() if param.requires_grad]
@@ -140,13 +166,14 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
         held = _num_bytes(each for each in state if isinstance(each, Tensor))
         on_host = gradients + held + _num_bytes(model.parameters()) if parallel.offloads else 0
     rest = allocations.peak_bytes - parameters - gradients - held
-    # Which an exact run adds gradients up in. The simulation knows no numbers, and so does without.
+    # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they are
+    # added here.
     integers = 8 * sum(param.numel() for param in trained) if config.run.exact else 0
     return Memory(parameters, gradients + integers, held, rest, on_host)
 
 
 def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
-    """Have the optimizer create its state, by an update from gradients of zero."""
+    """Make the optimizer create its state by an update with zero gradients."""
     for param in trained:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
@@ -154,13 +181,17 @@ def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter])
 
 
 def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
-    # Not every code can: `Module.to` raises, and a deep copy is of another mode. peft does both.
+    # Some models cannot be built this way: `Module.to` raises, and a deep copy belongs to another mode. peft does both.
     with suppress(Exception), fake:
         model = _build(config)
         tensors = [*model.parameters(), *model.buffers()]
         if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
             return model
-    model = _build(config)
+    try:
+        model = _build(config)
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when the CPU runs out of memory
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError([Problem("", "model", f"cannot be built on this machine: {first_line}")]) from error
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             setattr(module, name, fake.from_tensor(param))
@@ -170,8 +201,8 @@ def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
 
 
 def _build(config: Config) -> nn.Module:
-    """Build the model in the format of its parameters."""
-    # Not by `Precision.convert`: tensors without data cannot be moved to a device.
+    """Build the model with its parameters in the configured format."""
+    # `Precision.convert` also moves a model to a device, which fails for tensors without data.
     before = torch.get_default_dtype()
     torch.set_default_dtype(build_precision(config.precision, _CPU).param_dtype)
     try:
@@ -184,7 +215,7 @@ def _build(config: Config) -> nn.Module:
 
 @contextmanager
 def _fake_world(size: int, strategy: ParallelConfig) -> Iterator[World]:
-    """Form a world whose collectives send nothing, as its first rank sees it."""
+    """Form a world as rank 0, with collectives that send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         group = dist.group.WORLD

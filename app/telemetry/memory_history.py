@@ -1,4 +1,4 @@
-"""The allocations before a GPU has run out of memory, for https://pytorch.org/memory_viz."""
+"""Record of allocations before a GPU ran out of memory, for https://pytorch.org/memory_viz."""
 
 import logging
 
@@ -14,16 +14,19 @@ _log = logging.getLogger(__name__)
 
 
 def record_memory_history(config: ProfileConfig, device: torch.device) -> None:
-    """Have CUDA's allocator remember its last allocations from now on, where the configuration asks for it."""
+    """Make CUDA's allocator record its last allocations, if configured."""
     if device.type == "cuda" and config.memory_history:
-        # Without the stacks of C++, which take many times as long.
+        # Recording C++ stacks as well would take many times as long.
         torch.cuda.memory._record_memory_history(max_entries=config.memory_history, stacks="python")
 
 
 def write_memory_history(
     config: ProfileConfig, directory: RunDirectory, world: World, device: torch.device, error: BaseException
 ) -> MemoryHistory | None:
-    """Write what has been remembered, if `error` says that this worker's GPU is out of memory."""
+    """Write the recorded allocations if `error` is an out-of-memory error of the GPU.
+
+    Return the event to publish, None if nothing was written.
+    """
     out_of_memory = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
     if device.type != "cuda" or not config.memory_history or not out_of_memory:
         return None
@@ -34,6 +37,6 @@ def write_memory_history(
         torch.cuda.memory._dump_snapshot(str(spool.path / name))
         spool.close()
     except (OSError, RuntimeError, MemoryError) as failed:
-        _log.warning("no memory history of rank %s: %s", world.rank, failed)
+        _log.warning("cannot write the memory history of rank %s: %s", world.rank, failed)
         return None
     return MemoryHistory(rank=world.rank, path=directory / f"{PROFILE}/{name}").of_attempt(world.attempt)

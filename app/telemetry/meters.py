@@ -1,11 +1,14 @@
-"""What the last steps were like: the figures of one log line."""
+"""Times and rates of the steps since the last log line."""
 
 from statistics import median
 from typing import TypedDict
 
 
 class Figures(TypedDict):
-    """Times and rates since the last log line, named as the fields of the event `log`."""
+    """Times and rates since the last log line.
+
+    The names are those of the fields of the event `log`.
+    """
 
     step_ms: float
     data_wait: float
@@ -16,20 +19,27 @@ class Figures(TypedDict):
 
 
 class Meters:
-    """Gathers steps between two log lines. One for each attempt, so no figure mixes two worlds."""
+    """Averages the steps between two log lines.
+
+    Each attempt has its own meters, so no figure mixes two worlds.
+    """
 
     def __init__(self, flops_per_sample: float | None = None, peak_flops_total: float | None = None) -> None:
         self._flops_per_sample = flops_per_sample  # of forward and backward
         self._peak_flops_total = peak_flops_total  # FLOP/s of all workers together
-        self._seconds: list[float] = []  # of each step since the last log line
+        self._seconds: list[float] = []  # duration of each step since the last log line
         self._data_s = 0.0
         self._num_samples = 0
         self._num_units = 0
 
     def record(self, step_seconds: float, num_samples: int, units: int, data_s: float = 0.0) -> None:
-        """Add one step; `num_samples` and `units` (tokens, or samples) are the whole global batch's.
+        """Add one step.
 
-        Of `step_seconds` the rank has waited `data_s` for batches.
+        Args:
+            step_seconds: duration of the step.
+            num_samples: samples of the whole global batch.
+            units: tokens, or samples, of the whole global batch.
+            data_s: part of `step_seconds` in which this rank waited for batches.
         """
         self._seconds.append(step_seconds)
         self._data_s += data_s
@@ -37,9 +47,13 @@ class Meters:
         self._num_units += units
 
     def snapshot(self, remaining_steps: int) -> Figures:
-        """Return the figures since the last call, at least one step ago; a new window begins."""
+        """Return the figures since the last call, and start a new window.
+
+        At least one step must have been recorded since then.
+        """
         total_s = sum(self._seconds)
-        # The rates are means, for a pause slows the run; the step time is a median, which a pause leaves alone.
+        # Rates are means, because a pause slows down the run. The step time is a median, because a pause should not
+        # change it.
         samples_per_s = self._num_samples / total_s
         units_per_s = self._num_units / total_s
         step_s = median(self._seconds)

@@ -1,4 +1,4 @@
-"""How a run ended, in words."""
+"""Console text for the end of a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,13 @@ Summary = Mapping[str, Any]
 
 
 def result(summary: Summary) -> list[str]:
-    """Return the lines that tell what a run did, what it is worth and where it lies; what is unknown is left out."""
-    # The summary of `summary.json`, with `tensorboard` (directory, or None) by the driver.
+    """Return the lines that report a run's work, goodput and files.
+
+    Lines with unknown values are left out.
+
+    Args:
+        summary: the content of `summary.json`. The command adds `tensorboard`, a directory or None.
+    """
     done = [plural(summary["step"], "step")]
     for amount in ("samples", "tokens"):
         if summary.get(amount):
@@ -28,7 +33,7 @@ def result(summary: Summary) -> list[str]:
         "goodput": joined(course),
         "validation": in_words(summary["metrics"]),
         "checkpoint": summary["last_checkpoint"],
-        # It may have several lines, which stand below each other.
+        # Further lines of a sample are indented, so that they align with the first one.
         "sample": (summary.get("sample") or "").replace("\n", "\n" + 12 * " "),
     }
     if summary.get("tensorboard"):
@@ -37,18 +42,18 @@ def result(summary: Summary) -> list[str]:
 
 
 def already_finished(config: Config, path: str, summary: Summary) -> str:
-    """Return the message for a command whose run has nothing left to do."""
+    """Return the message for a run that has no steps left."""
     return f"{_reached(path, summary)}\nExtend it with {_extension(config, summary)}, or choose another run.name"
 
 
 def finished_otherwise(config: Config, path: str, summary: Summary, differences: str) -> str:
-    """Return the message for a command whose run has finished with other values."""
+    """Return the message for a run that finished with other values."""
     done, asked = summary["step"], config.run.steps
-    fewer = f"\nrun.steps={asked} is fewer than the {done} that are done." if asked and asked < done else ""
+    fewer = f"\nrun.steps={asked} is fewer than the {done} steps that are done." if asked and asked < done else ""
     return (
         f"{_reached(path, summary)}. It was trained with other values:\n{differences}{fewer}\n"
-        f"Choose another run.name to train with the new ones, or give {_extension(config, summary)} as well to go on "
-        "with them"
+        f"Choose another run.name to train with the new values, or add {_extension(config, summary)} to continue this "
+        "run with them"
     )
 
 

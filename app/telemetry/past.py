@@ -1,4 +1,4 @@
-"""What has become of a run so far, as the leader of another attempt needs to know it."""
+"""Summary of a run's earlier attempts, for the leader of a new attempt."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from app.telemetry.interruptions import read_interruptions
 
 @dataclass(frozen=True)
 class Past:
-    """Counts over the whole run, and what came between the last attempt and this one."""
+    """Interruption counts of the whole run, and details of the newest interruption."""
 
     num_failures: int = 0
     num_resizes: int = 0
     num_restarts: int = 0
-    interruptions: tuple[str, ...] = ()  # lines of what came between the last attempt and this one
+    interruptions: tuple[str, ...] = ()  # one line for each cause of the interruption before this attempt
     committed: int = 0  # step of the newest checkpoint
-    num_nodes: int = 1  # on which the last attempt trained, as far as it told
+    num_nodes: int = 1  # number of nodes of the last attempt, 1 if unknown
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
-        """Read the events so far, before the first step of an attempt."""
+        """Read the events so far, before the attempt's first step."""
         committed, num_nodes = 0, 1
 
         def noted() -> Iterator[Event]:

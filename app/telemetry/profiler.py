@@ -1,4 +1,4 @@
-"""Traces of what steps spend their time on, by torch.profiler."""
+"""Traces of the time that steps take, by torch.profiler."""
 
 import logging
 
@@ -12,11 +12,11 @@ from app.telemetry.spool import Spool
 from app.world.runtime import World
 
 _log = logging.getLogger(__name__)
-_ROWS = 12  # of the table; what comes after is small
+_ROWS = 12  # rows of the table; the operations after them take little time
 
 
 class Profiler:
-    """Records steps of an attempt on the ranks that the configuration names; elsewhere it does nothing."""
+    """Records steps of an attempt by torch.profiler on the configured ranks."""
 
     def __init__(self, config: ProfileConfig, directory: RunDirectory, world: World, device: torch.device) -> None:
         self._config = config
@@ -24,11 +24,11 @@ class Profiler:
         self._world = world
         self._device = device
         self._profile: profile | None = None
-        self._num_left = 0  # recordings to come
+        self._num_left = 0  # number of recordings that are still to be written
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Begin after `step`, where there is something to record."""
+        """Start after `step`, if this rank is to record."""
         config = self._config
         if not config.active or self._world.rank not in config.ranks:
             return
@@ -50,7 +50,7 @@ class Profiler:
         self._profile.start()
 
     def step(self, step: int) -> list[Profile]:
-        """Take note that a step has ended. Return the recording that has become complete with it, if one has."""
+        """Record that a step has ended. Return the recordings that it completed."""
         if self._profile is None:
             return []
         self._step = step
@@ -61,7 +61,7 @@ class Profiler:
         return written
 
     def close(self) -> None:
-        """End; a recording that is not complete is thrown away."""
+        """Stop the profiler, and discard an incomplete recording."""
         if self._profile is None:
             return
         ended, self._profile = self._profile, None
@@ -76,12 +76,12 @@ class Profiler:
         try:
             spool = Spool(self._directory.store, PROFILE)
             spool.path.mkdir(parents=True, exist_ok=True)
-            # The suffix by which TensorBoard's plug-in finds them.
+            # TensorBoard's plug-in finds traces by this suffix.
             recorded.export_chrome_trace(str(spool.path / f"{name}.pt.trace.json"))
             (spool.path / f"{name}.txt").write_text(table)
             spool.close()
         except (OSError, RuntimeError) as error:
-            _log.warning("no profile of step %s, training goes on: %s", self._step, error)
+            _log.warning("cannot write the profile of step %s, training goes on: %s", self._step, error)
             return
         path = self._directory / f"{PROFILE}/{name}.pt.trace.json"
         self._written.append(Profile(rank=self._world.rank, step=self._step, path=path, table=table))

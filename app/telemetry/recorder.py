@@ -1,4 +1,4 @@
-"""What the leader writes down of an attempt: ledger, events, figures, and the summary at the end."""
+"""Recorder of an attempt's ledger, events, figures and summary."""
 
 import math
 import resource
@@ -38,15 +38,19 @@ from app.world.control import StepResult
 from app.world.device import variables_kept
 from app.world.runtime import Outcome, Runtime, World
 
-# Trackers keep every figure; a person reads two lines a second, and each costs a call between processes.
+# Trackers get every figure. The console gets at most two lines a second, because each line costs a call between
+# processes.
 _SHOW_EVERY_S = 0.5
-_NAMES = 3  # of tensors that did not fit; the rest are like them
+_NAMES = 3  # number of unmatched tensors that are named as examples
 
 
 class Recorder:
-    """Writes an attempt down, and decides nothing: whether a step is good, `Guard` has said before."""
+    """Writes one attempt's results to ledger, events and trackers.
 
-    # Every rank has one, so that the page needs no `if`; only the leader's writes.
+    The recorder makes no decisions: `Guard` has already judged each step.
+    """
+
+    # Every rank has a recorder, so that `train` needs no condition. Only the leader's recorder writes results.
     def __init__(
         self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, plan: Plan, worker: WorkerState
     ) -> None:
@@ -57,14 +61,14 @@ class Recorder:
         self._plan = plan
         self._worker = worker
         self._metrics: dict[str, float] = {}  # of the last validation in this attempt
-        self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # done here, and not yet by all ranks
-        self._digests: dict[int, str] = {}  # of the weights after these steps, for their lines
-        self._acts_s = dict.fromkeys(ACTS, 0.0)  # in this attempt, up to the last step
+        self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # steps finished on this rank, but not on all ranks yet
+        self._digests: dict[int, str] = {}  # by step: digest of the weights after it, for its ledger line
+        self._acts_s = dict.fromkeys(ACTS, 0.0)  # seconds in each act of this attempt, up to the last step
         self._started: tuple[Restored, StartupTimer] | None = None
         self._shown_s = -math.inf
         self._told_once: set[str] = set()
         self._snapshots: Snapshots | None = None
-        self._committed = worker.writer.committed  # newest step on storage, as far as is known here
+        self._committed = worker.writer.committed  # newest checkpointed step that this rank knows of
         self._past = Past()
         self._trackers = Trackers([])
         self._meters = _meters(config, worker)
@@ -79,14 +83,18 @@ class Recorder:
             worker.close_later(self._figures.close)
 
     def begin(self, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
-        """Tell, before the first step, where the attempt goes on from, and whether copies in memory were refused."""
+        """Record the start of the attempt, before its first step.
+
+        The leader publishes the restored state, damaged copies, refused snapshots, and facts about model and GPUs that
+        affect the run.
+        """
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
         if not self._world.leader:
             return
         self._past = Past.read(self._directory)
-        # Of a checkpoint that another process has written, this one knows from the events alone.
+        # A checkpoint of an earlier process is known only from its event.
         known = max(self._committed, self._past.committed)
         self._committed = restored.step if restored.source == "checkpoint" else known
         timer.measure_detection(self._directory)
@@ -94,7 +102,7 @@ class Recorder:
             self._publish(snapshots.refused)
         self._tell_of_numerics()
         self._tell_of_nothing_to_compare()
-        # Only now is the first step known, from which on trackers forget what an earlier attempt drew.
+        # Trackers drop the figures of earlier attempts from the first step on, which is only known now.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         self._worker.close_later(lambda: self._trackers.leave())
         self._trackers.begin(self._config, restored.step, self._past)
@@ -109,7 +117,8 @@ class Recorder:
         written = int(self._directory.last_step_line().get("step", 0))
         lost_steps = max(0, written - restored.step)
         self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
-        # Survivors, and a state that was saved in an emergency, are ahead of what the leader lived to write.
+        # The state of survivors, or an emergency checkpoint, may be ahead of the ledger, because the former leader
+        # ended before it wrote the lines of these steps.
         for step in range(written + 1, restored.step + 1):
             self._write_as_planned(step)
 
@@ -136,7 +145,7 @@ class Recorder:
             reason = f"no two workers are alike: {'; '.join(kinds)}"
         else:
             return
-        # Once in a run, however many of its attempts are like that.
+        # The event is published once in a run for each reason, not in every attempt.
         if all(told.reason != reason for told in self._directory.events(events.NothingToCompare)):
             self._publish(events.NothingToCompare(reason=reason))
 
@@ -157,7 +166,8 @@ class Recorder:
             self._publish(events.ModelSharded(num_units=len(units), layers=Counter(units[1:])))
 
     def _tell_of_shortened_warmup(self) -> None:
-        # Not the command that starts the run: how long one of `run.epochs` is follows from the dataset.
+        # The command that starts the run cannot know this: with `run.epochs` the number of steps follows from the
+        # dataset, which only workers build.
         num_steps = self._worker.num_steps
         wanted = getattr(self._config.schedule, "warmup_steps", 0)
         in_force = warmup_in_force(self._config.schedule, num_steps)
@@ -166,13 +176,19 @@ class Recorder:
 
     @property
     def is_left_on_one_node(self) -> bool:
-        """Return whether, as the leader knows, the last attempt was on several nodes, and this one is on one."""
+        """Return whether the run moved from several nodes to one node.
+
+        Only the leader knows the nodes of the last attempt; other ranks return False.
+        """
         return self._past.num_nodes > 1 and self._snapshots is not None and self._snapshots.num_nodes == 1
 
     def ran(self, result: StepResult) -> None:
-        """Take note that this rank has done a step. What it was worth is known when all ranks have."""
+        """Record that this rank finished a step.
+
+        Its loss is only known after the next exchange between ranks.
+        """
         if self._world.leader and self._digest_trigger.due(result.step):
-            # Now: by the time that the step's line is written, later steps have changed the weights.
+            # The digest cannot wait: when the step's line is written, later steps have changed the weights.
             self._world.progress.mark("digest")
             self._digests[result.step] = weights_digest(self._worker.model)
         self._world.progress.enter("collective", result.step)
@@ -188,7 +204,7 @@ class Recorder:
             self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
 
     def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
-        """Tell of the attempt's start, and on which nodes and GPUs its ranks are, where that is known."""
+        """Publish the attempt's start, with nodes and GPUs of its ranks if known."""
         known: dict[str, Any] = {"step_s": round(step_s, 4), "num_samples": len(self._worker.dataset)}
         if self._snapshots is not None and self._snapshots.nodes:
             known["nodes"] = self._snapshots.nodes
@@ -197,20 +213,20 @@ class Recorder:
         self._publish(event.model_copy(update=known))
 
     def _new_acts_s(self) -> dict[str, float]:
-        """Return the seconds in acts between steps since the last call."""
+        """Return the seconds that each act between steps took since the last call."""
         before = self._acts_s
         self._acts_s = {act: self._world.progress.spent_s(act) for act in ACTS}
         return {act: seconds - before[act] for act, seconds in self._acts_s.items()}
 
     def commit(self, steps: Iterable[StepStats]) -> None:
-        """Write down steps that all ranks have finished."""
-        # `steps` raises at the first bad one. Those before it are written all the same, by the `finally`.
+        """Write the ledger lines and figures of steps that all ranks have finished."""
+        # `steps` raises at the first bad step. The `finally` still writes the good steps before it.
         lines: list[tuple[StepStats, StepTimes]] = []
         try:
             for stats in steps:
                 result, times = self._ran.pop(stats.step)
                 if stats.step in self._plan.skip:
-                    # Its line has its place among the others.
+                    # The lines so far are written first, so that the line of the skipped step keeps its place.
                     self._ledger.commit(lines)
                     lines.clear()
                     self._write_as_planned(stats.step)
@@ -218,7 +234,7 @@ class Recorder:
                 if stats.step in self._digests:
                     stats = replace(stats, weights=self._digests.pop(stats.step))
                 lines.append((stats, times))
-                if self._world.leader:  # the others log nothing, so theirs would gather for ever
+                if self._world.leader:  # other ranks never log, so their meters would grow without end
                     self._meters.record(result.seconds, stats.num_samples, int(stats.count), result.data_s)
                     if stats.step % self._config.logging.every_steps == 0:
                         self._log(stats, result.lr)
@@ -230,7 +246,7 @@ class Recorder:
         self._ledger.as_planned(step, samples_digest, self._digests.pop(step, ""))
 
     def _log(self, stats: StepStats, lr: float) -> None:
-        """Keep the figures of a step, and show them unless the last ones have only just been shown."""
+        """Write a step's figures, and show the figures every `_SHOW_EVERY_S` seconds."""
         total_steps = self._worker.num_steps
         at_risk = self._at_risk(stats.step)
         log = events.Log(
@@ -262,7 +278,10 @@ class Recorder:
         return at_risk
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record what a validation after `step` has measured; nothing if no samples are held out."""
+        """Record the metrics of a validation after `step`.
+
+        Without held-out samples there are no metrics, and nothing is recorded.
+        """
         if not metrics:
             return
         self._metrics = metrics
@@ -272,21 +291,28 @@ class Recorder:
         self._publish(event)
 
     def figures(self, step: int, values: dict[str, float]) -> None:
-        """Have trackers draw figures of the user's own."""
+        """Send figures of the user's hooks to the trackers."""
         self._trackers.scalars(step, values)
 
     def gradient_norms(self, result: StepResult) -> None:
-        """Keep the distribution of the parameters' gradient norms. A collective where gradients are sharded."""
-        # A step that is left out has none.
+        """Send the distribution of the parameters' gradient norms to the trackers.
+
+        This is a collective if gradients are sharded.
+        """
+        # A skipped step has no gradient norms.
         if result.grad_norms is not None and not result.overflowed:
             norms = unsharded(result.grad_norms)
             self._world.groups.gate()
-            # They were taken before the sums were divided by the true count; the norm of the whole was so after.
+            # The norms were taken before the sums were divided by the true count, the total norm after it. This brings
+            # the norms to the scale of the total norm.
             norms = norms * (result.grad_norm / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
     def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
-        """Tell of copies in memory, and of one that cannot be had, once an attempt: they come often."""
+        """Publish the first snapshot, or the refusal of one, in this attempt.
+
+        Later events of the same kind are dropped, because snapshots are frequent.
+        """
         if event is not None:
             self._tell_once(event)
 
@@ -296,27 +322,34 @@ class Recorder:
             self._publish(event)
 
     def checkpoints(self, news: list[events.Event]) -> None:
-        """Tell what has come of checkpoints."""
-        # Be this rank the leader or not: its disk may be the only full one.
+        """Publish the events of this rank's checkpoint writer."""
+        # Every rank publishes its own events: the disk of a single rank may be full.
         for event in news:
             if isinstance(event, events.Checkpoint):
                 self._committed = event.step
             self._runtime.publish(event.of_attempt(self._world.attempt))
 
     def end(self, outcome: Outcome, whole: nn.Module | None, state: dict[str, Tensors]) -> None:
-        """Close the attempt, and at the run's end write its summary and show what `whole`, a model, has learnt."""
+        """Close the attempt, and write the summary if the run has ended.
+
+        Args:
+            outcome: how the attempt ended.
+            whole: the whole model on a rank that has it, for the sample of the task.
+            state: this rank's tensors of the state, whose digests enter the summary.
+        """
         self._world.progress.enter("end")
         acts_s = {f"{act}_s": round(seconds, 4) for act, seconds in self._new_acts_s().items()}
         self._publish(events.AttemptEnded(cause=outcome.kind, step=outcome.step, **acts_s))
-        # They are not left: the sample is drawn when all else is closed, and then the attempt waits for them.
+        # The trackers stay open while the attempt closes, because the sample is drawn after everything else is closed.
+        # Removing them here also keeps `leave` from closing them on another thread.
         trackers, self._trackers = self._trackers, Trackers([])
         self._worker.close_attempt()
         if outcome.kind == "resized":
             trackers.close()
             return
-        # On every rank, since it is a collective where state is sharded.
+        # Every rank computes the digests, because this is a collective if state is sharded.
         hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
-        if whole is None:  # peers had a hand in them
+        if whole is None:  # the state is sharded, so the digests used collectives and must pass the gate
             self._world.groups.gate()
         if self._world.leader:
             summary = self._summary(outcome, hashes)
@@ -331,7 +364,8 @@ class Recorder:
 
     def _summary(self, outcome: Outcome, hashes: dict[str, str]) -> dict[str, Any]:
         units = self._worker.units_per_sample
-        # The ledger of a long run takes a while to read, in which the others wait for this rank.
+        # A long ledger takes a while to read. The mark shows the watchdog that this rank makes progress meanwhile,
+        # since other ranks wait for it.
         totals = read_totals(self._directory, lambda: self._world.progress.mark("end"))
         newest = Catalog(self._directory.store).newest()
         return {
@@ -354,11 +388,11 @@ class Recorder:
 
 
 def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | None:
-    """Return what the task has to show of the model, if it has anything."""
+    """Return the text that the task's `sample` draws from the model, if any."""
     sample = getattr(task, "sample", None)
     if sample is None or model is None:
         return None
-    # A sample drawn with dropout would show the model worse than it is.
+    # A sample drawn with dropout would make the model look worse than it is.
     model.eval()
     text: str | None = sample(model, device)
     return text
@@ -372,7 +406,7 @@ def _meters(config: Config, worker: WorkerState) -> Meters:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the peak so far: of the GPU, or of the process on a CPU."""
+    """Return the peak memory of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""A folder of the run directory, for libraries that write files and know no buckets."""
+"""Folder of a run directory for libraries that only write local files."""
 
 import contextlib
 import time
@@ -11,13 +11,17 @@ _UPLOAD_EVERY_S = 20.0
 
 
 class Spool:
-    """The folder itself where it has a path; else a folder of this machine, whose files are copied to the bucket."""
+    """Local folder whose files are kept in the run directory.
+
+    If the run directory is on a disk, it is the folder itself. If the run directory is in a bucket, it is a temporary
+    folder, whose files are copied to the bucket.
+    """
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self._folder = folder
         self._uploaded_s = time.monotonic()
-        self._uploaded: dict[Path, tuple[int, int]] = {}  # by file, as it was then: bytes, time of its last change
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # by file: its bytes and its modification time when uploaded
         self._temporary: TemporaryDirectory[str] | None = None
         self.path = Path(store.uri) / folder
         if not isinstance(store, LocalStore):
@@ -26,19 +30,19 @@ class Spool:
 
     @property
     def due(self) -> bool:
-        """Return whether it is time to copy."""
+        """Return whether the files should be copied now."""
         return self._temporary is not None and time.monotonic() - self._uploaded_s > _UPLOAD_EVERY_S
 
     def upload(self) -> None:
-        """Copy the files that have changed, where there is a bucket to copy them to."""
+        """Copy changed files to the bucket, if there is one."""
         self._uploaded_s = time.monotonic()
         if self._temporary is None:
             return
         for path in self.path.rglob("*"):
-            # What a link leads to has its own turn, or is no part of the folder.
+            # The target of a link is copied by itself, or lies outside of the folder.
             if path.is_symlink() or not path.is_file():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # its writer has deleted it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the library may delete its files at any time
                 found = path.stat()
                 now = found.st_size, found.st_mtime_ns
                 if self._uploaded.get(path) != now:
@@ -46,7 +50,7 @@ class Spool:
                     self._uploaded[path] = now
 
     def close(self) -> None:
-        """Copy what there is, and delete it here."""
+        """Copy changed files a last time, and delete the temporary folder."""
         self.upload()
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -1,4 +1,4 @@
-"""Where the time between two attempts goes."""
+"""Timer for the phases between two attempts."""
 
 import time
 
@@ -7,29 +7,32 @@ from app.run.events import AttemptStarted, RunStarted
 
 
 class StartupTimer:
-    """Takes the seconds of each phase of an attempt's start."""
+    """Measures the seconds of each phase of an attempt's start."""
 
     def __init__(self) -> None:
-        # Wall time, since one phase begins in another process, which wrote down when.
+        # Wall time, since the phase "detected" began at a Unix time that another process recorded.
         self._seconds = {"detected_s": 0.0}
         self._began_s = time.time()
         self._marked_s = self._began_s
 
     def mark(self, phase: str) -> None:
-        """End the phase that began with the last mark."""
+        """Record the seconds since the last mark under the name `phase`."""
         now_s = time.time()
         self._seconds[f"{phase}_s"] = round(now_s - self._marked_s, 4)
         self._marked_s = now_s
 
     def event(self, step: int, source: str, world_size: int) -> AttemptStarted:
-        """Return what there is to tell of an attempt that began with the state of `step`."""
+        """Return the event for an attempt that started from the state of `step`."""
         return AttemptStarted(step=step, source=source, world_size=world_size, **self._seconds)
 
     def measure_detection(self, directory: RunDirectory) -> None:
-        """Take the time from the end of progress to the beginning of this start. Before the attempt writes a step."""
-        # Progress ended at the former attempt's last step, or has never begun since the command was given.
+        """Measure the time from the last progress to the start of this attempt.
+
+        Call this before the attempt writes a step.
+        """
+        # Progress ended at the last step in the ledger, or when the command began if the command finished no step.
         ended_s = float(directory.last_step_line().get("time_s", 0.0))
         for started in directory.events(RunStarted):
-            if not started.again:  # or it is a part of what the former attempt's failure costs
+            if not started.again:  # the time before a restart of the command is part of the cost of the failure
                 ended_s = max(ended_s, started.time_s or 0.0)
         self._seconds["detected_s"] = round(self._began_s - (ended_s or self._began_s), 4)

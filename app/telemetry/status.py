@@ -1,4 +1,4 @@
-"""How a run is now, read from what it has written down: by any machine that sees its directory."""
+"""Status of a run, read from its directory on any machine."""
 
 import time
 from collections.abc import Sequence
@@ -26,36 +26,39 @@ from app.storage.jsonl import last_lines
 from app.telemetry.goodput import goodput, read_totals
 from app.telemetry.interruptions import Interruption, read_interruptions
 
-_SILENT_S = 20.0  # as long as a claim holds that is not renewed
-_GOODPUT_EVERY = 30  # times as long as it takes to read
+_SILENT_S = 20.0  # length of the owner's lease
+_GOODPUT_EVERY = 30  # the wait between two readings of the ledger, as a multiple of the time that a reading takes
 _NUM_LATEST = 8
-_SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # in figures of their own
+_SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # events that other parts of the status show
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine, with the ranks of the newest attempt that are on it. What follows them is by rank, () if unknown."""
+    """Machine with its ranks of the newest attempt.
+
+    The other fields have one entry for each of these ranks, and are () if unknown.
+    """
 
     node: str
     ranks: tuple[int, ...]
     gpus: tuple[str, ...] = ()
-    own_ms: tuple[float, ...] = ()  # of a step that each spends by itself
-    last: tuple[float, ...] = ()  # share of looks at which the others had to wait for it most, 0 to 1
+    own_ms: tuple[float, ...] = ()  # time of a step that the rank spends by itself
+    last: tuple[float, ...] = ()  # share of the checks in which other ranks waited longest for the rank, 0 to 1
 
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment. What is not known is None."""
+    """Status of a run at one moment. Unknown values are None."""
 
     uri: str
     state: str  # "running", "starting", "waiting for workers", "finished", "stopped", "failed", "killed", "silent"
-    host: str | None  # where the command runs, or ran last
+    host: str | None  # host of the command, or of the last command
     pid: int | None
-    heard_s: float | None  # since the command has shown life, by this machine's clock
+    heard_s: float | None  # seconds since the command renewed its claim, by this machine's clock
     attempt: int
     step: int
     step_age_s: float | None
-    nodes: tuple[Node, ...]  # () if they are not known
+    nodes: tuple[Node, ...]  # () if unknown
     log: Log | None  # the newest figures
     metrics: dict[str, float] | None  # of the newest validation
     checkpoint: Checkpoint | None
@@ -64,7 +67,7 @@ class Status:
     goodput: dict[str, float] | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the status as a document for JSON."""
         found: dict[str, Any] = dict(vars(self))
         found["log"] = self.log.to_line() if self.log else None
         found["checkpoint"] = self.checkpoint.to_line() if self.checkpoint else None
@@ -75,7 +78,7 @@ class Status:
 
 
 class StatusReader:
-    """Reads the status of one run, again and again."""
+    """Reads the status of one run repeatedly."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -83,7 +86,14 @@ class StatusReader:
         self._read_again_s = 0.0
 
     def read(self, brief: bool = False) -> Status:
-        """Return how the run is now; without what takes long to read if `brief`. Raises OSError as storage does."""
+        """Return the current status of the run.
+
+        Args:
+            brief: leave out the goodput, because a long ledger takes long to read.
+
+        Raises:
+            OSError: storage cannot be read.
+        """
         events = list(self.directory.all_events())
         owner = read_owner(self.directory.store)
         last_line = self.directory.last_step_line()
@@ -107,7 +117,7 @@ class StatusReader:
         )
 
     def _read_goodput(self) -> dict[str, float]:
-        # The ledger of a long run takes a minute to read.
+        # A long ledger takes a minute to read, so readings are limited to a thirtieth of the time.
         if self._goodput is None or time.monotonic() >= self._read_again_s:
             began_s = time.monotonic()
             self._goodput = goodput(read_totals(self.directory))
@@ -116,11 +126,11 @@ class StatusReader:
 
 
 def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, Any] | None) -> str:
-    """Return what a run is doing, by its events, its claim and its summary."""
+    """Return the state of a run from its events, owner and summary."""
     if summary is not None:
         return str(summary["status"])
     if owner is None or owner.gone:
-        # It has written its end, or was killed before it could.
+        # A failed command records a fatal failure. A command without that record was killed.
         failed = any(isinstance(event, Failure) and event.fatal for event in _of_last_command(events))
         return "failed" if failed else "killed"
     if owner.age_s > _SILENT_S:

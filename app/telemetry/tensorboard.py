@@ -1,4 +1,4 @@
-"""Figures for TensorBoard."""
+"""Tracker for TensorBoard."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,17 +8,18 @@ from app.telemetry.spool import Spool
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard's event files, on a thread of its own."""
+    """Writes TensorBoard's event files on a background thread."""
 
     def __init__(self, store: Store, first_step: int) -> None:
         self._spool = Spool(store, "tensorboard")
         self._background = Background("TensorBoard")
 
         def open_writer() -> None:
-            # Over a second, which the thread pays and the first step does not wait for.
+            # The import takes over a second. On the background thread it does not delay the first step.
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            # What an earlier attempt drew at `first_step` and beyond is purged: steps done again are drawn once.
+            # Figures that an earlier attempt drew from `first_step` on are purged, so that steps done again are drawn
+            # once.
             self._writer = SummaryWriter(str(self._spool.path), purge_step=first_step)
 
         self._background.submit(open_writer)
@@ -27,7 +28,7 @@ class TensorBoardTracker:
         def write() -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
-            # One event for all of them: add_scalar's event for each costs five times the CPU, next to the training.
+            # All values go into one event. One call of `add_scalar` for each value takes five times as much CPU.
             figures = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=figures), step)
 
@@ -42,14 +43,14 @@ class TensorBoardTracker:
         self._submit(write)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        # Indented by four it is code to Markdown: lines and spaces stay as they are.
+        # Markdown shows lines indented by four spaces as code, which keeps line breaks and spaces.
         as_code = "\n".join(f"    {line}" for line in text.splitlines())
         self._submit(lambda: self._writer.add_text(tag, as_code, step))
 
     def _submit(self, write: Callable[[], None]) -> None:
         def write_through() -> None:
             write()
-            # At once, since a killed leader loses what is in its buffers, and its steps need not be done again.
+            # A killed leader loses unflushed figures, and if survivors hold the state no attempt draws them again.
             self._writer.flush()
             if self._spool.due:
                 self._spool.upload()

@@ -1,4 +1,4 @@
-"""The peak of the hardware that model FLOPs are measured against."""
+"""Peak FLOP/s of GPUs, as the reference for model FLOPs utilization (MFU)."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import torch
 
 from app.world.device import Gpu
 
-# Dense TFLOP/s: 16 bit on tensor cores with sums in fp32 (bf16, which is as fast as fp16; fp16 where there is no bf16),
-# and fp32 without tensor cores. From NVIDIA's data sheets (nvidia.com/en-us/data-center/<name>), halved where a sheet
-# quotes 2:4 sparsity; GeForce and RTX from the appendices of the white papers "NVIDIA Ampere GA102", "NVIDIA Ada GPU
-# Architecture" and "NVIDIA RTX Blackwell GPU Architecture".
+# Dense TFLOP/s of two kinds. The first is 16 bit on tensor cores with sums in fp32: bf16, or fp16 on a GPU without
+# bf16. The second is fp32 without tensor cores. Sources are NVIDIA's data sheets
+# (nvidia.com/en-us/data-center/<name>), halved if a sheet quotes 2:4 sparsity, and for GeForce and RTX the appendices
+# of the white papers "NVIDIA Ampere GA102", "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture".
 _PEAKS: dict[str, tuple[float, float]] = {
     "T4": (65, 8.1),
     "V100": (125, 15.7),
@@ -47,23 +47,25 @@ _PEAKS: dict[str, tuple[float, float]] = {
     "RTX 6000 Ada Generation": (364.2, 91.1),
 }
 _WITHOUT_TF32 = ("T4", "V100", "V100-PCIE", "V100S")
-# Special forms come first: an H100 PCIe is not the H100.
+# Longer names are tried first, because "H100" is also a part of the name "H100 PCIe".
 _LONGEST_FIRST = sorted(_PEAKS, key=len, reverse=True)
-# A slice of a GPU ("A100-SXM4-80GB MIG 1g.10gb", "A10-8Q"), and what has the name of a card that is faster.
+# Devices that are slower than the card in their name: slices of a GPU ("A100-SXM4-80GB MIG 1g.10gb", "A10-8Q"), and
+# laptop, Max-Q and D variants.
 _LESSER = re.compile(r"\bMIG\b|-\d+[A-Z]$|\bLaptop\b|\bMax-Q\b| D$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Return the FLOP/s that a device, named as by `torch.cuda`, can reach at most; None if unknown.
+    """Return the peak FLOP/s of a device, None if unknown.
 
     Args:
-        dtype: of the factors of matrix products; on a GPU without bf16 that of fp16 stands for it.
-        tf32: products in fp32 are rounded to TF32 where the GPU has it, at half the rate of bf16.
+        device_name: the name that `torch.cuda` reports.
+        dtype: the format of the factors of matrix products. For bf16 on a GPU without bf16 the peak of fp16 counts.
+        tf32: whether products in fp32 are rounded to TF32. On a GPU with TF32 their peak is half of that of bf16.
     """
     if _LESSER.search(device_name):
         return None
     for name in _LONGEST_FIRST:
-        # Whole words: an A100 is no A10.
+        # Only whole words match, because "A10" is also a part of "A100".
         if re.search(rf"\b{name}\b", device_name):
             half, fp32 = _PEAKS[name]
             if tf32 and name not in _WITHOUT_TF32:
@@ -74,7 +76,10 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
 
 
 def total_peak_flops(gpus: Sequence[Gpu], dtype: torch.dtype, tf32: bool) -> float | None:
-    """Return the peak of all ranks together, however unequal; None if any is unknown, or there are no GPUs."""
+    """Return the sum of the peak FLOP/s of all ranks' GPUs.
+
+    The result is None if the peak of any GPU is unknown, or if there are no GPUs.
+    """
     total = 0.0
     for gpu in gpus:
         peak = peak_flops(gpu.name, dtype, tf32)

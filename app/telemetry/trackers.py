@@ -1,4 +1,4 @@
-"""Where figures are kept: what a tracker must do, all trackers of an attempt, and a twin in memory for tests."""
+"""Trackers of figures: protocol, builders, and an in-memory twin for tests."""
 
 import logging
 from collections import defaultdict
@@ -20,30 +20,38 @@ _log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Destination of metrics. Calls of a user's tracker run on a thread of its own, the others return at once."""
+    """Destination of metrics.
+
+    Built-in trackers return from every call at once. A tracker of the user is called on its own background thread, so
+    its calls may take time.
+    """
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Keep one number for each tag."""
+        """Store one number for each tag."""
         ...
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
-        """Keep the distribution of many numbers."""
+        """Store the distribution of many numbers."""
         ...
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Keep some lines. One of the user's own need not have this."""
+        """Store a text of several lines. A tracker of the user may lack this method."""
         ...
 
     def close(self) -> None:
-        """Write what is pending and close."""
+        """Write pending values and close the tracker."""
         ...
 
 
 class OwnTracker:
-    """Tracker of the user, called on a thread beside training because it may be slow, raise or hang.
+    """Calls a tracker of the user on a background thread.
+
+    The tracker may be slow, raise or hang without an effect on training.
 
     Args:
-        build: returns the tracker. Called on that thread too, since some libraries know a run by the thread.
+        name: name of the tracker in warnings.
+        build: returns the tracker. It is called on the background thread too, because some libraries tie a run to the
+            thread that opened it.
     """
 
     def __init__(self, name: str, build: Callable[[], Any]) -> None:
@@ -77,7 +85,7 @@ class OwnTracker:
 
 
 class MemoryTracker:
-    """The twin for tests: `values[tag][step]`, `histograms[tag][step]` and `texts[tag][step]`."""
+    """In-memory tracker for tests: `values[tag][step]`, `histograms[tag][step]`, `texts[tag][step]`."""
 
     def __init__(self) -> None:
         self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
@@ -100,13 +108,13 @@ class MemoryTracker:
 
 
 class Trackers:
-    """All trackers of an attempt; there may be none."""
+    """All trackers of an attempt, possibly none."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
 
     def record(self, event: Log | Validation) -> None:
-        """Keep an event's figures as `train/…`, `speed/…` and `validation/…`."""
+        """Store an event's figures as `train/…`, `speed/…` and `validation/…`."""
         self.scalars(event.step, event.figures())
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -122,7 +130,7 @@ class Trackers:
             tracker.text(step, tag, text)
 
     def begin(self, config: Config, step: int, past: Past) -> None:
-        """Keep what the run is trained with, and what has interrupted it, before the first step of an attempt."""
+        """Store configuration and interruptions of the run, before an attempt's first step."""
         public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
         self.text(step, "configuration", dump_config(public))
         counts: dict[str, float] = {
@@ -139,13 +147,25 @@ class Trackers:
             tracker.close()
 
     def leave(self) -> None:
-        """Close them on a thread beside: the attempt has failed, and the next one waits for no service."""
+        """Close the trackers of a failed attempt on another thread.
+
+        The next attempt does not wait for a slow service.
+        """
         if self._trackers:
             Thread(target=self.close, name="trackers").start()
 
 
 def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
-    """Return one attempt's trackers, each in its folder of the run directory; the attempt begins with `first_step`."""
+    """Build the trackers of one attempt.
+
+    Args:
+        run: the configuration of the run.
+        store: the run directory, in which each tracker has a folder.
+        first_step: the first step of the attempt.
+
+    Raises:
+        ConfigError: a tracker of the user cannot be loaded, or does not take its arguments.
+    """
     trackers: list[Tracker] = []
     for config in run.trackers:
         try:
@@ -156,7 +176,8 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
             else:
                 arguments = {"location": store.uri, "first_step": first_step, **config.args}
                 trackers.append(OwnTracker(config.target, bind_target(config.target, arguments, "trackers")))
-        # A wrong name or argument ends the run, since it will be as wrong next time; a service out of reach does not.
+        # A wrong name or argument ends the run, because the next attempt would fail in the same way. An unreachable
+        # service only turns the tracker off.
         except ConfigError:
             raise
         except Exception as error:

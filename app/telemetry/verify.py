@@ -1,7 +1,7 @@
-"""Compare the ledgers of two runs: whether they are the same, or at which step they part, in what, and who ran it.
+"""Compare the ledgers of two runs, and find the first step that differs.
 
-What is compared are results: samples, losses and digests of weights. By how many workers a step was done, in how many
-attempts and how fast is no difference, but is told where there is one.
+Only results are compared: samples, losses and digests of weights. The number of workers, the number of attempts and
+the speed may differ. Other workers or shares are reported, but do not count as a difference.
 """
 
 import math
@@ -20,50 +20,55 @@ from app.run.ledger import numbers
 from app.storage import Store
 from app.storage.jsonl import Line, decode, is_number, read_blocks
 
-# Relative. Where workers have summed in another order, a loss that is no farther away is told, and is no difference.
+# Largest relative difference of two losses that counts as rounding, if workers summed in another order. Rounding is
+# reported, but is not a difference.
 ROUNDING = 1e-9
-_CHUNK = 2**20  # steps whose attempts lie in one array
-_LARGEST = 2**32  # no step or attempt of a run comes so far
+_CHUNK = 2**20  # number of steps whose attempts are stored in one array
+_LARGEST = 2**32  # larger than any step or attempt of a run
 
-Both = tuple[Any, Any]  # what the two runs have, in the order in which they were named
+Both = tuple[Any, Any]  # values of the two runs, in the order of the arguments
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Who ran a step; None for what nobody has written down."""
+    """Attempt and workers that ran a step. Unrecorded values are None."""
 
     attempt: int
     world_size: int | None
     shares: list[int] | None  # microbatches by rank
-    nodes: dict[str, list[int]] | None  # ranks on each
+    nodes: dict[str, list[int]] | None  # ranks by node
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step in which two runs differ: by what differs the values of both, and who ran it in each."""
+    """First step in which two runs differ."""
 
     step: int
-    values: Mapping[str, Both]
+    values: Mapping[str, Both]  # by the name of what differs
     ran: tuple[Ran | None, Ran | None] = (None, None)
 
 
 @dataclass
 class Comparison:
-    """What two ledgers have in common, as far as both have come.
+    """Result of comparing two ledgers.
+
+    The comparison ends with the last step of the shorter ledger.
 
     Attributes:
-        last_steps: of each run.
-        steps: that are in both ledgers.
-        unconfirmed: steps whose message died with a worker, in either: of these no loss is known.
-        losses: of which both are known.
-        rounded: those that differ by rounding, at the most by `largest_rounding`, from `rounded_since` on.
-        shared_otherwise: the first step that was shared out over other workers, or otherwise; None if none was.
-        weights: digests of the weights that were compared.
-        weights_same: the last step after which they were the same, before any others; None if there is none.
-        weights_differ: the first step after which they were others.
-        ends: the digests with which both have ended, where that was after the same step.
-        first: where they differ first, None if they do not.
-        changes: keys of the configurations that differ and have a bearing on results.
+        last_steps: last step of each run.
+        steps: number of steps that are in both ledgers.
+        unconfirmed: number of steps whose results were lost with a worker in either run. Their loss is unknown.
+        losses: number of steps whose loss is known in both runs.
+        rounded: number of losses that differ by rounding only.
+        rounded_since: the first step whose loss differs by rounding.
+        largest_rounding: the largest relative difference by rounding.
+        shared_otherwise: the first step with other workers or other shares; None if there is none.
+        weights: number of compared digests of weights.
+        weights_same: the last step with equal digests before the first unequal ones; None if there is none.
+        weights_differ: the first step with unequal digests of weights.
+        ends: digests of the final states, if both runs ended after the same step.
+        first: the first difference, None if there is none.
+        changes: differing keys of the configurations that can change results.
     """
 
     last_steps: tuple[int, int]
@@ -82,13 +87,13 @@ class Comparison:
     changes: list[Change] = field(default_factory=list)
 
     def to_line(self) -> Line:
-        """Return all of it for scripts."""
+        """Return the result as a JSON object for scripts."""
         found = asdict(self) | {"last_steps": list(self.last_steps)}
         keys = [{"key": each.key, "a": each.old, "b": each.new, "identity": each.identity} for each in self.changes]
         return {"same": self.first is None, **found, "changes": keys}
 
     def add(self, step: int, lines: tuple[Line | None, Line | None]) -> None:
-        """Compare the next step of which at least one run has a line."""
+        """Compare the next step that has a line in at least one ledger."""
         ours, theirs = lines
         if ours is None or theirs is None:
             self._note(step, {"line": (ours is not None, theirs is not None)}, lines)
@@ -112,7 +117,7 @@ class Comparison:
         relative = relative_difference(*losses)
         if not relative:
             return
-        # Where the same ranks have done the same in all steps so far, not a bit may be another one.
+        # If the same ranks ran the same shares in all steps so far, losses must be equal to the bit.
         if self.shared_otherwise is None or relative > ROUNDING:
             values["loss"] = losses
             return
@@ -137,10 +142,10 @@ class Comparison:
 
 
 def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
-    """Compare two runs, step by step up to the last one of that which has come less far.
+    """Compare two runs up to the last step of the shorter run.
 
     Raises:
-        UsageError: they have no step in common.
+        UsageError: the runs have no step in common.
     """
     ledgers = HeldLines(one.store), HeldLines(other.store)
     found = Comparison(last_steps=(ledgers[0].last, ledgers[1].last))
@@ -149,7 +154,7 @@ def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
         found.add(step, lines)
         last_lines = lines
     if not found.steps:
-        come = f"{one.uri} has come to step {found.last_steps[0]}, {other.uri} to step {found.last_steps[1]}"
+        come = f"{one.uri} has reached step {found.last_steps[0]}, {other.uri} step {found.last_steps[1]}"
         raise UsageError(f"no step is in both ledgers, so there is nothing to compare: {come}")
     found.ends = _ends(one, other)
     parted = {name: both for name, both in found.ends.items() if both[0] != both[1]}
@@ -163,22 +168,24 @@ def verify(one: RunDirectory, other: RunDirectory) -> Comparison:
 
 
 class HeldLines:
-    """The lines of a ledger that hold, one a step, in the order of steps. The ledger may be of any length.
+    """Valid lines of a ledger, in the order of steps.
+
+    A step has one valid line. The ledger may have any length, because it is read in blocks.
 
     Attributes:
         last: the highest step, 0 if there is none.
     """
 
-    # Read twice: a line does not say whether a later attempt has done its step again.
+    # The ledger is read twice, because a line does not show whether a later attempt did its step again.
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._attempts: dict[int, NDArray[np.uint32]] = {}  # by chunk: the highest of each step, 0 for none
+        self._attempts: dict[int, NDArray[np.uint32]] = {}  # by chunk: the highest attempt of each step, 0 for none
         self.last = 0
         for block in read_blocks(store, STEPS):
             self._learn(numbers(block, ("step", "attempt"), ()))
 
     def _learn(self, lines: NDArray[np.float64]) -> None:
-        # Others are not of our writing.
+        # Lines with other numbers were not written by this program.
         lines = lines[((lines >= 1) & (lines < _LARGEST) & (lines % 1 == 0)).all(axis=1)]
         steps, attempts = lines[:, 0].astype(np.int64), lines[:, 1].astype(np.uint32)
         for number in np.unique(steps // _CHUNK).tolist():
@@ -188,7 +195,8 @@ class HeldLines:
         self.last = max(self.last, int(steps.max(initial=0)))
 
     def __iter__(self) -> Iterator[Line]:
-        # A leader that was cut off may write its last lines after its successor's first ones: these wait for them.
+        # A disconnected leader may write its last lines after the first lines of its successor. The later steps wait
+        # here for the earlier ones.
         waiting: dict[int, Line] = {}
         steps = self._steps()
         expected = next(steps, _LARGEST)
@@ -213,7 +221,10 @@ class HeldLines:
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return how far two numbers are apart, as a share of the larger one; 0 for the same number, or NaN twice."""
+    """Return the difference of two numbers as a share of the larger one.
+
+    The result is 0 for equal numbers and for two NaN, and infinite if only one number is NaN.
+    """
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     relative = abs(one - other) / max(abs(one), abs(other))
@@ -221,7 +232,7 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def _paired(ledgers: tuple[HeldLines, HeldLines], last: int) -> Iterator[tuple[int, tuple[Line | None, Line | None]]]:
-    """Yield each step up to `last` that a ledger has, with its line in each."""
+    """Yield each step up to `last` with its line in each ledger."""
     streams = iter(ledgers[0]), iter(ledgers[1])
     heads = [next(stream, None) for stream in streams]
     while steps := [head["step"] for head in heads if head is not None]:
@@ -236,9 +247,9 @@ def _paired(ledgers: tuple[HeldLines, HeldLines], last: int) -> Iterator[tuple[i
 
 
 def _samples(ours: Line, theirs: Line) -> dict[str, Both]:
-    """Return what differs in the samples of a step."""
+    """Return the differences in the samples of a step."""
     if skipped := _flag("skipped", ours, theirs):
-        return skipped  # then the number differs as well, and tells no more
+        return skipped  # the number of samples differs as well, but adds no information
     values: dict[str, Both] = {}
     for name in ("num_samples", "samples_digest"):
         both = ours.get(name), theirs.get(name)
@@ -261,7 +272,7 @@ def _ran(line: Line | None) -> Ran | None:
 
 
 def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:
-    """Return `ran` with the nodes of its attempt, where an event tells of them."""
+    """Return `ran` with the nodes of its attempt, if known."""
     if ran is None:
         return None
     for event in directory.events(AttemptStarted):
@@ -272,7 +283,7 @@ def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:
 
 
 def _ends(one: RunDirectory, other: RunDirectory) -> dict[str, Both]:
-    """Return the digests of the states that both runs ended with, if they ended after the same step."""
+    """Return the digests of both final states, if both runs ended after the same step."""
     ours, theirs = one.summary(), other.summary()
     if ours is None or theirs is None or ours["step"] != theirs["step"]:
         return {}
@@ -287,6 +298,6 @@ def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:
 
 
 def _config(directory: RunDirectory) -> Config | None:
-    """Return the configuration with the size of microbatches that holds for the run."""
+    """Return the configuration of a run, with its measured microbatch size."""
     config = directory.stored_config()
     return config and config.model_copy(update={"batch": directory.batch(config)})

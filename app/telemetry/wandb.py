@@ -1,4 +1,4 @@
-"""Figures for Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 import html
 import importlib
@@ -17,15 +17,18 @@ from app.telemetry.spool import Spool
 
 _FOLDER = "wandb"
 _ID = f"{_FOLDER}/run.json"
-_FLUSH_S = 0.1  # not the default fifteen: this is what a killed leader loses
+_FLUSH_S = 0.1  # instead of fifteen seconds by default, because a killed leader loses unflushed figures
 
-# Held while this process has the run open, for W&B knows a run once in a process: that of an attempt which has failed
-# is closed on a thread beside the next attempt.
+# Held while the run is open in this process, because W&B opens a run only once in a process. The run of a failed
+# attempt is closed on a thread while the next attempt begins.
 _open_here = threading.Lock()
 
 
 class WandbTracker:
-    """Draws all attempts, resizes and resumes of a run as one run of Weights & Biases, on a thread of its own."""
+    """Draws all attempts of a run as one run of W&B.
+
+    Resized and resumed runs continue the same W&B run. All calls to W&B are made on a background thread.
+    """
 
     def __init__(self, config: WandbConfig, run: Config, store: Store) -> None:
         require_extra("wandb", "wandb", "trackers")
@@ -33,7 +36,7 @@ class WandbTracker:
         self._run: Any = None
         self._holds = False
         self._background = Background("Weights & Biases")
-        # A second or more, which the thread pays and the first step does not wait for.
+        # Opening the run takes a second or more. On the background thread it does not delay the first step.
         self._background.submit(lambda: self._open(config, run, store))
 
     def _open(self, config: WandbConfig, run: Config, store: Store) -> None:
@@ -44,20 +47,23 @@ class WandbTracker:
         self._run = self._wandb.init(
             id=_id_of(store),
             resume="allow",
-            # Not a run that the user's own code has open: it is not ours to draw in, nor to close.
+            # If the user's own code has a W&B run open, that run is neither used nor closed.
             reinit="create_new",
             project=config.project,
             entity=config.entity,
             tags=config.tags,
             name=run.run.name,
-            config=run.model_dump(mode="json", exclude={"cluster": {"env"}}),  # which may hold secrets
+            config=run.model_dump(mode="json", exclude={"cluster": {"env"}}),  # `cluster.env` may hold secrets
             mode=self._mode(config),
             dir=str(self._spool.path),
             settings=settings,
         )
 
     def _mode(self, config: WandbConfig) -> str:
-        """Return "offline" where nothing else is asked for and there is no key to log in with."""
+        """Return the mode of W&B.
+
+        If neither the configuration nor WANDB_MODE sets the mode, it is "online" with an API key and "offline" without.
+        """
         if config.mode != "auto":
             return config.mode
         return os.environ.get("WANDB_MODE") or ("online" if self._wandb.api.api_key else "offline")
@@ -75,7 +81,7 @@ class WandbTracker:
         self._background.close(self._end)
 
     def _end(self) -> None:
-        # Also after an error, or the next attempt would wait for ever to open the run.
+        # The lock is released after an error too, because the next attempt would wait for it without end.
         try:
             if self._run is not None:
                 self._run.finish()
@@ -86,7 +92,7 @@ class WandbTracker:
 
     def _log(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
         def write() -> None:
-            # By the step and not in the order of calls: online, steps done again are not drawn a second time.
+            # The figures name their step, so that W&B drops steps that are done again when it is online.
             self._run.log(values(), step=step)
             if self._spool.due:
                 self._spool.upload()
@@ -95,7 +101,7 @@ class WandbTracker:
 
 
 def _id_of(store: Store) -> str:
-    """Return the id that the run has over there; the first attempt makes it up."""
+    """Return the W&B id of the run. The first attempt creates it."""
     known = read_json(store, _ID)
     if known is None:
         known = {"id": secrets.token_hex(4)}

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 # Methods of a process group by which torch's collectives and point-to-point functions run.
 COLLECTIVES = (
     "_allgather_base",
+    "_get_backend",  # from torch 2.14 on, batch_isend_irecv asks the backend first
     "_reduce_scatter_base",
     "_start_coalescing",
     "all_gather_single",
@@ -28,7 +30,10 @@ COLLECTIVES = (
     "barrier",
     "broadcast",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "monitored_barrier",
+    "new_window",
     "recv",
     "recv_anysource",
     "reduce",
@@ -51,6 +56,10 @@ class _StandIn(dist.ProcessGroup):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the store is optional
         self.stands_for = group
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.stands_for._device_types  # monitored_barrier asks for them first
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # functional collectives look a group up by its name

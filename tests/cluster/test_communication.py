@@ -21,7 +21,7 @@ def test_an_interface_that_does_not_exist_ends_the_run_with_its_error_and_what_t
     finished = command().run(*words, timeout_s=240)
 
     assert finished.code == 1, finished.output
-    told, remedy = finished.output.split("workers cannot communicate, though none was lost: ")
+    told, remedy = finished.output.split("workers cannot communicate, although no worker was lost: ")
     assert told.count(ERROR) == 2
     assert remedy.startswith("2 attempts in a row broke before they had finished a step\n")
     assert ERROR in remedy

@@ -90,7 +90,7 @@ def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: C
         bed.lose(bed.nodes[0])
         finished = running.wait()
     assert finished.code == 1
-    assert "waited 8 s for workers: 0 of at least 1 (scaling.num_workers) are there; 0 CPUs" in finished.output
+    assert "waited 8 s for workers: 0 of at least 1 (scaling.num_workers) have joined; 0 CPUs" in finished.output
 
 
 @pytest.mark.timeout(300)

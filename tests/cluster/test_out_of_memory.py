@@ -33,7 +33,7 @@ def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command
     assert running.worker_pids("SlotWorker") == pids
     finished = running.wait()
     assert finished.code == 0, finished.output
-    assert "out of memory in step 50: forwards go on with 4 samples at the most" in finished.output
+    assert "out of memory in step 50: from now on forwards have at most 4 samples" in finished.output
     shrunk = [event["forward_size"] for event in running.events if event["event"] == "forwards_shrunk"]
     assert shrunk == [4, 2]
     assert [event for event in running.events if event["event"] == "failure"] == []

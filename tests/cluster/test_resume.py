@@ -71,7 +71,10 @@ def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None
     for epochs in (1, 2):
         finished = run.run(f"run.epochs={epochs}", "run.report=false", small=False)
         assert finished.code == 0, finished.output
-    assert "step 23 stays short, as the run ended with it; the next one goes on at position 1438" in finished.output
+    assert (
+        "step 23 stays short, because the run once ended with it; the next step begins at position 1438"
+        in finished.output
+    )
     committed = check_ledger(run.directory, 46).committed
     assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]
     assert summary_of(run.directory)["samples"] == 2 * 1438

@@ -88,9 +88,9 @@ def trained(result: app.Result) -> dict[str, torch.Tensor]:
 
 def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
     words = [f"run.storage={tmp_path}"]
-    with pytest.raises(UsageError, match="collate goes with a dataset"):
+    with pytest.raises(UsageError, match="collate needs a dataset of samples"):
         app.fit("ddp.yaml", words, collate=list)
-    with pytest.raises(UsageError, match="validation_collate goes with a dataset"):
+    with pytest.raises(UsageError, match="validation_collate needs a validation dataset"):
         app.fit("ddp.yaml", [*words, "data.validation={source: '*.md'}"], validation_collate=list)
     with pytest.raises(UsageError, match=r"order='reversed': must be"):
         app.fit("ddp.yaml", words, order="reversed")  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
             UsageError, match=r"scaling\.num_workers=\[?2.*, found 1: .*torchrun --nproc-per-node 2, or"
         ):
             app.fit("ddp.yaml", [*words, f"scaling.num_workers={wanted}"])
-    with pytest.raises(UsageError, match="overrides go with a file"):
+    with pytest.raises(UsageError, match="overrides need a configuration file"):
         app.fit(app.load_config("ddp.yaml"), words)
     with pytest.raises(ConfigError, match=r"cluster\.env\.NOT_SET_ANYWHERE: is null"):
         app.fit("ddp.yaml", [*words, "cluster.env={NOT_SET_ANYWHERE: null}"])

@@ -77,7 +77,7 @@ class Unpicklable(Noisy):
 
 
 def test_a_dataset_that_processes_cannot_take_is_refused_with_what_to_do() -> None:
-    message = r"cannot take the dataset, its collate function or order \(.*lambda.*\); data.num_workers=0 has none"
+    message = r"cannot pickle the dataset, its collate function or order \(.*lambda.*\); data.num_workers=0 starts"
     with pytest.warns(UserWarning, match="pickle error"), pytest.raises(DataError, match=message):
         loader_of(Unpicklable(), num_workers=1).steps(microbatches(0, 40))
     assert next(loader_of(Unpicklable()).steps(microbatches(0, 40))).num_samples == 8
@@ -90,7 +90,7 @@ class Quits(Noisy):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_would_end_the_process_is_an_exception_like_any_other(num_workers: int) -> None:
-    with pytest.raises(UserExit, match=r"sys\.exit in code of your own \(no more\)") as raised:
+    with pytest.raises(UserExit, match=r"sys\.exit in your own code \(no more\)") as raised:
         next(loader_of(Quits(), num_workers=num_workers).steps(microbatches(0, 40)))
     assert "test_loader.py" in "".join(traceback.format_exception(raised.value))
     # Its frames hold the loader, whose process would outlive the test.

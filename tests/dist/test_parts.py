@@ -155,7 +155,7 @@ def test_an_export_says_that_it_lacks_the_base_or_brings_it(tmp_path: Path, caps
     check_equal(torch.load(tmp_path / "whole" / "weights.pt"), reference(config).weights)
     assert export("--format", "hf", "--out", tmp_path / "whole", "--trust-code") == (
         2,
-        f"error: --out {tmp_path}/whole: is there already\n",
+        f"error: --out {tmp_path}/whole: already exists; choose another folder\n",
     )
 
     directory.write_config(repeated(tmp_path, TRAINABLE_ONLY, frozen=True, base_seed=7))

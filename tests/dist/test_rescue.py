@@ -39,10 +39,10 @@ def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("exit", r"UserExit: sys\.exit in code of your own \(no more\)"),
-        ("interrupt", r"UserExit: KeyboardInterrupt in code of your own"),
-        ("base", r"UserExit: Base in code of your own \(no more\)"),
-        ("unprintable", r"UserExit: Unprintable in code of your own \(.* ZeroDivisionError in __str__\)"),
+        ("exit", r"UserExit: sys\.exit in your own code \(no more\)"),
+        ("interrupt", r"UserExit: KeyboardInterrupt in your own code"),
+        ("base", r"UserExit: Base in your own code \(no more\)"),
+        ("unprintable", r"UserExit: Unprintable in your own code \(.* ZeroDivisionError in __str__\)"),
     ],
 )
 def test_what_would_end_the_process_is_an_exception_like_any_other(tmp_path: Path, how: str, said: str) -> None:

@@ -54,13 +54,13 @@ PLANTED = [
     ("versions", "error", "torch differs between nodes: {torch} on head, w2; 1.99.0 on w1", "Install one torch"),
     ("shared memory", "error", "w1: 64.0 MiB of 64.0 MiB is free in /dev/shm", "--shm-size"),
     ("open files", "error", "w1: a process may have 256 files", "ulimit -n 65536"),
-    ("disk", "error", "w2: 1.0 MiB of 64.0 MiB is free at /root/runs", "Free space, or choose another disk"),
+    ("disk", "error", "w2: 1.0 MiB of 64.0 MiB is free at /root/runs", "Free space, keep fewer checkpoints"),
     ("clocks", "warning", "w2: its clock is 90.0 s ahead of this machine's", "chrony"),
     ("run directory", "error", "w1 cannot write run.storage /root/runs: Read-only file system", "Let the user"),
     ("run directory", "error", "head, this command do not see at run.storage /root/runs what w2 wrote", "Mount one"),
     ("run directory", "error", "w2 does not see at run.storage /root/runs what head, this command wrote", "Mount one"),
-    ("links", "warning", "head - w2: ", "All slow pairs have w2: look at its interface and cable"),
-    ("links", "warning", "w1 - w2: ", "All slow pairs have w2: look at its interface and cable"),
+    ("links", "warning", "head - w2: ", "All slow pairs include w2: check its interface and cable"),
+    ("links", "warning", "w1 - w2: ", "All slow pairs include w2: check its interface and cable"),
     ("collectives", "error", "all_reduce gives w1 a wrong result: element 100 of 256 is ", "Do not train here"),
 ]
 

@@ -26,6 +26,6 @@ data = Stream
 PROGRAM = Program(
     __name__,
     "`IterableDataset`",
-    refused=dict.fromkeys(BOTH, "a Stream, an IterableDataset: which of its samples have been used cannot be known"),
+    refused=dict.fromkeys(BOTH, "a Stream, an IterableDataset: after a failure nothing records which"),
     advice="a map-style dataset",
 )

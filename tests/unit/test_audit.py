@@ -174,11 +174,11 @@ def shift(index: int) -> Break:
 # Of 16 lines: steps 1 to 6, 5 to 9 and 9 to 13.
 BROKEN = {
     "the first step removed": (remove(0), "step 1: expected a line, found none"),
-    "one step removed": (remove(2), "step 3: expected a line, found step 4 as attempt 1's next one"),
+    "one step removed": (remove(2), "step 3: expected a line, found step 4 as the next step of attempt 1"),
     "one step removed that was done again": (remove(4), "step 5: expected a line, found step 6"),
-    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as attempt 2's"),
+    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as the next step of"),
     "the last step removed": (remove(-1), "step 13: expected a line, found none"),
-    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second one of attempt 1"),
+    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second line of attempt 1"),
     "one step twice, far from each other": (repeat(2, -1), "step 3: expected one line of an attempt, found a second"),
     "one step twice, after a later attempt's": (repeat(5, 14), "step 6: expected one line of an attempt, found a sec"),
     "one digest changed": (change(7, samples_digest="00000000deadbeef"), "step 6: expected samples_digest "),
@@ -187,10 +187,10 @@ BROKEN = {
     "too few samples": (change(3, num_samples=12), "step 4: expected num_samples 13, found 12"),
     "a full last step": (change(-1, num_samples=13), "step 13: expected num_samples 9, found 13"),
     "a range shifted that was left out": (change(11, positions=[105, 118]), "step 9: expected positions [104, 117]"),
-    "left out for no reason": (change(12, skipped=True), "step 10: expected its samples, as no rollback leaves it out"),
+    "left out for no reason": (change(12, skipped=True), "step 10: expected the samples of this step, found a skipped"),
     "not left out": (
         change(11, skipped=False),
-        "step 9: expected left out since the rollback in attempt 2, found used",
+        "step 9: expected a skipped step since the rollback in attempt 2, found used",
     ),
     "a step behind the end": (change(-1, step=14, attempt=4), "step 14: expected no step after 13, found step 14"),
 }
@@ -270,7 +270,7 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SampleOrder, "train", lambda self, places: honest(self, np.where(places == 60, 61, places)))
     run = Written(tmp_path)
     run.attempt(1, 1, LAST)
-    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 has not each training sample once"):
+    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 does not use each training sample once"):
         run.audit()
 
 
@@ -297,7 +297,7 @@ def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixt
         f"proved: {claimed}",
         "steps     1 to 13, each once; 3 lines redone by a later attempt",
         "samples   152 used, 55 in an epoch",
-        "epochs    3 finished, with every training sample at one place of each",
+        "epochs    3 finished, each with every training sample once",
         "digests   14 compared, all as planned; 1 step unconfirmed",
         "left out  1 step of 13 samples, by rollbacks",
     ]
@@ -325,11 +325,11 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     written.directory.write_config(parse_config(planted))
     assert main(0.0, ["audit", uri]) == 2
     said = capsys.readouterr().err
-    assert "error: data.target tests.dist.small:Tokens: code that the run's config.yaml names" in said
+    assert "error: data.target tests.dist.small:Tokens: the run's config.yaml names this code" in said
     assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
     assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
     said = capsys.readouterr().err
-    assert "error: data.order.target os:system: code that the run's config.yaml names" in said
+    assert "error: data.order.target os:system: the run's config.yaml names this code" in said
     assert f"main.py audit {uri} --samples 61 --trust-code" in said
     assert not (tmp_path / "touched").exists()
     written.directory.write_config(parse_config(text))
@@ -348,7 +348,7 @@ def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, caps
         parse_config(RUN.replace("target: 'tests.dist.small:Tokens'", "path: gone, kind: tokens"))
     )
     assert main(0.0, ["audit", claimed]) == 2
-    assert "Where the data are not at hand, give their length: --samples N" in capsys.readouterr().err
+    assert "If the data are not available here, give their length: --samples N" in capsys.readouterr().err
     assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 13
 

@@ -223,7 +223,7 @@ def test_a_run_directory_that_all_share_is_good() -> None:
 def test_a_storage_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert Marks(LocalStore(tmp_path / "file"), "marks").leave("w1") == "File exists"
-    below = f"File exists (in {tmp_path / 'file'}, the last folder of this path that is there)"
+    below = f"File exists (in {tmp_path / 'file'}, the last folder of this path that exists)"
     assert Marks(LocalStore(tmp_path / "file" / "runs"), "marks").leave("w1") == below
     (tmp_path / "link").symlink_to(tmp_path / "not mounted")
     assert Marks(LocalStore(tmp_path / "link"), "marks").leave("w1") == "File exists"
@@ -299,7 +299,7 @@ def test_the_slow_pair_is_named(figures: LinkFigures) -> None:
 def test_a_node_with_a_slow_interface_is_named_where_most_pairs_are_slow() -> None:
     findings = judge_links(links("abc", "c", LinkFigures(1e-4, 5e7, True)))
     assert [finding.what[:5] for finding in findings] == ["a - c", "b - c"]
-    assert all("All slow pairs have c" in finding.remedy for finding in findings)
+    assert all("All slow pairs include c" in finding.remedy for finding in findings)
 
 
 def test_a_link_that_was_slow_once_is_not_slow() -> None:
@@ -348,17 +348,17 @@ def test_a_pair_that_cannot_connect_or_that_changes_messages_is_an_error() -> No
     first, second = judge_links([*broken, Link("b", "c", FAST)])
     assert (first.level, second.level) == ("error", "error")
     assert "a - b cannot reach each other: no route to host" in first.what
-    assert "a - c: what came back is not what was sent" in second.what
+    assert "a - c: a message came back changed" in second.what
 
 
 def test_the_slowest_rank_is_the_time_of_a_collective_and_a_wrong_result_names_its_rank() -> None:
     def seen(of_sum_s: float, wrong: str = "") -> list[CollectiveFigures]:
         return [CollectiveFigures("all_reduce", {1024: of_sum_s}, ""), CollectiveFigures("gather", {1024: 1e-3}, wrong)]
 
-    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1, and should be 2")}, "NCCL")
+    good, bad = judge_collectives({"w1": seen(1e-3), "w2": seen(4e-3, "element 3 of 9 is 1 instead of 2")}, "NCCL")
     assert (good.level, good.figures) == ("ok", {"1024": 4e-3})
     assert good.what.startswith("all_reduce over NCCL is right on 2 ranks")
-    assert (bad.level, bad.what) == ("error", "gather gives w2 a wrong result: element 3 of 9 is 1, and should be 2")
+    assert (bad.level, bad.what) == ("error", "gather gives w2 a wrong result: element 3 of 9 is 1 instead of 2")
 
 
 def test_a_head_without_a_gpu_keeps_no_gpus_from_nccl() -> None:
@@ -436,7 +436,7 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
 
     monkeypatch.setattr("app.launch.checkup.check_machines", check)
     assert main(0.0, ["doctor", "--json"]) == 0
-    assert ["looking at the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
+    assert ["checking the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
 
 
 def test_json_on_a_terminal_is_not_mixed_with_progress(

@@ -96,7 +96,7 @@ def test_no_more_logits_are_held() -> None:
 
 
 def test_a_model_that_changes_its_logits_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"task.chunk_tokens: the model changes the logits behind its last layer"):
+    with pytest.raises(UsageError, match=r"task.chunk_tokens: the model changes the logits after its last layer"):
         LanguageModeling(4).loss(hugging_face(transformers.Gemma2Config), {"input_ids": TOKENS, "labels": TARGETS})
 
 

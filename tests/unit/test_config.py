@@ -71,7 +71,7 @@ BAD = [
     ("scaling: {num_workers: [4]}", "x.yaml:1: scaling.num_workers.1: missing"),
     ("scaling: {num_workers: [0, 2]}", "x.yaml:1: scaling.num_workers.0: must be greater than 0, found 0"),
     ("scaling:\n  num_workers: 9", "x.yaml:2: scaling.num_workers: at least 9 workers have only 6 microbatches in a "
-     "global batch; ask for fewer, or lower batch.microbatch_size"),
+     "global batch; ask for fewer workers, or lower batch.microbatch_size"),
     ("batch: {global_size: 4}", "x.yaml:1: batch.microbatch_size: must be at most batch.global_size (4), found 8"),
     ("batch: {balance: sped}", "x.yaml:1: batch.balance: must be 'even' or 'speed', found \"sped\"; nearest is speed"),
     ("batch: {balance: {A100: 0}}", "x.yaml:1: batch.balance.A100: must be greater than 0, found 0"),
@@ -104,7 +104,7 @@ BAD = [
     ("run: {seed: 1}\nparallel: {kind: data_parallel}", "x.yaml:2: parallel.kind: data_parallel is one process: "
      "scaling.num_workers must be 1, found up to 8"),
     ("batch: {microbatch_size: auto}\ntask: {coupled: true}", "x.yaml:1: batch.microbatch_size: must be a number with "
-     "task.coupled=true: the loss follows from the samples of a microbatch"),
+     "task.coupled=true: the loss depends on which samples share a microbatch"),
     ("task: {kind: regression, chunk_tokens: 8}", "x.yaml:1: task.chunk_tokens: must be null with "
      "task.kind=regression: only language_modeling has tokens, found 8"),
     ("task: {chunk_tokens: 8}\nparallel: {reducer: torch}",
@@ -119,14 +119,14 @@ BAD = [
      "a number"),
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
     ("run: {deterministic: true}\naudit: {recompute: 5 minutes}", "x.yaml:2: audit.recompute: must be in steps, such "
-     'as "100 steps": all workers have to know which ones, found "5 minutes"'),
+     'as "100 steps", because all workers must check the same steps, found "5 minutes"'),
     ("run: {seed: 1}\naudit: {recompute: 100 steps}", "x.yaml:2: audit.recompute: needs run.deterministic=true or "
-     "run.exact=true: else two workers round in different ways"),
+     "run.exact=true: otherwise two workers round differently"),
     *[("run: {exact: true}\nscaling: {num_workers: 1}\nparallel: " + parallel, "x.yaml:3: parallel: must be "
-       "{kind: ddp} with run.exact, whose sums are those of its own gradient buckets")
+       "{kind: ddp} with run.exact, which sums integers in its own gradient buckets")
       for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],
     ("run: {exact: true}\nprecision: {kind: fp16}", "x.yaml:2: precision: must not be of kind fp16 with run.exact"),
-    ("run: {exact: true}\ncompile: blocks", "x.yaml:2: compile: must be none with run.exact: what is compiled may "),
+    ("run: {exact: true}\ncompile: blocks", "x.yaml:2: compile: must be none with run.exact: compiled code may "),
     *[("run: {deterministic: true}\nscaling: {num_workers: 1}\naudit: {recompute: 1 step}\nparallel: " + parallel,
        "x.yaml:3: audit.recompute: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
        "buckets it compares") for parallel in ("{kind: fsdp}", "{kind: data_parallel}", "{reducer: torch}")],

@@ -121,9 +121,9 @@ def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
         "holds 5 tokens; context_length 5 needs 6": lambda: TextDataset(str(path), 5),
         "cannot be read as uint16: .* not a multiple": lambda: TokensDataset(str(path), "uint16", 2),
         "No such file": lambda: TokensDataset(str(tmp_path / "y"), "uint16", 2),
-        "list gave a dataset of 0 samples": lambda: build_dataset(TargetData(target="builtins:list")),
+        "list returned a dataset of 0 samples": lambda: build_dataset(TargetData(target="builtins:list")),
         "int, which lacks __len__ or __getitem__": lambda: build_dataset(TargetData(target="builtins:int")),
-        "OfHalfASample, whose length cannot be told: 'float' object": lambda: build_dataset(
+        "OfHalfASample, whose length cannot be read: 'float' object": lambda: build_dataset(
             TargetData(target="tests.unit.test_data:OfHalfASample")
         ),
     }
@@ -272,7 +272,7 @@ def test_the_stream_is_read_lazily() -> None:
         ((torch.zeros(2),), r"sample 7 is \(float32 \(2,\)\), expected"),
         ((torch.zeros(2), "cat"), r"sample 7 is \(float32 \(2,\), str \(\)\), expected"),
         (torch.zeros(2), r"sample 7 is \(float32 \(2,\)\), expected"),
-        ({"x": 7}, r"sample 7 is \(x: int \(\)\), expected .* name a function that pads them as data.collate"),
+        ({"x": 7}, r"sample 7 is \(x: int \(\)\), expected .* name a function that pads the samples as data.collate"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 8])
@@ -413,12 +413,12 @@ def test_validation_samples_that_cannot_be_stacked_are_told_at_the_start() -> No
     collate = Target(target="tests.unit.test_data:pad")
     config = TargetData(target="a:b", collate=collate, validation_fraction=0.5)
     loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), config, 1, CPU)
-    missing = r"data\.validation\.collate is missing, as data\.collate is for training alone"
+    missing = r"data\.validation\.collate is missing, and data\.collate is for training only"
     for size in (1, 4):
         with pytest.raises(DataError, match=rf"^{missing}: sample \d+ is .* as data\.validation\.collate"):
             loader.check_validation(size)
     same = [torch.arange(3)] * 40
-    with pytest.raises(DataError, match=rf"^{missing}: .* lack ids, noise, which its batches have"):
+    with pytest.raises(DataError, match=rf"^{missing}: .* lack ids, noise, which training batches have"):
         Loader(same, SampleOrder(40, 0.5, 1), config, 1, CPU).check_validation(4)
     given = config.model_copy(update={"validation": HeldOut(collate=collate)})
     loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), given, 1, CPU)
@@ -470,13 +470,13 @@ class Sampled(Noisy):
 def test_a_dataset_with_a_sampler_is_refused_as_nothing_would_ask_it(attribute: str) -> None:
     assert len(build_dataset(TargetData(target="tests.unit.test_data:Sampled"))) == 50
     target = TargetData(target="tests.unit.test_data:Sampled", args={attribute: [3, 1]})
-    with pytest.raises(DataError, match=rf"gave a Sampled with a {attribute}, .* as data\.order"):
+    with pytest.raises(DataError, match=rf"returned a Sampled with a {attribute}, .* as data\.order"):
         build_dataset(target)
 
 
 def test_a_data_loader_is_refused_as_a_dataset() -> None:
     target = TargetData(target="torch.utils.data:DataLoader", args={"dataset": [1, 2], "batch_size": 2})
-    with pytest.raises(DataError, match=r"gave a DataLoader, .* Give its dataset; data\.order"):
+    with pytest.raises(DataError, match=r"returned a DataLoader, .* Return its dataset, and configure data\.order"):
         build_dataset(target)
 
 
@@ -499,7 +499,7 @@ def test_a_view_without_augmentation_has_as_many_samples() -> None:
         def without_augmentation(self) -> list[int]:
             return [1]
 
-    with pytest.raises(DataError, match=r"Short.without_augmentation\(\) gave 1 samples, and the dataset has 50"):
+    with pytest.raises(DataError, match=r"Short.without_augmentation\(\) returned 1 samples, but the dataset has 50"):
         loader_of(Short())
 
 
@@ -519,7 +519,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 
 def test_a_stream_is_refused_by_its_name() -> None:
-    with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Give a map-style dataset"):
+    with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Return a map-style dataset"):
         build_dataset(TargetData(target="tests.unit.test_data:Stream"))
 
 

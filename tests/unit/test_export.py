@@ -83,7 +83,7 @@ def test_a_step_may_be_chosen(run: Path) -> None:
         (["--out", "weights.bin"], 2, "must end in .safetensors or .pt"),
         (["--out", "weights.pt", "--step", "6"], 2, "holds no checkpoint of step 6"),
         ([], 2, "export takes one run and --out, for example: export ddp --out model.safetensors"),
-        (["--out", "model", "--format", "hf"], 2, "--format hf: Mlp has no save_pretrained; take safetensors or pt"),
+        (["--out", "model", "--format", "hf"], 2, "--format hf: Mlp has no save_pretrained; use safetensors or pt"),
         (["--out", "no/such/folder/weights.pt"], 1, "cannot be written"),
     ],
 )
@@ -102,12 +102,12 @@ def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
     RunDirectory(LocalStore(run)).write_config(parse_config(text))
     assert command("export", run, "--format", "hf", "--out", run / "hf") == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: model.target os:system: code that the run's config.yaml names")
+    assert said.startswith("error: model.target os:system: the run's config.yaml names this code")
     assert f"main.py export {run} --format hf --out {run}/hf --trust-code" in said
     assert not (run / "touched").exists()
     assert command("export", run, "--out", run / "weights.pt") == 0  # which builds no model
     assert command("export", run, "--format", "hf", "--out", run / "hf", "--trust-code") == 2
-    assert "gave a int, not a torch.nn.Module" in capsys.readouterr().err
+    assert "returned a int, not a torch.nn.Module" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

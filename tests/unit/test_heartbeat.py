@@ -275,7 +275,7 @@ def test_a_worker_that_says_what_is_no_message_is_lost(ends: Ends, said: bytes) 
         client._socket.sendall(said + b"\n")
     name, cause = ends.lost.get(timeout=SOON_S)
     assert name == "b"
-    assert cause.startswith("what came is no message")
+    assert cause.startswith("the worker sent no valid message")
     client.close()
 
 
@@ -288,7 +288,7 @@ def test_of_a_worker_whose_line_does_not_end_no_more_is_kept(ends: Ends) -> None
             worker.sendall(b"x" * (2**20 + 2**13))
         assert ends.lost.get(timeout=SOON_S) == (
             "b",
-            "what came is no message: ValueError('more than 1048576 bytes in a line')",
+            "the worker sent no valid message: ValueError('more than 1048576 bytes in a line')",
         )
 
 

@@ -86,7 +86,7 @@ def test_unusable_folders_say_why(tmp_path: Path) -> None:
         build_dataset(ImageFolderData(path=str(tmp_path / "empty")))
     dataset = build_dataset(ImageFolderData(path=write_images(tmp_path / "train", "abc")))
     own = ValidationImages(path=write_images(tmp_path / "val", "ac"))
-    with pytest.raises(DataError, match=r"data\.validation has other classes than data: b"):
+    with pytest.raises(DataError, match=r"data\.validation and data have different classes: b"):
         build_validation(ImageFolderData(path=own.path, validation=own), dataset)
 
 

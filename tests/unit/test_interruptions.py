@@ -47,7 +47,7 @@ def test_a_failure_has_a_detection_and_a_way_back() -> None:
 def test_memory_that_ran_out_is_a_cause() -> None:
     shrunk = events.ForwardsShrunk(step=13, forward_size=4, error="CUDA out of memory.")
     failure = only(shrunk, events.AttemptEnded(time_s=102.0, attempt=1, cause="out of memory", step=12), SECOND)
-    assert failure.cause == "out of memory, so that forwards have 4 samples at the most"
+    assert failure.cause == "out of memory: a forward pass now takes at most 4 samples"
 
 
 def test_steps_that_were_done_again_cost_time_where_the_ledger_tells() -> None:
@@ -58,18 +58,18 @@ def test_steps_that_were_done_again_cost_time_where_the_ledger_tells() -> None:
 def test_an_agreed_change_has_no_detection_and_failures_that_changed_nothing_are_not_its_cause() -> None:
     resize = only(LOST, RESIZED, SECOND)
     assert (resize.kind, resize.cause, resize.detected_s, resize.back_s) == ("resize", "a worker left", None, 5.0)
-    assert only(RESIZED, started(2, 4, 108.0)).cause == "a worker came"
+    assert only(RESIZED, started(2, 4, 108.0)).cause == "a worker joined"
     going = events.Preemption(node="0123456789", deadline_s=0, members=("m1",))
     assert resize.time_s == 102.0
-    assert only(LOST, going, RESIZED, SECOND).cause == "node 01234567 is going with 1 worker"
+    assert only(LOST, going, RESIZED, SECOND).cause == "node 01234567 is preempted with 1 worker"
 
 
 def test_the_time_between_two_commands_counts_for_nobody() -> None:
     commands = [events.RunStarted(time_s=time_s, launcher="ray") for time_s in (50.0, 101.0)]
     restart = only(LOST, *commands, SECOND)
     assert (restart.kind, restart.detected_s, restart.back_s) == ("restart", None, 6.0)
-    assert restart.causes == ("loss of worker m1 on node 01234567: reset", "the command was given again")
-    assert only(events.AttemptEnded(cause="stopped"), commands[1], SECOND).causes == ("the command was given again",)
+    assert restart.causes == ("loss of worker m1 on node 01234567: reset", "the command was run again")
+    assert only(events.AttemptEnded(cause="stopped"), commands[1], SECOND).causes == ("the command was run again",)
 
 
 def test_where_the_same_command_begins_again_its_gap_is_detection_and_start_up() -> None:
@@ -80,7 +80,7 @@ def test_where_the_same_command_begins_again_its_gap_is_detection_and_start_up()
     died = events.ProcessRestarted(process="raylet", follows="the command starts again")
     assert (
         only(died, events.RunStarted(launcher="ray", again=True), SECOND).cause
-        == "raylet has died; the command came back"
+        == "raylet has died; the command restarted"
     )
 
 
@@ -112,7 +112,7 @@ def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
     assert Past.read(directory) == Past(1, 0, 1, (f"restart: {only(LOST, FAILED).cause}", f"restart: {AGAIN}"))
 
 
-AGAIN = "the command was given again"
+AGAIN = "the command was run again"
 
 
 @pytest.mark.parametrize("time_s", [101.0, 107.5])

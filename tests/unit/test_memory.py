@@ -115,7 +115,7 @@ def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.Captur
     assert kept["host_memory_bytes"] == pytest.approx(state, rel=0.02)
     offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", *offloaded]) == 0
-    assert re.search(r" MiB on its GPU, .* MiB of its machine\n", capsys.readouterr().out)
+    assert re.search(r" MiB on its GPU, .* MiB in the memory of its machine\n", capsys.readouterr().out)
 
 
 def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:

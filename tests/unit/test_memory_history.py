@@ -48,7 +48,7 @@ def test_a_gpu_that_is_out_of_memory_leaves_its_allocations_and_says_how_to_see_
     assert (told.rank, told.attempt) == (3, 2)
     assert Path(told.path) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
     assert Path(told.path).read_text() == "allocations"
-    assert told.line().endswith(f"are in {told.path}: drop it on pytorch.org/memory_viz")
+    assert told.line().endswith(f"are in {told.path}: open it on pytorch.org/memory_viz")
 
 
 @pytest.mark.usefixtures("recorded")

@@ -116,7 +116,7 @@ def test_the_number_of_a_run_is_in_one_place(directory: RunDirectory) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"microbatch_size": 0}', '{"microbatch_size": "4"}', "[4]", "\xff"])
 def test_a_number_that_cannot_be_read_is_not_chosen_again(directory: RunDirectory, text: str) -> None:
     directory.store.commit("microbatch.json", text.encode("latin-1"))
-    with pytest.raises(StorageError, match=r'what .*auto has chosen .* Put \{"microbatch_size": N\} there'):
+    with pytest.raises(StorageError, match=r'size .*auto has chosen. Write \{"microbatch_size": N\} there'):
         directory.microbatch_size()
 
 

@@ -90,9 +90,9 @@ def test_users_model_and_task_come_by_name() -> None:
     linear = build_model(Target(target="torch.nn:Linear", args={"in_features": 2, "out_features": 1}))
     assert isinstance(linear, nn.Linear)
     assert callable(build_task(TargetTask(target="app.tasks:LanguageModeling")).sample)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"model\.target: .*gave a dict, not a torch"):
+    with pytest.raises(ConfigError, match=r"model\.target: .*returned a dict, not a torch"):
         build_model(Target(target="builtins:dict"))
-    with pytest.raises(ConfigError, match=r"task\.target: .*gave a dict without loss"):
+    with pytest.raises(ConfigError, match=r"task\.target: .*returned a dict without loss"):
         build_task(TargetTask(target="builtins:dict"))
 
 

@@ -126,7 +126,7 @@ def begin(directory: RunDirectory, said: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.yaml", b"", "config.yaml is empty. Bring it back"),
+        ("config.yaml", b"", "config.yaml is empty. Restore the file"),
         ("config.yaml", b"\0\0", "config.yaml:1: not valid YAML: a character that no text has"),
         ("config.yaml", b"\xff\xfe", "config.yaml:1: not UTF-8 text"),
         ("config.yaml", b"garbage: [", "config.yaml:1: not valid YAML"),
@@ -377,4 +377,4 @@ def test_a_working_directory_that_has_been_deleted(tmp_path: Path) -> None:
     command = f"cd {tmp_path}/gone && rmdir ../gone && {sys.executable} {ROOT}/main.py --config ddp.yaml"
     answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert answer.returncode == 2
-    assert answer.stderr == "error: the working directory has been deleted; change to one that is there\n"
+    assert answer.stderr == "error: the working directory has been deleted; change to one that exists\n"

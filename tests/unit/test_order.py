@@ -176,12 +176,18 @@ def seeded_in_each_call(seed: int, epoch: Int64s, place: Int64s, num_samples: in
     return np.random.default_rng(seed).integers(num_samples, size=len(place))
 
 
-AGAIN = r"gives another sample at place \d+ of epoch \d when it is called again, or for fewer positions"
+AGAIN = r"returns another sample at place \d+ of epoch \d when it is called again, or for fewer positions"
 NOT_ORDERS: dict[str, tuple[Any, str]] = {
-    "floats": (lambda seed, epoch, place, num: place / 2, r"gave float64 \(\d+,\) for \d+ positions; expected int64"),
-    "another shape": (lambda seed, epoch, place, num: place[:3], r"gave int64 \(3,\) for \d+ positions"),
-    "held out": (lambda seed, epoch, place, num: place + epoch, r"gave sample 9 at place 8 of epoch 1; .* are 0 to 8"),
-    "negative": (lambda seed, epoch, place, num: place - 1, "gave sample -1 at place 0 of epoch 0"),
+    "floats": (
+        lambda seed, epoch, place, num: place / 2,
+        r"returned float64 \(\d+,\) for \d+ positions; expected int64",
+    ),
+    "another shape": (lambda seed, epoch, place, num: place[:3], r"returned int64 \(3,\) for \d+ positions"),
+    "held out": (
+        lambda seed, epoch, place, num: place + epoch,
+        r"returned sample 9 at place 8 of epoch 1; .* are 0 to 8",
+    ),
+    "negative": (lambda seed, epoch, place, num: place - 1, "returned sample -1 at place 0 of epoch 0"),
     "global generator": (lambda seed, epoch, place, num: np.random.randint(num, size=len(place)), AGAIN),
     "seeded in each call": (
         lambda seed, epoch, place, num: np.random.default_rng(seed).integers(num, size=len(place)),
@@ -201,7 +207,7 @@ def test_what_is_no_order_is_refused_at_the_start(order: Any, message: str) -> N
 def test_a_sample_out_of_range_is_noticed_whenever_it_comes() -> None:
     order = OwnOrder(10_000, 0.0, 1, lambda seed, epoch, place, num: place + (place == 7000) * 9999, "mine")
     order.train(np.arange(6999))
-    with pytest.raises(DataError, match="mine gave sample 16999 at place 7000 of epoch 2"):
+    with pytest.raises(DataError, match="mine returned sample 16999 at place 7000 of epoch 2"):
         order.train(20_000 + np.arange(6990, 7010))
 
 

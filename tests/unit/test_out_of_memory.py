@@ -48,7 +48,9 @@ def test_parts_of_a_pad_count_for_nothing() -> None:
 
 def test_a_batch_that_is_not_cut_by_samples_is_refused_with_a_remedy() -> None:
     packed = fetched(4)._replace(batch=torch.zeros(1, 12))
-    with pytest.raises(TrainingError, match=r"a tensor of shape \(1, 12\) of them. Lower batch.microbatch_size"):
+    with pytest.raises(
+        TrainingError, match=r"a tensor of shape \(1, 12\) from the samples. Lower batch.microbatch_size"
+    ):
         list(split(packed, 2, 2))
 
 

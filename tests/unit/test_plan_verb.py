@@ -45,7 +45,13 @@ def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.C
     assert found["microbatch_size"] == 3  # 12 over 4 workers
     assert found["worlds"] == plan(config_of("batch.microbatch_size=3", "scaling.num_workers=[2, 4]"), None)["worlds"]
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", "batch.microbatch_size=auto"]) == 0
-    assert "the most samples that batch.microbatch_size=auto may choose: 6\nwhat fits is" in capsys.readouterr().out
+    assert "the largest size that batch.microbatch_size=auto may choose: 6\nthe run measures" in capsys.readouterr().out
+
+
+def test_a_model_beyond_the_machines_memory_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.embed_dim=4000000000"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "model: cannot be built on this machine" in line
 
 
 def test_nothing_speaks_against_a_good_plan() -> None:
@@ -53,9 +59,9 @@ def test_nothing_speaks_against_a_good_plan() -> None:
 
 
 def test_what_a_reviewer_would_ask_about() -> None:
-    assert "seen less than once: 1200 of 1201 samples" in said(num_train=1201)[0]
+    assert "only a part of the dataset: 1200 of 1201 samples" in said(num_train=1201)[0]
     assert "warmup_steps 51 is more than half of the run's 100 steps" in said("schedule.warmup_steps=51")[0]
-    assert "of up to 9 workers 6 have work" in said("scaling.num_workers=[2, 9]")[0]
+    assert "only 6 of up to 9 workers have work" in said("scaling.num_workers=[2, 9]")[0]
     assert "checkpoint.every 5 minutes is longer than the 4m" in said(mtbf_s=240.0)[0]
     assert "the only copy of the state" in said("checkpoint.node_memory=false", "parallel.kind=fsdp")[0]
     assert not said("checkpoint.node_memory=false")

@@ -62,7 +62,7 @@ def test_what_a_cloud_needs_and_is_not_here_is_told_with_what_brings_it(
 ) -> None:
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
     assert main(0.0, ["--config", "ddp.yaml", "--cluster", "cluster/aws.yaml"]) == 2
-    said = "--cluster cluster/aws.yaml: Ray reaches aws by boto3; pip install -c constraints.txt -e '.[cluster]'"
+    said = "--cluster cluster/aws.yaml: Ray needs boto3 to reach aws; pip install -c constraints.txt -e '.[cluster]'"
     assert said in capsys.readouterr().err
 
 

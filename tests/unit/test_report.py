@@ -58,7 +58,7 @@ def test_what_an_interruption_cost(directory: RunDirectory) -> None:
     # Two seconds until it was known, four until the next step began, and two steps of a second.
     assert (failure.detected_s, failure.back_s, failure.lost_steps, failure.redone_s) == (2, 4, 2, 2)
     assert failure.lost_s == 8
-    assert (growth.kind, growth.workers, growth.cause, growth.lost_s) == ("resize", (1, 2), "a worker came", 1)
+    assert (growth.kind, growth.workers, growth.cause, growth.lost_s) == ("resize", (1, 2), "a worker joined", 1)
     # What the time of all ranks is sorted into says the same.
     spent = course.ledger.accounts[1].seconds
     assert spent["detection"] == failure.detected_s

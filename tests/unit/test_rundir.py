@@ -127,7 +127,7 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
     extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
     assert start_or_resume(extended, directory, BEGUN, said.append)
     assert directory.amendments().ends == (End(13, 165),)
-    assert said == ["step 13 stays short, as the run ended with it; the next one goes on at position 165"]
+    assert said == ["step 13 stays short, because the run once ended with it; the next step begins at position 165"]
     # It was broken off before its first step, and is given another length, or the same one, or its first one again.
     for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
@@ -163,7 +163,7 @@ def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
     directory.check_writable()
     finish(directory, EPOCHS, 9)
     monkeypatch.setattr(FileStream, "write", lambda self, lines: None)  # a disk that is full raises nothing
-    with pytest.raises(StorageError, match="takes no events"):
+    with pytest.raises(StorageError, match="an event cannot be written"):
         start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
     assert directory.stored_config() == parse_config(EPOCHS)
     assert directory.summary()
@@ -190,12 +190,12 @@ TENTH = "run: {steps: 13}\nbatch: {global_size: 13, microbatch_size: 13}\noptimi
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["optimizer.lr=0.5"], ["  optimizer.lr: 0.1 -> 0.5", "another run.name", "run.steps=26 as well"]),
+        (["optimizer.lr=0.5"], ["  optimizer.lr: 0.1 -> 0.5", "another run.name", "add run.steps=26 to continue"]),
         (
             ["optimizer.lr=0.5", "schedule.warmup_steps=7", "logging.every_steps=3"],
             ["optimizer.lr: 0.1 -> 0.5", "schedule.warmup_steps: 50 -> 7"],
         ),
-        (["run.steps=5"], ["run.steps: 13 -> 5", "run.steps=5 is fewer than the 13 that are done", "run.steps=26"]),
+        (["run.steps=5"], ["run.steps: 13 -> 5", "run.steps=5 is fewer than the 13 steps that are", "run.steps=26"]),
         (["batch.microbatch_size=4"], ["batch.microbatch_size: 13 -> 4"]),
     ],
 )

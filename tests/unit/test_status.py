@@ -86,7 +86,7 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert "training loss 2.500 at step 100 | gradient norm 1.000 " in shown
     assert "39.8k tok/s | 20 ms a step" in shown
     assert "loss of worker m1 on node 01234567: reset | 3 -> 2 workers | detected in 1.0 s | back in 1.0 s" in shown
-    assert "steps that a loss would cost: worker 0, everything 40" in shown
+    assert "steps to redo after the loss of: worker 0, everything 40" in shown
     assert "2 workers | 1 node" in shown
     assert "aaaaaaaa ranks 0-1" in shown
 
@@ -106,8 +106,8 @@ def test_nodes_are_shown_with_their_ranks_gpus_and_what_a_step_costs_each(
     run_at(tmp_path / "run", os.getpid(), times)
     assert main(0.0, ["status", str(tmp_path / "run")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "3 x NVIDIA H200 | 10.00 to 11.00 ms of a step by themselves | rank 1 is the last in 10%" in shown
-    assert "1 x NVIDIA L4 | 30.00 ms of a step by itself | rank 2 is the last in 90%" in shown
+    assert "3 x NVIDIA H200 | own times 10.00 to 11.00 ms a step | rank 1 is last in 10% of the checks" in shown
+    assert "1 x NVIDIA L4 | own time 30.00 ms a step | rank 2 is last in 90% of the checks" in shown
     assert main(0.0, ["status", str(tmp_path / "run"), "--json"]) == 0
     (_, slow) = json.loads(capsys.readouterr().out)["nodes"]
     assert slow == {"node": "c" * 56, "ranks": [2], "gpus": ["NVIDIA L4"], "own_ms": [30.0], "last": [0.9]}
@@ -155,7 +155,7 @@ def test_a_folder_without_runs_and_two_runs_are_one_message_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(0.0, ["status", "--storage", str(tmp_path)]) == 2
-    assert f"no run below {tmp_path}; --storage names another place" in capsys.readouterr().err
+    assert f"no run below {tmp_path}; choose another place with --storage" in capsys.readouterr().err
     assert main(0.0, ["status", "a", "b"]) == 2
     assert "status takes one run or none" in capsys.readouterr().err
 

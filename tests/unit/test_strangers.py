@@ -121,7 +121,7 @@ def test_a_store_does_not_write_through_a_link(tmp_path: Path) -> None:
     target = tmp_path / "target"
     temporary = tmp_path / "run" / f".report.html.{os.uname().nodename}-{os.getpid()}"
     temporary.symlink_to(target)
-    with pytest.raises(OSError, match="it is a link"):
+    with pytest.raises(OSError, match="the file is a link"):
         store.commit("report.html", b"second")
     assert not target.exists()
 
@@ -134,7 +134,7 @@ def test_a_report_does_not_follow_links(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(0.0, ["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "of another user" not in page
-    assert ("it is a link, which is not followed" in page) is (name == "config.yaml")
+    assert ("the file is a link, which is not followed" in page) is (name == "config.yaml")
 
 
 def test_a_report_shows_what_was_read_from_the_configuration(tmp_path: Path) -> None:

@@ -121,12 +121,12 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             PartsInEvaluation(attempt=1, modules=("backbone", "norms.1")),
-            "in evaluation mode, as the model came: backbone, norms.1",
+            "the model was built with modules in evaluation mode, which stay in it: backbone, norms.1",
         ),
         (ModelSharded(attempt=1, num_units=5, layers={"Block": 4}), "fsdp: 5 units: 4 x Block, the rest"),
         (
             ModelSharded(attempt=1, num_units=1, layers={}),
-            "fsdp: 1 unit: the whole model; a method blocks() names layers to gather one at a time",
+            "fsdp: 1 unit: the whole model; a method blocks() makes each layer a unit of its own",
         ),
         (
             PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
@@ -134,7 +134,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             VariablesKept(attempt=1, variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
-            "run.deterministic keeps NCCL_ALGO=Tree, NCCL_PROTO=LL of the environment; results may differ",
+            "run.deterministic keeps NCCL_ALGO=Tree, NCCL_PROTO=LL of the environment; results may differ between runs",
         ),
         (
             ON_CPU,
@@ -155,11 +155,11 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             Snapshot(step=40, stall_s=0.0123, bytes=12_900_000),
-            "snapshots in node memory from step 40 on: 12.3 MiB a worker, 12 ms each",
+            "snapshots in node memory from step 40 on: 12.3 MiB per worker, 12 ms each",
         ),
         (
             CheckpointFailed(step=40, error="No space left on device", needed_bytes=12_900_000),
-            "no checkpoint at step 40 yet, training goes on: No space left on device (12.3 MiB are needed)",
+            "no checkpoint at step 40 yet, training continues: No space left on device (12.3 MiB are needed)",
         ),
         (
             CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
@@ -185,16 +185,16 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             changed(SHARES, before=(12, 4), after=(8, 8), microbatch_ms=(10.0, 10.1)),
-            "shares (12, 4) -> (8, 8) from step 60: equally fast",
+            "shares (12, 4) -> (8, 8) from step 60: all ranks are equally fast",
         ),
         (changed(SHARES, weights=(3.0, 1.0)), "shares (8, 8) -> (12, 4) from step 60: weights 3, 1"),
         (
             changed(SHARES, after=(8, 8), parallel="fsdp"),
-            "shares stay even (8, 8): under fsdp every worker runs as many microbatches",
+            "shares stay even (8, 8): under fsdp every worker runs the same number",
         ),
         (
             Rollback(attempt=1, steps=(40, 42), cause="loss nan, gradient norm nan at step 42"),
-            "rolling back: loss nan, gradient norm nan at step 42; left out from now on: 40, 42",
+            "rolling back: loss nan, gradient norm nan at step 42; skipped from now on: 40, 42",
         ),
         (
             Failure(member="1f2e3d4c", node="0a1b2c3d4e5f", kind="worker", error="connection closed"),
@@ -214,29 +214,29 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             Hang(ranks=(1,), phase="forward", step=60, seconds=3.21, stacks="runs/x/stacks", ends_s=60.0),
-            "rank 1 stuck in forward after step 60 for 3.2 s, the others wait; the attempt ends after 60 s; "
+            "rank 1 stuck in forward after step 60 for 3.2 s, the other ranks wait; the attempt ends after 60 s; "
             "stacks in runs/x/stacks",
         ),
         (
             Hang(ranks=(0, 1), phase="forward", step=60, seconds=3.21, stacks="x", guess="slow", ends_s=600.0),
-            "rank 0, 1 slow in forward after step 60 for 3.2 s, nobody waits for it; the attempt ends after 600 s; "
+            "rank 0, 1 slow in forward after step 60 for 3.2 s, no rank waits for it; the attempt ends after 600 s; "
             "stacks in x",
         ),
         (
             HangOver(ranks=(1,), phase="forward", step=60, seconds=13.21),
-            "rank 1 went on after 13.2 s in forward",
+            "rank 1 continued after 13.2 s in forward",
         ),
         (
             Silent(member="1f2e3d4c", seconds=5.12, answers=True, ends_s=60.0),
-            "worker 1f2e3d4c not heard of for 5.1 s: its machine answers, its process does not; "
-            "taken for dead after 60 s",
+            "no heartbeat from worker 1f2e3d4c for 5.1 s: its machine answers, its process does not; "
+            "declared dead after 60 s",
         ),
         (
             Straggler(member="a", rank=2, phase="loader", lost_s=0.2, share=0.31),
-            "rank 2 is slow in loader: others wait 31% of every step",
+            "rank 2 is slow in loader: the other ranks wait 31% of every step",
         ),
         (Scale(before=(1, 2), after=(2, 4)), "scaling.num_workers [1, 2] -> [2, 4]"),
-        (Waiting(workers=1, needed=2), "waiting for workers: 1 of at least 2 are there"),
+        (Waiting(workers=1, needed=2), "waiting for workers: 1 of at least 2 have started"),
         (
             NodeQuarantined(time_s=1.0, node="10.0.0.7", attempt=None),
             "node quarantined | node 10.0.0.7",
@@ -647,7 +647,7 @@ def test_details_are_shown_to_those_alone_who_ask_for_them(verbose: bool) -> Non
     file = io.StringIO()
     with closing(Console(verbose, file)) as console:
         console.show(RankTimes(step=4, num_steps=4, own_ms=(1.5, 2.0), last=(0, 1)))
-    assert ("each rank spends by itself" in file.getvalue()) == verbose
+    assert ("each rank itself needs" in file.getvalue()) == verbose
 
 
 def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_
         ({"RANK": "-1"}, "RANK=-1: must be a number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a number"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: ports go up to 65535"),
         ({}, None),
     ],
 )

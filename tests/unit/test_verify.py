@@ -290,7 +290,7 @@ def test_what_is_no_number_is_far_from_every_number() -> None:
 
 def test_without_a_step_in_common_there_is_nothing_to_compare(pair: Pair) -> None:
     pair.lines[1] = []
-    with pytest.raises(UsageError, match=r"a has come to step 10, .*b to step 0"):
+    with pytest.raises(UsageError, match=r"a has reached step 10, .*b step 0"):
         pair.verify()
     pair.lines = [[line(1), line(4)], [line(2), line(3)]]
     with pytest.raises(UsageError, match="no step is in both ledgers"):
@@ -305,11 +305,11 @@ def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
-        "the same, in all that was compared",
-        "steps     10 compared, with their samples; A has come to step 10, B to step 10",
+        "no difference found in the compared values",
+        "steps     10 compared, with their samples; A has reached step 10, B step 10",
         "losses    10 compared",
-        "rounding  loss differs by rounding in 7 steps (relative 1.0e-12 at the most), first at step 4",
-        "workers   others, or other shares, first at step 4",
+        "rounding  loss differs by rounding in 7 steps (relative, at most 1.0e-12), first at step 4",
+        "workers   different workers or shares, first at step 4",
         "weights   3 digests compared, all the same, the last after step 9",
         "ends      the same model_sha256",
     ]
@@ -324,15 +324,15 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
-        "by their configurations they are different runs:",
+        "their configurations make them different runs:",
         "  run.seed: 1 and 2",
-        f"they differ, first at step 6: other weights after it, with digests {6:032x} and {'f' * 32}",
+        f"they differ, first at step 6: different weights after this step, with digests {6:032x} and {'f' * 32}",
         "  A: attempt 1: 2 workers with 3, 3 microbatches",
         "  B: attempt 1: 2 workers with 3, 3 microbatches",
-        "steps     10 compared, with their samples; A has come to step 10, B to step 10",
+        "steps     10 compared, with their samples; A has reached step 10, B step 10",
         "losses    10 compared",
-        "weights   3 digests compared: the same up to step 3, others first after step 6",
-        "what else differs in the configurations:",
+        "weights   3 digests compared: the same up to step 3, different since step 6",
+        "other differences of the configurations:",
         "  optimizer.lr: 0.001 and 0.01",
     ]
     assert main(0.0, ["verify", *pair.uris, "--json"]) == 1
@@ -351,7 +351,7 @@ def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.C
     assert main(0.0, ["verify", *pair.uris]) == 0
     said = capsys.readouterr().out
     assert "losses    9 compared; 1 step unconfirmed" in said
-    assert "weights   not compared: after no step both have a digest of them" in said
+    assert "weights   not compared: no step has a digest of the weights in both runs" in said
 
 
 @pytest.mark.parametrize(

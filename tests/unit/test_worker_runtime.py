@@ -124,4 +124,4 @@ def test_data_or_a_model_that_would_end_the_process_are_told_as_an_exception(
     assert worker.start_worker(Config(), runtime) is None  # type: ignore[arg-type]
     (told,) = Runtime.told
     assert isinstance(told, UserExit)
-    assert str(told).endswith("in code of your own (no more)")
+    assert str(told).endswith("in your own code (no more)")

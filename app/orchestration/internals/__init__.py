@@ -1,4 +1,7 @@
-"""Everything of Ray that is not public API. tests/cluster/test_internals.py fails first when an upgrade moves it."""
+"""All uses of Ray's internal API.
+
+tests/cluster/test_internals.py tests each use, so that it fails first when a new version of Ray changes one.
+"""
 
 import contextlib
 import socket
@@ -12,20 +15,26 @@ from ray._private.node import Node
 
 
 def silence_raylet() -> None:
-    """Keep the raylet's messages off the terminal, which `log_to_driver=False` does not."""
-    # What matters of them the run says itself; all of them are in Ray's log files.
+    """Suppress the raylet's messages, which `log_to_driver=False` still prints."""
+    # The run reports the important events itself. Ray's log files contain all messages.
     worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def keep_sigterm_handler() -> None:
-    """Keep this process's handler of SIGTERM, which `ray.init` would replace by one that ends the process."""
+    """Keep this process's handler of SIGTERM during `ray.init`.
+
+    Ray would replace the handler by one that ends the process.
+    """
     utils.set_sigterm_handler = lambda handler: None
 
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let a Ray that is started in this context listen on the loopback alone, where its node is to be 127.0.0.1."""
-    # Ray makes the machine's address of 127.0.0.1, and then listens on every interface.
+    """Make a Ray started in this context listen on loopback only.
+
+    The address of Ray's node must be given as 127.0.0.1.
+    """
+    # Ray would replace 127.0.0.1 by the machine's address, and listen on every interface.
     stock = services.resolve_ip_for_localhost
     services.resolve_ip_for_localhost = lambda host: host
     try:
@@ -35,16 +44,17 @@ def on_loopback() -> Iterator[None]:
 
 
 def current_cluster() -> str | None:
-    """Return the address of the cluster that `ray start` has made this machine a part of."""
-    # Ray's own "auto" takes any Ray that runs here, also one that another command has embedded, and that ends with it.
+    """Return the address of the cluster joined by `ray start`."""
+    # Ray's own "auto" accepts any Ray on this machine, even one that another command has embedded. Such a Ray ends with
+    # its command.
     found: str | None = utils.read_ray_address()
     return found or None
 
 
 def without_idle_actors(callbacks: list[Any]) -> list[Any]:
-    """Return Ray Train's callbacks less those that start an actor for what is not used here."""
-    # A manager of Ray Data datasets, and a cleaner of placement groups for controllers that outlive their driver. Each
-    # start of a run would be longer by three seconds of CPU.
+    """Return Ray Train's callbacks without two that start unused actors."""
+    # One actor manages datasets of Ray Data, the other cleans up placement groups for controllers that outlive their
+    # driver. Together the actors would cost each start of a run three seconds of CPU.
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
@@ -52,7 +62,10 @@ def without_idle_actors(callbacks: list[Any]) -> list[Any]:
 
 
 def dead_processes() -> set[str]:
-    """Return what of Ray has died: the "raylet" of this machine, and the "gcs_server" where Ray is embedded."""
+    """Return the processes of Ray on this machine that have died.
+
+    The names are "raylet" and, if Ray is embedded, "gcs_server".
+    """
     node = worker._global_node
     if node is None:
         return set()
@@ -63,15 +76,15 @@ def dead_processes() -> set[str]:
 
 
 def end_at_once() -> None:
-    """Have `ray.shutdown` end what this process has embedded of Ray by SIGKILL."""
-    # It would send SIGTERM to one process after another, which they do not heed, and wait for a second each.
+    """Make `ray.shutdown` kill the embedded Ray by SIGKILL."""
+    # Ray would send SIGTERM to one process after another. The processes do not react, and Ray waits a second for each.
     node = worker._global_node
     if node is not None:
         node.kill_all_processes = lambda **_: end_embedded()
 
 
 def end_embedded() -> None:
-    """Kill what this process has embedded of Ray, and Ray's processes below it. Ray itself is not asked."""
+    """Kill the embedded Ray and its workers, without calls to Ray."""
     workers = [each for each in psutil.Process().children(recursive=True) if _is_rays(each)]
     node = worker._global_node
     if node is not None:
@@ -87,7 +100,7 @@ def _listens(path: str) -> bool:
             probe.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # it has no time to accept
+        except OSError:  # the process listens, but is too busy to accept
             return True
     return True
 
@@ -95,19 +108,26 @@ def _listens(path: str) -> bool:
 def _is_rays(process: psutil.Process) -> bool:
     try:
         return any(word.startswith("ray::") for word in process.cmdline()[:1])
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return False
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return the nodes that are about to go: id -> Unix time at which the node goes; 0 where nobody said when."""
+    """Return the nodes that are about to go, by id.
+
+    Each value is the Unix time at which the node goes, or 0 if that is unknown.
+    """
     found: dict[str, int] = ray._private.state.state.get_draining_nodes()
     return {node: deadline_ms / 1000 for node, deadline_ms in found.items()}
 
 
 def remember_head(cluster: dict[str, Any]) -> None:
-    """Let Ray's commands find the head of `cluster`, a parsed cluster file of one's own machines (provider local)."""
-    # Ray itself remembers the head only on the machine where `ray up` was given.
+    """Record a local cluster's head for Ray's commands.
+
+    Args:
+        cluster: parsed cluster file with `provider.type: local`.
+    """
+    # Ray records the head only on the machine on which `ray up` was called.
     from ray.autoscaler._private.local.node_provider import LocalNodeProvider, record_local_head_state_if_needed
 
     record_local_head_state_if_needed(LocalNodeProvider(cluster["provider"], cluster["cluster_name"]))

@@ -1,11 +1,12 @@
-"""A Ray Train worker group of slots, in which the death of one worker is not the end of the others.
+"""A Ray Train worker group whose workers survive each other's death.
 
-A thread of the controller keeps each slot: it asks Ray for an actor, starts the training in it, waits for its death,
-and asks again.
+One thread of the controller keeps each slot filled. The thread requests an actor from Ray, starts the training in the
+actor, waits for the actor's death, and requests another actor.
 """
 
-# A slot that cannot be placed is a pending actor, which is what an autoscaler sees. A killed worker, a lost node,
-# growth and shrinkage are the same thing here, the controller never blocks, and none of it is a failure of the run.
+# A slot without room is a pending actor, which an autoscaler sees. The death of a worker, the loss of a node, growth
+# and shrinkage take the same path: a slot becomes empty or is filled. The controller never blocks, and Ray sees none of
+# these changes as a failure of the run.
 import contextlib
 import inspect
 import queue
@@ -36,14 +37,14 @@ from app.orchestration.policies import Quarantine
 from app.run.events import NodeQuarantined
 from app.run.interrupts import outlive_sigterm
 
-_STEADY_S = 10.0  # a worker that lived so long may be replaced at once
-_FIRST_DELAY_S = 0.5  # between the deaths of one that does not
+_STEADY_S = 10.0  # a worker that lived longer is replaced at once
+_FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
 _LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
 _ASK_S = 10.0
-_MOST_PENDING = 8  # slots that wait for room at a time, or as many as are filled
+_MOST_PENDING = 8  # slots that may wait for room at the same time; more if more than this are filled
 
-# What is overridden or called below, and with which arguments.
+# Parameters of Ray's internal functions that this module overrides or calls.
 CONTRACT = {
     WorkerGroup._start_impl: ["self", "worker_group_state_builder"],
     WorkerGroup._poll_workers_and_collect_errors: ["self", "timeout"],
@@ -59,13 +60,16 @@ CONTRACT = {
 
 
 def coordinator_name(run_config: Any) -> str:
-    """Return the name of a run's coordinator, by which the controller finds it."""
-    # Ray starts the controller, so it cannot be handed the coordinator.
+    """Return the actor name with which the controller finds a run's coordinator."""
+    # Ray starts the controller, so the driver cannot pass the coordinator's handle to the controller.
     return f"coordinator of {run_config.storage_path}/{run_config.name}"
 
 
 def find_incompatibility() -> str | None:
-    """Return what of Ray's internals is not where slots expect it; None if all of it is."""
+    """Return the first difference of Ray's internals from what slots expect.
+
+    The result is None if slots work with this version of Ray.
+    """
     for function, expected in CONTRACT.items():
         found = list(inspect.signature(function).parameters)
         if found != expected:
@@ -82,23 +86,30 @@ def find_incompatibility() -> str | None:
 
 
 class SlotWorker(RayTrainWorker):
+    """Actor of a worker, with a call that fails when the actor dies."""
+
     def __init__(self) -> None:
         super().__init__()
         outlive_sigterm()
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:
-        """Never return: by the failure of this call a slot's keeper hears of the actor's death."""
+        """Block for ever, so that this call fails when the actor dies.
+
+        The thread that keeps the slot waits for that failure.
+        """
         threading.Event().wait()
 
 
 @dataclass
 class _Slot:
+    """Place for one worker. A dead worker's actor is replaced."""
+
     index: int
     actor: Any = None
-    worker: Worker | None = None  # while it trains
-    poll: Any = None  # the answer that is awaited
-    released: bool = False  # its worker went because it was asked to
+    worker: Worker | None = None  # None while no worker trains in the slot
+    poll: Any = None  # pending call for the worker's status
+    released: bool = False  # whether the worker left because the coordinator released it
     closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -108,13 +119,16 @@ class _Slot:
 
 
 class SlotWorkerGroup(WorkerGroup):
-    """Keep as many slots filled as the coordinator wants, and show them to Ray as one group that does not change."""
+    """Worker group that keeps the wanted number of slots filled.
+
+    To Ray the group looks like one that never changes.
+    """
 
     _worker_cls = SlotWorker
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._coordinator = ray.get_actor(coordinator_name(self._train_run_context.run_config))
-        self._target = self._coordinator.num_slots.remote()  # the answer that is awaited
+        self._target = self._coordinator.num_slots.remote()  # pending call for the wanted number of slots
         self._over = False
         self._quarantine = Quarantine()
         self._slots: list[_Slot] = []
@@ -124,27 +138,27 @@ class SlotWorkerGroup(WorkerGroup):
                 callback.before_worker_group_start(self._worker_group_context)
             here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
             sync_actor = SynchronizationActor.options(label_selector=here).remote()
-            # A placement group would have to fit as a whole, and would be lost as a whole.
+            # There is no placement group: Ray would place all of its bundles together, and lose them together.
             none = SimpleNamespace(placement_group=None, shutdown=lambda: None)
             self._worker_group_state = WorkerGroupState(time_monotonic(), none, [], sync_actor)
             for callback in self._callbacks:
-                callback.after_worker_group_start(self)  # no worker yet: slots fill when there is room
+                callback.after_worker_group_start(self)  # no worker runs yet; slots fill when there is room
             self._open(len(self))
         for callback in self._callbacks:
             callback.after_worker_group_training_start(self)
 
     def __len__(self) -> int:
-        # What Ray takes for the number of workers. There may be more slots by now, or fewer.
+        # Ray expects a constant number of workers here. The number of slots may differ.
         return int(self._worker_group_context.num_workers)
 
     def get_workers(self) -> list[Worker]:
         return [slot.worker for slot in self._slots if slot.worker]
 
     def _open(self, count: int) -> None:
-        # Workers are told by the coordinator to leave; only slots that nobody fills are closed here.
+        # Only empty slots are closed here, because the coordinator itself commands workers to leave.
         opened = [slot for slot in self._slots if not slot.closed.is_set()]
         filled = sum(slot.worker is not None for slot in opened)
-        # Each is an actor that waits for room, and a thread that waits for the actor. More follow as these are filled.
+        # Each empty slot costs a pending actor and a thread, so only some are opened. More follow as these fill.
         may_wait = max(_MOST_PENDING, filled)
         for _ in range(min(count, filled + may_wait) - len(opened)):
             slot = _Slot(len(self._slots))
@@ -162,10 +176,10 @@ class SlotWorkerGroup(WorkerGroup):
             began_s = time.monotonic()
             node = None
             slot.actor = self._actor_class().remote()
-            if slot.closed.is_set():  # it closed while there was no actor to kill
+            if slot.closed.is_set():  # the slot was closed before there was an actor to kill
                 ray.kill(slot.actor)
             with contextlib.suppress(RayError):
-                metadata = ray.get(slot.actor.get_metadata.remote())  # until there is room; only this thread waits
+                metadata = ray.get(slot.actor.get_metadata.remote())  # blocks this thread until there is room
                 began_s = time.monotonic()
                 node = metadata.node_id
                 self._fill(slot, metadata)
@@ -177,7 +191,7 @@ class SlotWorkerGroup(WorkerGroup):
             lived_s = time.monotonic() - began_s
             if node and not slot.released and not slot.closed.is_set():
                 self._record_death(node, lived_s)
-            # A worker that dies at its start would do so again and again.
+            # A worker that dies early is likely to die again, so its replacement is delayed.
             if slot.released or lived_s > _STEADY_S:
                 delay_s = 0.0
             else:
@@ -196,7 +210,8 @@ class SlotWorkerGroup(WorkerGroup):
             self._coordinator.publish.remote(NodeQuarantined(node=node))
 
     def _has_computed_wrongly(self, node: str) -> bool:
-        # Asked now, as the next worker must not come to that node; on this slot's own thread, so nobody else waits.
+        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
+        # thread waits for the answer.
         with contextlib.suppress(RayError):
             return node in ray.get(self._coordinator.corrupted_nodes.remote(), timeout=_ASK_S)
         return False
@@ -217,7 +232,7 @@ class SlotWorkerGroup(WorkerGroup):
     def _fill(self, slot: _Slot, metadata: Any) -> None:
         context = self._worker_group_context
         worker = Worker(slot.actor, metadata, context.resources_per_worker, placement_group_bundle_index=slot.index)
-        # Ray's idea of ranks is of slots, and static; the worker's world is the runtime's.
+        # These ranks number the slots, because Ray expects constant ranks. The coordinator assigns the ranks of worlds.
         worker.distributed_context = DistributedContext(
             local_rank=0, local_world_size=1, world_rank=slot.index, world_size=len(self), node_rank=0
         )
@@ -228,10 +243,10 @@ class SlotWorkerGroup(WorkerGroup):
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
         self._follow_target()
-        asked: dict[Any, _Slot] = {}  # the answer that is awaited -> whose it is
+        asked: dict[Any, _Slot] = {}  # pending call -> its slot
         for slot in self._slots:
             if slot.worker:
-                # Not read again from the slot, whose keeper may empty it at any moment.
+                # The call is kept in a local variable, because the slot's thread may reset `slot.poll` at any moment.
                 question = slot.poll or slot.actor.poll_status.remote()
                 slot.poll = question
                 asked[question] = slot
@@ -244,7 +259,7 @@ class SlotWorkerGroup(WorkerGroup):
             status = WorkerStatus(running=True)
             if question in answered:
                 slot.poll = None
-                with contextlib.suppress(RayError):  # its keeper hears of it too
+                with contextlib.suppress(RayError):  # the slot's thread handles the death of its actor
                     status = ray.get(question)
             statuses.append(status)
             if status.return_value == Leave.RELEASED:
@@ -253,7 +268,7 @@ class SlotWorkerGroup(WorkerGroup):
         return self._as_one(statuses)
 
     def _as_one(self, statuses: list[WorkerStatus]) -> list[WorkerStatus]:
-        # Ray expects as many statuses as it has started workers. The first speaks for all of them.
+        # Ray expects one status for each worker that it counts. The first status stands for all workers.
         first = WorkerStatus(running=False)
         for status in statuses:
             first.running = first.running or status.running
@@ -261,7 +276,8 @@ class SlotWorkerGroup(WorkerGroup):
             first.training_report = first.training_report or status.training_report
             if status.return_value != Leave.RELEASED:
                 first.return_value = first.return_value or status.return_value
-        # The run ends once one worker is done with it and no other is at work. Until then empty slots may fill.
+        # The run ends when one worker has returned because the run ended, and no worker is running. Until then empty
+        # slots may fill.
         self._over = self._over or first.return_value is not None
         first.running = (first.running or not self._over) and first.error is None
         rest = [WorkerStatus(running=False, training_report=first.training_report) for _ in range(len(self) - 1)]
@@ -287,7 +303,7 @@ class SlotWorkerGroup(WorkerGroup):
     def _close(self) -> None:
         goodbyes = [worker.actor.shutdown.remote() for worker in self.get_workers()]
         for slot in self._slots:
-            slot.closed.set()  # so that nobody fills it again
+            slot.closed.set()  # the slot's thread requests no other actor
         if goodbyes:
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_SHUTDOWN_S)
         for slot in self._slots:
@@ -295,9 +311,9 @@ class SlotWorkerGroup(WorkerGroup):
 
 
 class LastCommit(CheckpointManager):
-    """Ray's register of checkpoints, which names the newest one alone.
+    """Ray's list of checkpoints, which contains only the newest one.
 
-    The run's own retention deletes older checkpoints, and Ray refuses to read a register that names a deleted one.
+    The run itself deletes older checkpoints, and Ray refuses to read a list that contains a deleted checkpoint.
     """
 
     def register_checkpoint(self, training_report: _TrainingReport) -> None:
@@ -307,24 +323,27 @@ class LastCommit(CheckpointManager):
 
 
 class SlotController(TrainController):
+    """Ray Train's controller with a worker group of slots."""
+
     worker_group_cls = SlotWorkerGroup
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        # The controller has a process of its own, and finds the class of its register under this name.
+        # The controller runs in its own process, and looks up the class of its checkpoint list under this name.
         controller.CheckpointManager = LastCommit
         super().__init__(*arguments, **named)
 
 
 class InlineFunction:
-    """A training function that travels with calls, in place of a reference to Ray's object store.
+    """Training function that does not use Ray's object store.
 
-    When an agent of an embedded Ray dies, the raylet leaves the cluster and ends. Ray's client then restores each
-    object that this process has put into the store, finds no store, and ends the process. So the command puts none.
+    The function is sent with each call. When an agent of an embedded Ray dies, the raylet leaves the cluster and ends.
+    Ray's client then tries to restore each object that this process has put into the store, finds no store, and ends
+    the process. So the command must not put any object into the store.
     """
 
     def __init__(self, stored: ObjectRefWrapper[Any]) -> None:
         self._pickled = ray.cloudpickle.dumps(stored.get())
-        stored._ref = None  # the last reference: the store forgets the function
+        stored._ref = None  # this was the last reference, so the store deletes the function
 
     def get(self) -> Any:
         return ray.cloudpickle.loads(self._pickled)
@@ -332,8 +351,8 @@ class InlineFunction:
 
 @contextlib.contextmanager
 def slot_controller() -> Any:
-    """Let a trainer that is fitted in this context use a controller of slots."""
-    # TorchTrainer has no argument for it, so it finds another controller under the name.
+    """Make trainers in this context use a controller with slots."""
+    # TorchTrainer has no argument for the controller's class, so the class is replaced in Ray's module.
     stock = data_parallel_trainer.TrainController
     data_parallel_trainer.TrainController = SlotController
     try:
@@ -343,10 +362,13 @@ def slot_controller() -> Any:
 
 
 def report(path: str, metrics: dict[str, Any]) -> None:
-    """Tell the controller of a checkpoint, as `ray.train.report` would if it did not wait for all ranks."""
+    """Report a checkpoint to the controller without a barrier.
+
+    `ray.train.report` would wait for all ranks.
+    """
     reported = _TrainingReport(checkpoint=Checkpoint(path), metrics=metrics, validation=False)
     reports = get_train_context().get_result_queue()
-    # The queue holds one report. The newest one replaces another that the controller has not read yet.
+    # The queue holds one report. The new report replaces a report that the controller has not read yet.
     with contextlib.suppress(queue.Empty):
         reports.get_nowait()
     with contextlib.suppress(queue.Full):

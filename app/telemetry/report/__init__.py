@@ -1,1 +1,1 @@
-"""The report of a run: one page of HTML that opens from disk, made from what the run has written down."""
+"""Report of a run: one self-contained HTML page."""

@@ -1,4 +1,7 @@
-"""Gather what the page shows of a run. Of a long one, as many points as a person can see."""
+"""Gather the data of the report from a run's files.
+
+Curves of long runs are thinned out to the number of points that a person can see.
+"""
 
 import math
 from bisect import bisect_left
@@ -13,13 +16,16 @@ from app.storage.jsonl import is_count, is_number, read_lines
 from app.telemetry.goodput import TimeLedger, read_totals
 from app.telemetry.interruptions import Interruption, read_interruptions
 
-_MOST_POINTS = 3000  # of a curve
-_MOST_EVENTS = 1000  # of a kind
+_MOST_POINTS = 3000  # points of one curve
+_MOST_EVENTS = 1000  # events of one kind
 _CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
 
 
 class Curve:
-    """Figures by step, thinned out as they come. Of a step that was done again the last ones count."""
+    """Figures by step, thinned out on the way.
+
+    If a step was done again, its last figures count.
+    """
 
     def __init__(self, most_points: int = _MOST_POINTS) -> None:
         self._most_points = most_points
@@ -29,6 +35,10 @@ class Curve:
         self.rows: list[dict[str, float]] = []
 
     def add(self, step: int, row: dict[str, float]) -> None:
+        """Add the figures of a step.
+
+        If the step was added before, its old figures and those of later steps are dropped first.
+        """
         again = bisect_left(self.steps, step)
         del self.steps[again:], self.rows[again:]
         self._num_seen += 1
@@ -41,26 +51,26 @@ class Curve:
             self._stride *= 2
 
     def column(self, name: str) -> list[float]:
-        """Return one figure of each step, NaN where it is not known."""
+        """Return one figure of each step, NaN if unknown."""
         return [row.get(name, float("nan")) for row in self.rows]
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a step has cost a rank by itself in an attempt, beside the others."""
+    """Time that a rank spent by itself in the steps of an attempt."""
 
     attempt: int
     rank: int
-    node: str  # "" if that is not known
+    node: str  # "" if unknown
     gpu: str  # "" on CPUs
-    own_ms: float
-    of_median: float  # of the attempt's ranks
-    last: float  # share of looks at which the others had to wait for it most, 0 to 1
+    own_ms: float  # mean of one step
+    of_median: float  # `own_ms` divided by the median of the attempt's ranks
+    last: float  # share of the checks in which other ranks waited longest for this rank, 0 to 1
 
 
 @dataclass
 class Course:
-    """The course of a run."""
+    """Data of a run that the report shows."""
 
     directory: RunDirectory
     totals: Totals
@@ -72,6 +82,7 @@ class Course:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
+        """Read the data of a run from its directory."""
         totals = read_totals(directory)
         redone_s = {attempt: span.redone_s for attempt, span in totals.spans.items()}
         interruptions = read_interruptions(directory.all_events(), redone_s)
@@ -94,7 +105,7 @@ class Course:
             self.figures.add(line["step"], row)
 
     def ranks(self) -> list[Rank]:
-        """Return what is known of the ranks of each attempt, in their order."""
+        """Return the times of each attempt's ranks, in the order of attempts and ranks."""
         told: dict[int, list[events.RankTimes]] = {}
         for event in self.told.get(events.RankTimes, []):
             told.setdefault(event.attempt, []).append(event)

@@ -1,4 +1,7 @@
-"""Draw the course of a run with Bokeh. Colours of text and grid are the page's own: see `page.html`."""
+"""Draw the plots of the report with Bokeh.
+
+`page.html` sets the colours of text and grid.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +17,7 @@ from app.telemetry.interruptions import Interruption
 from app.telemetry.report.course import Course
 from app.units import node_name
 
-# Told apart on a white and on a black page, and by those who see no red or no green (Okabe and Ito, 2008).
+# These colours are distinct on white and on black pages, and for readers with colour blindness (Okabe and Ito, 2008).
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
     "#0072b2",
     "#e69f00",
@@ -50,14 +53,17 @@ _MARKS = {"failure": _RED, "resize": _SKY, "restart": _PURPLE}
 
 
 class Drawing(NamedTuple):
-    """A plot, and what its colours mean: the page tells it, since a legend of the plot's own fits no narrow screen."""
+    """Plot with its legend.
+
+    The page shows the legend, because a legend inside of the plot does not fit on a narrow screen.
+    """
 
     plot: Any
     legend: dict[str, str]  # colour by label
 
 
 def losses(course: Course) -> Drawing:
-    """Draw loss and validation loss by step, and where the run was interrupted."""
+    """Draw loss, validation loss and interruptions by step."""
     plot = _plot("step", "loss")
     _line(plot, course.figures.steps, course.figures.column("loss"), _BLUE, "training")
     held_out = course.validations
@@ -67,7 +73,7 @@ def losses(course: Course) -> Drawing:
 
 
 def step_times(course: Course) -> Drawing:
-    """Draw the median of step times by step."""
+    """Draw the median step time and the time waiting for data by step."""
     plot = _plot("step", "ms a step")
     _line(plot, course.figures.steps, course.figures.column("step_ms"), _BLUE, "step")
     waits_ms = []
@@ -80,7 +86,7 @@ def step_times(course: Course) -> Drawing:
 
 
 def worlds(course: Course) -> Drawing:
-    """Draw how many workers there were on each node, by time."""
+    """Draw the number of workers on each node over time."""
     unit_s, unit = time_unit(course)
     began_s = course.ledger.accounts[0].began_s
     started = {event.attempt: event for event in course.told.get(AttemptStarted, [])}
@@ -117,13 +123,16 @@ def worlds(course: Course) -> Drawing:
 
 
 def time_of_ranks(course: Course) -> Drawing:
-    """Draw where the time of all ranks went, a bar for each attempt, or for neighbours of many."""
+    """Draw the use of all ranks' time, one bar for each attempt.
+
+    In a run of many attempts one bar stands for several consecutive attempts.
+    """
     groups = _grouped(course.ledger.accounts)
     rows: list[dict[str, Any]] = []
     for place, accounts in enumerate(groups):
         rows += _bar(place, accounts)
     plot = _plot("attempt", "seconds of all ranks", x_range=(-0.5, len(groups) - 0.5))
-    # By place, not by label: each command that ended before its first step is an attempt 0.
+    # Bars are placed by index, because labels may repeat: each command without a step is labelled as attempt 0.
     plot.xaxis.ticker = list(range(len(groups)))
     plot.xaxis.major_label_overrides = {place: _label(accounts) for place, accounts in enumerate(groups)}
     source = _source(rows, "place", "bottom", "top", "color")
@@ -137,7 +146,7 @@ def time_of_ranks(course: Course) -> Drawing:
 
 
 def time_unit(course: Course) -> tuple[float, str]:
-    """Return the unit in which the length of the run is a number that one can read, in seconds, and its name."""
+    """Return the seconds and name of a time unit for the run's length."""
     wall_s = course.ledger.accounts[-1].ended_s - course.ledger.accounts[0].began_s
     for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if wall_s > 2 * unit_s:
@@ -146,6 +155,7 @@ def time_unit(course: Course) -> tuple[float, str]:
 
 
 def color_of(interruption: Interruption) -> str:
+    """Return the colour of an interruption's mark."""
     return _MARKS[interruption.kind]
 
 
@@ -156,7 +166,7 @@ def _plot(x: str, y: str, **options: Any) -> Any:
         x_axis_label=x,
         y_axis_label=y,
         tools="box_zoom,reset",
-        active_drag=None,  # a finger on the page scrolls it
+        active_drag=None,  # without this a drag on a touch screen would zoom instead of scrolling the page
         background_fill_alpha=0,
         border_fill_alpha=0,
         outline_line_color=None,
@@ -170,7 +180,10 @@ def _plot(x: str, y: str, **options: Any) -> Any:
 
 
 def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
-    """Return the columns of `rows`; those that are `drawn` also where there are no rows, since bokeh misses them."""
+    """Return the columns of `rows`.
+
+    Without rows it returns empty columns named `drawn`, because Bokeh reports a missing column of a plot as an error.
+    """
     names = rows[0].keys() if rows else drawn
     return ColumnDataSource({name: [row[name] for row in rows] for name in names})
 
@@ -190,11 +203,11 @@ def _hover(plot: Any, drawn: list[Any], tooltips: list[tuple[str, str]], mode: s
 
 
 def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
-    """Mark where attempts ended: a line, and a sign at its foot that tells more. Return what the colours mean."""
+    """Mark each interruption by a line, with details at its foot. Return the legend."""
     rows: list[dict[str, Any]] = []
     lowest = min((value for value in values if math.isfinite(value)), default=0.0)
     for each in course.interruptions:
-        if each.step is None:  # nothing has followed yet
+        if each.step is None:  # no other attempt has finished a step yet
             continue
         color = color_of(each)
         mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
@@ -221,7 +234,7 @@ def _grouped(accounts: Sequence[Account]) -> list[Sequence[Account]]:
 
 
 def _bar(place: int, accounts: Sequence[Account]) -> list[dict[str, Any]]:
-    """Return the parts of one bar, from the bottom up."""
+    """Return the segments of one bar, from bottom to top."""
     rank_s = dict.fromkeys(CATEGORIES, 0.0)
     for account in accounts:
         for category, seconds in account.rank_s.items():

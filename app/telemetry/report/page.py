@@ -1,4 +1,7 @@
-"""Lay the report out: one page of HTML that asks for nothing else, in which all that the run tells is escaped."""
+"""Build the HTML page of the report.
+
+The page loads no other file, and every text of the run is escaped.
+"""
 
 import json
 import time
@@ -17,16 +20,16 @@ from app.telemetry.report.course import Course
 from app.units import compact, duration, node_name, number, plural
 
 _MOST_ROWS = 200
-_MARKED = "Dotted lines: the step that a run went on from after a failure, a resize or another command."
+_MARKED = "Dotted lines: the step from which the run continued after a failure, a resize or another command."
 _RANKS_EXPLAINED = (
-    "What a step costs each rank by itself, and how often the others waited for it most: heartbeats tell, which only a "
-    "run on Ray brings together. Below, ranks that cost the others a tenth of every step or more."
+    "Time that each rank spends by itself in a step, and how often the other ranks waited longest for it. Only runs on "
+    "Ray measure this, by heartbeats. Below: ranks that cost the other ranks a tenth of every step or more."
 )
 _MOST_RANKS = 32
 
 
 def page_of(course: Course) -> str:
-    """Return the page."""
+    """Return the HTML of the report."""
     from bokeh.embed import json_item
     from bokeh.resources import Resources
 
@@ -44,20 +47,25 @@ def page_of(course: Course) -> str:
         title=escape(_name(course)),
         bokeh=bokeh,
         body="\n".join(_sections(course, legends)),
-        # What a run is told may close the element otherwise.
+        # A text of the run could contain "</script>" and close the element.
         plots=json.dumps(items).replace("<", "\\u003c"),
     )
 
 
 def _sections(course: Course, legends: Mapping[str, str]) -> Iterable[str]:
-    """Yield the parts of the page; `legends` stand above the plots of their names."""
+    """Yield the sections of the page.
+
+    Args:
+        course: the data of the run.
+        legends: HTML of each plot's legend, by the name of the plot.
+    """
     plots = {name: f'{legend}<div id="{name}"></div>' for name, legend in legends.items()}
     yield _header(course)
     yield _section("Loss", _MARKED, plots["losses"], wide=True)
-    yield _section("Workers", "How many there were, by node.", plots["worlds"])
-    yield _section("Step time", "Medians of log steps.", plots["steps"])
-    yield _section("Where the time went", _explained(course), _shares(course) + plots["time"], wide=True)
-    yield _section("What each interruption cost", "", _interruptions(course), wide=True)
+    yield _section("Workers", "Number of workers on each node.", plots["worlds"])
+    yield _section("Step time", "Median time of the steps between two log lines.", plots["steps"])
+    yield _section("Use of time", _explained(course), _shares(course) + plots["time"], wide=True)
+    yield _section("Cost of each interruption", "", _interruptions(course), wide=True)
     yield _section("Slow ranks", _RANKS_EXPLAINED, _rank_times(course) + _stragglers(course), wide=True)
     yield _section("Configuration", "", _text(_config(course)))
     environment = read_json(course.directory.store, "environment.json") or {}
@@ -104,11 +112,11 @@ def _key(color: str) -> str:
 
 def _explained(course: Course) -> str:
     total_s = sum(course.ledger.rank_s().values())
-    return f"{number(total_s)} seconds of all ranks, from command to end; the time between two commands is not in it."
+    return f"{number(total_s)} seconds of all ranks, without the time between two commands."
 
 
 def _shares(course: Course) -> str:
-    """Return the bar of the whole run, and its parts as a table."""
+    """Return a bar and a table of the run's use of time."""
     rank_s = course.ledger.rank_s()
     total_s = sum(rank_s.values()) or 1.0
     parts, rows = [], []
@@ -134,14 +142,14 @@ def _interruptions(course: Course) -> str:
         numbers += [str(each.lost_steps), f"{each.lost_s:.1f} s"] if each.attempt else ["", "not back yet"]
         rows.append(row + [_cell(value, "number") for value in numbers])
     if not rows:
-        return "<p>There was none.</p>"
+        return "<p>The run was not interrupted.</p>"
     heads = [("", ""), ("at step", "number"), ("workers", "number"), ("why", ""), ("restored from", "")]
     heads += [(head, "number") for head in ("detected in", "back in", "steps lost", "time lost")]
     return _table(heads, rows)
 
 
 def _rank_times(course: Course) -> str:
-    """Return a table of the ranks that were the last most often, by attempt."""
+    """Return a table of the ranks that other ranks waited for most often."""
     ranks = course.ranks()
     if not ranks:
         return ""
@@ -151,7 +159,7 @@ def _rank_times(course: Course) -> str:
         place = [_cell(escape(node_name(rank.node))), _cell(escape(rank.gpu))]
         rows.append([*(_cell(value, "number") for value in row), *place])
     heads = [(head, "number") for head in ("attempt", "rank", "by itself", "of the median", "last in")]
-    left = f"<p>And {len(ranks) - _MOST_RANKS} others.</p>" if len(ranks) > _MOST_RANKS else ""
+    left = f"<p>And {len(ranks) - _MOST_RANKS} more ranks.</p>" if len(ranks) > _MOST_RANKS else ""
     return _table([*heads, ("node", ""), ("GPU", "")], rows) + left
 
 
@@ -160,7 +168,7 @@ def _stragglers(course: Course) -> str:
     for event in course.told.get(events.Straggler, []):
         found.setdefault((event.rank, event.member, event.phase), []).append(event)
     if not found:
-        return "<p>No rank cost the others so much.</p>"
+        return "<p>No rank cost the other ranks that much.</p>"
     rows = []
     slowest = sorted(found.items(), key=lambda each: -max(event.share for event in each[1]))
     for (rank, member, phase), told in slowest[:_MOST_ROWS]:
@@ -182,7 +190,7 @@ def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> s
 
 
 def _config(course: Course) -> str:
-    # What was read from it, not its bytes: the file may be anything that the owner of the directory put there.
+    # The page shows the parsed configuration, not the bytes of the file, which may have any content.
     try:
         config = course.directory.stored_config()
     except SteadfastError as error:

@@ -1,4 +1,4 @@
-"""Write the report of a run into its directory."""
+"""Writing of a run's report into its directory."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,28 +8,35 @@ from app.config import Config
 from app.errors import UsageError
 from app.run.directory import REPORT, RunDirectory
 
-_MOST_STEPS = 500_000  # whose ledger the end of a run reads: more would delay its exit by seconds
+_MOST_STEPS = 500_000  # for more steps the report is not written automatically: it would delay the exit by seconds
 
 
 def write_report(directory: RunDirectory) -> str:
-    """Write the page. Return where it is. Raises UsageError if the run has not begun."""
+    """Write the report, and return its path or URI.
+
+    Raises:
+        UsageError: the run has not begun.
+    """
     from app.telemetry.report.course import Course
     from app.telemetry.report.page import page_of
 
     course = Course.read(directory)
     if not course.ledger.accounts:
-        raise UsageError(f"{directory.uri} has no events: there is nothing to report before the run has begun")
+        raise UsageError(f"{directory.uri} has no events, so there is nothing to report: the run has not begun")
     directory.store.commit(REPORT, page_of(course).encode())
     return directory / REPORT
 
 
 @contextmanager
 def reported(config: Config, directory: RunDirectory, say: Callable[[str], object]) -> Iterator[None]:
-    """Write the report once what is within ends, if `run.report` asks for it. What goes wrong with it is a warning."""
+    """Write the report when the context ends, if `run.report` is set.
+
+    An error in the report is shown as a warning.
+    """
     try:
         yield
     finally:
-        # Whoever presses Ctrl-C twice waits for nothing.
+        # A user who presses Ctrl-C a second time should not have to wait for the report.
         if config.run.report and not isinstance(sys.exception(), KeyboardInterrupt):
             try:
                 _report(directory, say)
@@ -40,6 +47,6 @@ def reported(config: Config, directory: RunDirectory, say: Callable[[str], objec
 def _report(directory: RunDirectory, say: Callable[[str], object]) -> None:
     num_steps = int(directory.last_step_line().get("step", 0))
     if num_steps > _MOST_STEPS:
-        say(f"no {REPORT} by itself after {num_steps} steps; main.py report {directory.uri} writes it")
+        say(f"no {REPORT} is written automatically for {num_steps} steps; main.py report {directory.uri} writes it")
     elif num_steps:
         say(f"report      {write_report(directory)}")
