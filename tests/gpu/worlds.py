@@ -169,9 +169,7 @@ class MemberRuntime:
         self.progress = Progress(Limits())
         self._rank, self._directory = rank, directory
         self._attempt = 0
-        self._world: World | None = None
         self._events = directory.open_events()
-        self._lock = threading.Lock()
         if rank.args["beats"]:
             threading.Thread(target=self._beat, daemon=True).start()
 
