@@ -196,20 +196,21 @@ def test_a_part_runs_its_drills_alone(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "work"
     code = (
         "from tests.dist.test_gpu_drills import fake, main\n"
-        f"main(['--out', {str(tmp_path / 'out')!r}, '--device', 'cpu'], [fake('saves', alone=True), fake('hangs')])"
+        f"folders = ['--out', {str(out)!r}, '--work', {str(work)!r}]\n"
+        "main([*folders, '--device', 'cpu'], [fake('saves', alone=True), fake('hangs')])"
     )
     command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
-    results = tmp_path / "out" / "drills.jsonl"
     until_s = time.monotonic() + 60
-    while not results.exists():
+    while not (work / "hangs" / "figures.json").exists():
         assert time.monotonic() < until_s, command.poll()
         time.sleep(0.05)
     command.terminate()
     command.wait(30)
-    assert "| hangs | SKIPPED |" in (tmp_path / "out" / "table.md").read_text()
-    with tarfile.open(tmp_path / "out" / "logs.tar") as logs:
+    assert "| hangs | SKIPPED |" in (out / "table.md").read_text()
+    with tarfile.open(out / "logs.tar") as logs:
         names = logs.getnames()
     assert "saves/note.txt" in names
     assert "hangs/log.txt" in names
