@@ -13,7 +13,6 @@ PATIENCE_S = 5.0
 
 # Daemons that live as long as the process that has started them: nothing ends them on purpose.
 LIFELONG_THREADS = {
-    "checkpoints",  # of a checkpoint writer, of which a worker has one
     "owner",  # renews a command's claim on its run directory; looks up every few seconds
     "tqdm_monitor",  # of the bars of a library
 }

@@ -84,6 +84,7 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             finally:
                 world.groups.abort()
                 _clear_frames(error)
+                del error  # its frames, though cleared, still hold the functions of the attempt, and these the model
         finally:
             world.progress.leave()
             world.groups.destroy()

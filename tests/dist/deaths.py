@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import sha256
@@ -26,14 +27,17 @@ from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.worker import work
-from steadfast.world.groups import is_peer_loss
+from steadfast.world.groups import PeerLost, is_peer_loss
 from steadfast.world.runtime import World
 from tests.checks import check_audit
 from tests.dist.drill import Attempt, Drilled, DrillRuntime, what_is_left
 from tests.dist.gang import Gang, Member
-from tests.dist.like_nccl import Death, behave_like_nccl
+from tests.dist.like_nccl import CONNECTING, Death, behave_like_nccl
 from tests.events import event_lines
 
+# Of plots of three deaths each. A test of them has 96 deaths more with DEATH_PLOTS=36 and -m slow than its first 12.
+_NUM_QUICK, _NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))
+SEEDS = [*range(_NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_NUM_QUICK, _NUM_PLOTS))]
 JOINING: tuple[list[int], ...] = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
 _LOOK_S = 0.005
 _MOMENTS = ("before it is launched", "while it runs", "when it is done")
@@ -84,6 +88,15 @@ def plot(seed: int, num_collectives: int) -> Plot:
             deaths[attempt] = (victim, Death(draw.randint(1, num_collectives), draw.choice(_MOMENTS)))  # type: ignore[arg-type]
             alive.remove(victim)
     return Plot(worlds, deaths)
+
+
+def with_a_death_in_connect(plotted: Plot, seed: int, num_communicators: int = 1) -> Plot:
+    """Return the plot with one of its deaths moved to where communicators connect: a double death, if not the first."""
+    moment = CONNECTING[seed % len(CONNECTING)]
+    attempt = 1 + (1 + seed // len(CONNECTING)) % len(plotted.deaths)
+    victim, _ = plotted.deaths[attempt]
+    death = Death(random.Random(seed).randint(1, num_communicators), moment)  # type: ignore[arg-type]
+    return Plot(plotted.worlds, {**plotted.deaths, attempt: (victim, death)}, plotted.leave_after)
 
 
 class Held(NamedTuple):
@@ -197,6 +210,8 @@ class MortalRuntime(DrillRuntime):
         ]
         super().__init__(member, schedule, directory)
         self._deaths = plotted.deaths
+        self._world: World | None = None
+        self._broken = 0  # attempt in which somebody has died
 
     @property
     def attempt(self) -> int:
@@ -204,27 +219,46 @@ class MortalRuntime(DrillRuntime):
 
     def death(self) -> Death | None:
         """Return where this process dies in the world that is being formed."""
-        victim, death = self._deaths.get(self._forming.number, (None, None))
+        victim, death = self._deaths.get(self._forming, (None, None))
         return death if victim == self._member.number else None
 
     def next_world(self) -> World | None:
-        world = super().next_world()
-        if world is not None and self.attempt in self._deaths:
-            self._member.store.set(f"pid/{self.attempt}/{self._member.number}", str(os.getpid()))
-            threading.Thread(target=self._watch, args=(world,), daemon=True).start()
-        return world
+        while True:
+            self._world = None
+            try:
+                self._world = super().next_world()
+            except PeerLost:
+                continue  # those who are left form the next one
+            # The death may have been seen while there was nothing to abort.
+            if self._world is not None and self._broken == self.attempt:
+                self._world.groups.abort()
+            return self._world
 
     def failed(self, step: int, error: BaseException) -> bool:
         if not is_peer_loss(error):
             raise error
         return True
 
-    def _watch(self, world: World) -> None:
-        victim = self._deaths[world.attempt][0]
-        pid = int(self._member.store.get(f"pid/{world.attempt}/{victim}"))
+    def _form(self, attempt: Attempt, aborted: threading.Event | None = None) -> World:
+        self._forming = attempt.number
+        aborted = threading.Event()
+        if attempt.number in self._deaths:
+            self._member.store.set(f"pid/{attempt.number}/{self._member.number}", str(os.getpid()))
+            threading.Thread(target=self._watch, args=(attempt.number, aborted), daemon=True).start()
+        return super()._form(attempt, aborted)
+
+    def _watch(self, attempt: int, aborted: threading.Event) -> None:
+        key = f"pid/{attempt}/{self._deaths[attempt][0]}"
+        while not self._member.store.check([key]):  # to wait for it would keep other threads from the store
+            time.sleep(_LOOK_S)
+        pid = int(self._member.store.get(key))
         while _lives(pid):
             time.sleep(_LOOK_S)
-        world.groups.abort()
+        self._broken = attempt
+        if self._world is None:
+            aborted.set()
+        else:
+            self._world.groups.abort()
 
 
 def _lives(pid: int) -> bool:

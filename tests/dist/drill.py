@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,6 +39,10 @@ class _Patient(Timeouts):
     def connect(self) -> timedelta:
         # By then all are there. Gloo waits five times as long for one that has died at this moment.
         return timedelta(seconds=10)
+
+    def first_collectives(self, size: int) -> timedelta:
+        # By then all are there, too, and the others wait so long for one that has died at this moment.
+        return timedelta(seconds=6)
 
 
 PATIENT = _Patient(silence_s=40.0)
@@ -163,16 +168,24 @@ class DrillRuntime:
         attempt = next(self._coming, None)
         if attempt is None:
             return None
-        self._forming = attempt
-        rank, size = attempt.members.index(self._member.number), len(attempt.members)
-        world = form_world(
-            self._member.store, rank, size, attempt.number, self.device, timeouts=PATIENT, progress=self.progress
-        )
+        world = self._form(attempt)
         # Once all are here who may have more to say.
         world = replace(world, amendments=self._directory.amendments())
         self.seats.append(Seat(world.attempt, world.rank, os.getpid()))
         self._attempt, self._wishes, self._num_steps = attempt, world.rank == world.size - 1, 0
         return world
+
+    def _form(self, attempt: Attempt, aborted: threading.Event | None = None) -> World:
+        return form_world(
+            self._member.store,
+            attempt.members.index(self._member.number),
+            len(attempt.members),
+            attempt.number,
+            self.device,
+            timeouts=PATIENT,
+            progress=self.progress,
+            aborted=aborted,
+        )
 
     def signals(self) -> Signals:
         """Asked once a step."""

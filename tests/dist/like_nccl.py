@@ -1,5 +1,9 @@
 """A communicator that behaves like NCCL's, on CPU: what it launches runs later, and an abort leaves garbage in silence.
 
+The first launch waits until all ranks are connected, under a lock that an abort takes too. For a rank that never comes
+it waits until a time limit has passed; where a rank ends meanwhile it raises, and so does every later launch. To end a
+communicator that is connecting or has failed raises, unless it was aborted before.
+
 Its works say that they are complete as soon as they are launched. What is computed from a result comes after it in the
 device's order: here, `wait` blocks for that. Where a peer is dead, kernels spin until they are aborted; then they
 complete with partial sums, and nobody is told.
@@ -12,6 +16,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from steadfast.world import groups
+from steadfast.world import communicator, groups
 from steadfast.world.communicator import NcclCommunicator
 from steadfast.world.timeouts import Timeouts
 
@@ -30,11 +35,24 @@ _SOON_S = 10.0
 _LOOK_S = 0.0005
 
 
-class Death(NamedTuple):
-    """Where a process is killed: at its collective of this number, from 1, in the attempt."""
+CONNECTING = ("before it connects", "while it connects", "when it has connected")
 
-    collective: int
-    moment: Literal["before it is launched", "while it runs", "when it is done"]
+
+class Death(NamedTuple):
+    """Where a process is killed in an attempt: at its collective of this number, or at its communicator; from 1.
+
+    Collectives by which a communicator connects do not count.
+    """
+
+    number: int
+    moment: Literal[
+        "before it is launched",
+        "while it runs",
+        "when it is done",
+        "before it connects",
+        "while it connects",
+        "when it has connected",
+    ]
 
 
 @dataclass
@@ -63,19 +81,29 @@ class _Work(dist.Work):
 
 @dataclass
 class Fate:
-    """Of a process in one world: where it dies, if it does, and how many collectives of all groups it has launched."""
+    """What a process meets in one world: the place of its death, and how far its groups have come."""
 
     death: Death | None
+    num_communicators: int = 0
     num_launched: int = 0
+
+    def meet(self, number: int, moment: str) -> None:
+        """End this process if it dies here."""
+        if self.death == (number, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LikeNccl(dist.ProcessGroup):
     """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
 
-    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, fate: Fate) -> None:
+    def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, fate: Fate, limit_s: float) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._inner = inner
         self._fate = fate
+        self._limit_s = limit_s  # for the connection
+        self.counts = False  # towards the number of the collective at which the process dies
+        self._state: Literal["connecting", "connected", "error", "aborted"] = "connecting"
+        self._state_lock = threading.Lock()
         self._ended = threading.Event()
         self._lock = threading.Lock()  # of `outputs`: they are either a result or garbage
         self._stream: queue.Queue[_Launched | None] = queue.Queue()
@@ -95,8 +123,14 @@ class LikeNccl(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Let what is under way complete, with garbage."""
+        with self._state_lock:
+            self._state = "aborted"
         self._ended.set()
         self._stream.put(None)
+
+    def shutdown(self) -> None:
+        if self._state in ("connecting", "error"):
+            raise dist.DistBackendError(f"NCCL error: the communicator is in state {self._state}")
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         def run() -> list[Tensor]:
@@ -163,26 +197,55 @@ class LikeNccl(dist.ProcessGroup):
     def _launch(self, run: Callable[[], Sequence[Tensor]], outputs: Sequence[Tensor]) -> _Work:
         if self._ended.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
-        self._fate.num_launched += 1
-        self._die_at("before it is launched")
+        self._connect()
+        if self.counts:
+            self._fate.num_launched += 1
+            self._fate.meet(self._fate.num_launched, "before it is launched")
         launched = _Launched(self._numbered(run), outputs)
         self._stream.put(launched)
         return _Work(launched)
 
+    def _connect(self) -> None:
+        with self._state_lock:
+            if self._state == "connected":
+                return
+            if self._state != "connecting":
+                raise dist.DistBackendError(f"NCCL error: the communicator is in state {self._state}")
+            self._fate.num_communicators += 1
+            number = self._fate.num_communicators
+            self._fate.meet(number, "before it connects")
+            until_s = time.monotonic() + self._limit_s
+            if not self._all_meet(until_s):
+                # Nobody has heard of the rank that is missing, so nothing tells that it has ended.
+                time.sleep(max(0.0, until_s - time.monotonic()))
+                raise dist.DistBackendError("NCCL timeout in: like_nccl.py")
+            self._fate.meet(number, "while it connects")
+            if not self._all_meet(until_s):
+                self._state = "error"
+                raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+            self._state = "connected"
+            self._fate.meet(number, "when it has connected")
+
+    def _all_meet(self, until_s: float) -> bool:
+        """Wait for all ranks. Return whether they have come."""
+        work = self._inner.allreduce([torch.zeros(1)], dist.AllreduceOptions())
+        while not work.is_completed() and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        try:
+            return bool(work.is_completed() and work.wait())
+        except RuntimeError:
+            return False
+
     def _numbered(self, run: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        number = self._fate.num_launched
+        number = self._fate.num_launched if self.counts else 0
 
         def fatal() -> Sequence[Tensor]:
-            self._die_at("while it runs", number)
+            self._fate.meet(number, "while it runs")
             results = run()
-            self._die_at("when it is done", number)
+            self._fate.meet(number, "when it is done")
             return results
 
         return fatal
-
-    def _die_at(self, moment: str, number: int | None = None) -> None:
-        if self._fate.death == (number or self._fate.num_launched, moment):
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def _run(self) -> None:
         while (launched := self._stream.get()) is not None:
@@ -203,17 +266,21 @@ class Device(NcclCommunicator):
 
     def synchronize(self) -> None:
         self.wait()
-        if self._ending is not None:
-            self._ending.join()
+        self._join()
+
+    def _mark(self) -> Callable[[], bool]:
+        arrived = [work._launched.arrived for work in self.under_way if isinstance(work, _Work)]
+        return lambda: all(each.is_set() for each in arrived)
 
 
 def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
     """Give every world of this process a communicator like NCCL's; `death_in` is asked once in each world."""
     inner_group: list[dist.ProcessGroup] = []
     fates: list[Fate] = []  # the last one is this world's
+    communicator._BUCKET_BYTES = 4096  # what it takes over gloo would be a wait in each world
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LikeNccl:
-        return LikeNccl(rank, size, inner_group[-1], fates[-1])
+        return LikeNccl(rank, size, inner_group[-1], fates[-1], timeout.total_seconds())
 
     def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) -> Device:
         fates.append(Fate(death_in()))
@@ -225,9 +292,10 @@ def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
         ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
     ) -> Device | None:
         before = groups._open_sockets()
-        inner_group.append(dist.new_group(list(ranks), backend="gloo"))
+        inner_group.append(dist.new_group(list(ranks), timeouts.connect, "gloo"))
         sockets = groups._opened_since(before)
-        group = dist.new_group(list(ranks), backend="like-nccl")
+        limit = timeouts.first_collectives(len(ranks))
+        group = dist.new_group(list(ranks), limit, "like-nccl")
         if dist.get_rank() not in ranks:
             return None
         assert isinstance(group, LikeNccl)
@@ -238,7 +306,10 @@ def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
                 with contextlib.suppress(OSError):
                     groups._shut(descriptor, inode)
 
-        return Device(group, abort, _SOON_S)
+        formed = Device(group, abort, _SOON_S)
+        formed.connect(device, limit.total_seconds(), aborted)
+        group.counts = True
+        return formed
 
     dist.Backend.register_backend("like-nccl", create, devices=["cpu"])
     groups.connect = connect

@@ -172,10 +172,10 @@ def add_losses_as_floats() -> None:
 def take_the_unit_from_the_world() -> None:
     def broken(honest: Any) -> Any:
         def add(self: FixedPoint, total: Tensor, gradient: Tensor, first: bool) -> None:
-            if self._shift is None:
+            if self._scale is None:
                 honest(self, total, gradient.clone(), True)
-                assert self._shift is not None
-                self._shift -= 3 * dist.get_world_size()
+                assert self._scale is not None
+                self._scale = self._scale / 8 ** dist.get_world_size()
             honest(self, total, gradient, first)
 
         return add

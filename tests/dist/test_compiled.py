@@ -23,6 +23,7 @@ from tests.dist.reference import reference
 from tests.dist.small import CONTEXT, VOCABULARY, small
 
 KINDS = ["ddp", "fsdp"]
+GRAPHS = 2  # one of all layers, and one of the loss
 
 
 def write_no_code() -> None:
@@ -82,7 +83,7 @@ def check_compiled(tmp_path: Path, kind: str, worlds: list[int], leave_after: li
     check_run(run, reference(small(tmp_path, "run.steps=20")))
     check_nothing_is_told(run)
     probed = kind == "fsdp"
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1 + probed] * max(worlds)
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS + probed] * max(worlds)
 
 
 def test_with_dropout_the_result_is_that_without(tmp_path: Path) -> None:
@@ -105,14 +106,14 @@ def test_ten_more_worlds_compile_nothing_again(tmp_path: Path, kind: str) -> Non
     check_nothing_is_told(run)
     written = graphs_of(tmp_path)
     assert len({line["attempt"] for lines in written.values() for line in lines}) == 11
-    assert [max(line["graphs"] for line in lines) for lines in written.values()] == [1, 1, 1]
+    assert [max(line["graphs"] for line in lines) for lines in written.values()] == [GRAPHS] * 3
 
 
 def test_under_ddp_a_newcomer_has_compiled_before_it_joins(tmp_path: Path) -> None:
     run = drill(small(tmp_path, *compiling(tmp_path)), worlds=[1, 2], leave_after=[4], patch=write_no_code)
     check_run(run, reference(small(tmp_path)))
     for lines in graphs_of(tmp_path).values():
-        assert {line["graphs"] for line in lines} == {1}
+        assert {line["graphs"] for line in lines} == {GRAPHS}
 
 
 def test_under_torchs_reducer(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_under_torchs_reducer(tmp_path: Path) -> None:
     run = drill(small(tmp_path, *words), worlds=[3, 2], leave_after=[4], patch=write_no_code)
     check_run(run, reference(small(tmp_path)))
     check_nothing_is_told(run)
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1] * 3
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS] * 3
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -140,7 +141,7 @@ def test_in_16_bits(tmp_path: Path, kind: str) -> None:
     config = small(tmp_path / "compiled", *compiling(tmp_path, *words))
     run = drill(config, worlds=[2, 1], leave_after=[4], patch=write_no_code)
     check_nothing_is_told(run)
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [1, 1]
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS] * 2
     losses = [line["loss"] for line in plain.history.lines]
     assert [line["loss"] for line in run.history.lines] == pytest.approx(losses, rel=0.02)
 
@@ -151,7 +152,7 @@ def test_running_statistics_are_those_without(tmp_path: Path) -> None:
     run = drill(small(tmp_path, *compiling(tmp_path, *words)), worlds=[3, 2], leave_after=[4], patch=write_no_code)
     check_run(run, reference(small(tmp_path, *words)))
     assert ["stride mismatch" in reason for reason in run.told("recompiled", "reason")] == [True]
-    assert [{line["graphs"] for line in lines} for lines in graphs_of(tmp_path).values()] == [{2}] * 3
+    assert [{line["graphs"] for line in lines} for lines in graphs_of(tmp_path).values()] == [{GRAPHS + 1}] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

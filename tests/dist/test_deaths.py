@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,17 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import History
 from steadfast.world.groups import Groups
 from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
-from tests.dist.deaths import Plot, Survived, Undisturbed, plot, survive, undisturbed, validation_losses
+from tests.dist.deaths import (
+    SEEDS,
+    Plot,
+    Survived,
+    Undisturbed,
+    plot,
+    survive,
+    undisturbed,
+    validation_losses,
+    with_a_death_in_connect,
+)
 from tests.dist.gang import MemberFailed
 from tests.dist.like_nccl import Death
 from tests.dist.reference import Reference, reference
@@ -27,9 +36,6 @@ from tests.dist.small import small
 
 # Collectives of an attempt's first steps, with the broadcasts to a newcomer before them.
 NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}
-# Plots of three deaths each. With DEATH_PLOTS=36 and -m slow there are 192 deaths more than the first 24.
-NUM_QUICK, NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))
-SEEDS = [*range(NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(NUM_QUICK, NUM_PLOTS))]
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
@@ -69,6 +75,13 @@ def calm(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_no_death_leaves_garbage(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
     config = config_of(tmp_path, kind)
     check(config, survive(config, plot(seed, NUM_COLLECTIVES[kind]), several_buckets), calm)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_death_while_a_world_connects_ends_the_run(tmp_path: Path, kind: str, calm: Undisturbed, seed: int) -> None:
+    config = config_of(tmp_path, kind)
+    plotted = with_a_death_in_connect(plot(seed, NUM_COLLECTIVES[kind]), seed)
+    check(config, survive(config, plotted, several_buckets), calm)
 
 
 @pytest.mark.parametrize(

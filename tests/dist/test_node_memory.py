@@ -115,8 +115,8 @@ def test_what_a_killed_worker_has_finished_is_there_and_what_it_has_begun_is_fre
 
 def test_two_buffers_are_enough_for_ever(name: str) -> None:
     memory = memory_of(name)
-    memory.reserve(NUM_BYTES, 2)
-    wait_until(lambda: memory.held_bytes() == 2 * NUM_BYTES)
+    memory.reserve(NUM_BYTES, 2).join()
+    assert memory.held_bytes() == 2 * NUM_BYTES
     last = SnapshotId(0, 1, 1)
     for step in range(1, 20):
         snapshot = SnapshotId(step, 1, 1)
@@ -391,6 +391,28 @@ def test_pinned_memory_is_unregistered_before_it_is_unmapped(
         assert len(cuda.registered) == 2
     memory.close()
     copies_of(memory, cuda, 2**20, 100)
+
+
+def test_memory_that_was_reserved_is_pinned_by_the_thread_that_reserves_it(name: str, cuda: LikeCuda) -> None:
+    other, memory = memory_of(name), memory_of(name, device=DEVICE)
+    for _ in range(2):
+        other.take(NUM_BYTES)
+    memory.reserve(NUM_BYTES, 2).join()
+    other.give_back()  # buffers of another worker, which are free too by then
+    assert cuda.threads == ["reserve"] * 2
+    copies_of(memory, cuda, NUM_BYTES, 1)
+    assert len(cuda.threads) == 2
+
+
+def test_a_buffer_of_a_new_server_is_not_taken_for_the_former_ones(name: str) -> None:
+    memory = memory_of(name)
+    memory.reserve(NUM_BYTES, 1).join()
+    (server,) = servers(name)
+    server.kill()
+    wait_until(lambda: not servers(name))
+    buffer = fill(memory, NEW)
+    assert buffer.number == 1
+    memory.verify(1)
 
 
 def test_a_copy_under_way_ends_before_its_memory_is_unregistered(name: str, cuda: LikeCuda) -> None:

@@ -15,13 +15,14 @@ from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import local
 from steadfast.storage import LocalStore
 from tests.dist.checks import check_equal, check_identical, check_run, check_weights
-from tests.dist.deaths import Plot, plot_replicas, survive
+from tests.dist.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
 from tests.dist.drill import Members, drill
 from tests.dist.reference import reference
 from tests.dist.small import small
 
 HSDP = "parallel={kind: fsdp, shard_size: 2}"
 NUM_COLLECTIVES = 150  # of some steps
+NUM_COMMUNICATORS = 3  # of a rank: of the world, across replicas and within its own
 NAMES = "resized", "undisturbed"
 
 
@@ -96,6 +97,15 @@ def test_no_death_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> N
     check_weights(run, reference(config))
     if not takes_the_last_of_a_part(plotted):
         assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_death_while_replicas_connect_ends_the_run(seed: int, tmp_path: Path) -> None:
+    config = small(tmp_path, HSDP, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+    plotted = with_a_death_in_connect(plot_replicas(seed, NUM_COLLECTIVES), seed, NUM_COMMUNICATORS)
+    run = survive(config, plotted).left
+    check_weights(run, reference(config))
+    assert sorted(run.history.committed) == [*range(1, 25)]
 
 
 def takes_the_last_of_a_part(plotted: Plot) -> bool:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
 
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.worlds import Company
 
 _START_S, _STEP_S = 90.0, 45.0
-_GROWTH = 1.1  # of what is in use after the third cycle
 
 
 def ddp(scene: Scene) -> None:
-    """Kill a member and take in a newcomer, 20 times over (4 in a rehearsal), while member 0 trains on.
+    """Kill a member and take in a newcomer, 12 times over (4 in a rehearsal), while member 0 trains on.
 
     Asserts that device memory, host memory, threads and descriptors of member 0 stay flat after the third cycle.
     Figures: these by cycle, and the median seconds of forming, building, restoring and the first step.
     """
-    _cycles(scene, "ddp", 20 if scene.on_gpu else 4)
+    _cycles(scene, "ddp", 12 if scene.on_gpu else 4)
 
 
 def fsdp(scene: Scene) -> None:
@@ -38,8 +36,7 @@ def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
         for member in range(3 + spares):
             ranks.start(member, **SURVIVABLE)
         company.form(members)
-        if not company.wait_for_step(3, _START_S):
-            raise RuntimeError(f"the first world took no steps: {ranks.last_words(0)}")
+        company.train_on("the first world", _START_S)
         newest = 2 + spares
         for cycle in range(num_cycles):
             ranks.processes[members[1]].kill()
@@ -47,11 +44,11 @@ def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
             company.abort()
             members = [members[0], members[2]]
             company.form(members)
-            _trains(scene, company, f"cycle {cycle}, without a member")
+            company.train_on(f"cycle {cycle}, without a member", _STEP_S)
             company.resize()
             members.append(3 + cycle)
             company.form(members)
-            _trains(scene, company, f"cycle {cycle}, with a newcomer")
+            company.train_on(f"cycle {cycle}, with a newcomer", _STEP_S)
             newest += 1
             ranks.start(newest, **SURVIVABLE)
         company.resize()
@@ -60,30 +57,10 @@ def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
     _report(scene, company, num_cycles)
 
 
-def _trains(scene: Scene, company: Company, when: str) -> None:
-    # Steps do not begin anew: the world must get beyond what was done before it.
-    before = int(company.directory.last_step_line()["step"])
-    if not company.wait_for_step(before + 3, _STEP_S):
-        raise RuntimeError(f"{when}: no steps within {_STEP_S:g} s: {company.ranks.last_words(0)}")
-
-
 def _report(scene: Scene, company: Company, num_cycles: int) -> None:
     parts = ("formed_s", "built_s", "restored_s", "first_step_s")
     attempts = company.events("attempt_started")[1:]
     for part in parts:
         scene.figure(**{part: median([event[part] for event in attempts])})
-    memory = [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
     scene.figure(num_cycles=num_cycles, num_worlds=len(attempts) + 1)
-    for name in ("allocated_bytes", "reserved_bytes", "rss_bytes", "num_threads", "num_fds"):
-        _is_flat(scene, name, [note[name] for note in memory if name in note])
-
-
-def _is_flat(scene: Scene, name: str, values: list[Any]) -> None:
-    if not values:
-        return
-    scene.figure(**{name: f"{values[0]} .. {values[-1]}"})
-    # Two worlds a cycle, and the value before the first world.
-    settled = values[7:]
-    if len(settled) >= 2:
-        claim = f"{name} grows after the third cycle: {settled[0]} -> {settled[-1]}"
-        scene.check(settled[-1] <= max(_GROWTH * settled[0], settled[0] + 2), claim)
+    company.check_flat(6)  # two worlds a cycle

@@ -1,12 +1,15 @@
 """Drills on one GPU: `python -m tests.gpu.drills --out DIR`. README.md beside this file says what they show.
 
-Exit codes: 0 all passed, 1 any failed, 2 bad usage, 3 nothing could be checked, 4 none failed but some were skipped.
+Exit codes: 0 all passed or were rehearsed, 1 any failed, 2 bad usage, 3 nothing could be checked, 4 none failed but
+some were skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, catalog: Sequence[Drill] = CATA
     options = _parser().parse_args(arguments)
     if options.list:
         for drill in catalog:
-            print(f"{drill.name:<16}{drill.summary}")
+            print(f"{drill.name:<16}{drill.part} {drill.summary}")
         return 0
     unknown = set(options.only) - {drill.name for drill in catalog}
     if unknown:
@@ -32,11 +35,27 @@ def main(arguments: Sequence[str] | None = None, catalog: Sequence[Drill] = CATA
         print(f"nothing was checked: {lacking}; {remedy}", file=sys.stderr)
         return NOTHING_CHECKED
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    out = options.out.resolve()  # drills run in another directory
     chosen = [drill for drill in catalog if not options.only or drill.name in options.only]
-    jobs = options.jobs or (3 if options.device == "cuda" else 1)
-    results = Runner(out, options.device, options.minutes, jobs).run(chosen)
+    chosen = [drill for drill in chosen if options.part in (None, drill.part)]
+    if options.work is not None:
+        return _run(chosen, options, options.work)
+    with tempfile.TemporaryDirectory(prefix="drills-") as work:
+        return _run(chosen, options, Path(work))
+
+
+def _run(chosen: Sequence[Drill], options: argparse.Namespace, work: Path) -> int:
+    for folder in (options.out, work):
+        folder.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()  # drills run in another directory
+    jobs = options.jobs or (2 if options.device == "cuda" else 1)
+    runner = Runner(out, work.resolve(), options.device, options.minutes, jobs)
+    # A machine that is rented by the command ends the command before it takes the results.
+    before = {number: signal.signal(number, lambda *_: runner.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        results = runner.run(chosen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     text = table(results, describe(options.commit), options.device)
     (out / "table.md").write_text(text)
     print(text)
@@ -46,8 +65,10 @@ def main(arguments: Sequence[str] | None = None, catalog: Sequence[Drill] = CATA
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.gpu.drills", allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("gpu-drills"), help="folder for results, logs and table")
+    parser.add_argument("--work", type=Path, help="folder for the drills' files; a temporary one by default")
     parser.add_argument("--minutes", type=_positive, default=9.0, help="no drill goes on for longer")
     parser.add_argument("--only", type=lambda names: names.split(","), default=[], help="names, with commas between")
+    parser.add_argument("--part", type=int, choices=(1, 2), help="the drills of one of two commands; all by default")
     parser.add_argument("--list", action="store_true", help="name the drills and exit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses the drills over gloo")
     parser.add_argument("--jobs", type=_count, help="drills side by side, if they measure no time")

@@ -53,3 +53,9 @@ def lacks_a_package(scene: Scene) -> None:
 def lacks_a_module_of_ours(scene: Scene) -> None:
     """Need a module of this project that has moved."""
     import steadfast.moved_elsewhere  # type: ignore[import-not-found] # noqa: F401
+
+
+def saves(scene: Scene) -> None:
+    """Leave a checkpoint and a note."""
+    (scene.folder / "model.safetensors").write_bytes(b"0" * 100)
+    (scene.folder / "note.txt").write_text("saved")

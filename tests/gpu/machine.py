@@ -46,10 +46,12 @@ def describe(commit: str = "") -> dict[str, str]:
     }
 
 
-def can_compile() -> str:
-    """Return what is missing for torch.compile on CUDA; "" if nothing is."""
-    lacking = [] if shutil.which("gcc") else ["gcc"]
-    return ", ".join(lacking + (["triton"] if _version("triton") == NONE else []))
+def missing_for_compile(on_gpu: bool) -> str:
+    """Return what torch.compile lacks here; "" if it lacks nothing."""
+    lacking = [name for name in ("gcc", "g++") if not shutil.which(name)]
+    if on_gpu and _version("triton") == NONE:
+        lacking.append("triton")
+    return ", ".join(lacking)
 
 
 def _commit() -> str:

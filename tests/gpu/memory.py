@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +21,10 @@ _BYTES_PER_WEIGHT = 16  # fp32: a weight, its gradient and two moments
 def fsdp(scene: Scene) -> None:
     """Train a sharded model in worlds of 1 and 2, then as DDP from its checkpoint, and sharded again.
 
-    Asserts that the peak of device memory before the first world and at a re-form is at most 1.2 times what a rank's
-    shard takes with gradient and moments, plus one layer; and that each change of strategy goes on where it was.
-    Figures: these peaks as multiples of the shard, and the steps that each part went on from.
+    Asserts that the peak of device memory before the first world, and at a re-form up to the restored state, is at most
+    1.2 times what a rank's shard takes with gradient and moments, plus one layer; and that each change of strategy goes
+    on where it was. Figures: these peaks and that of training as multiples of the shard, and the steps that each part
+    went on from.
     """
     width = 8192 if scene.on_gpu else 512
     net = f"model.args={{width: {width}}}"
@@ -35,12 +35,13 @@ def fsdp(scene: Scene) -> None:
         company = Company(scene, ["run.steps=20", "parallel.kind=fsdp", net, "checkpoint.every=5 steps"], f"of-{size}")
         _train(scene, company, size)
         shard_bytes = _BYTES_PER_WEIGHT * num_weights / size
-        for note in _memory(company):
+        for note in company.memory():
             if "peak_bytes" in note:
-                moment = "start" if note["after_attempt"] == 0 else "re-form"
+                moment = "start" if note["after_attempt"] == 0 else note["moment"]
                 scene.figure(**{f"of_{size}_{moment}": note["peak_bytes"] / shard_bytes})
-                claim = f"world of {size}, {moment}: the peak is {note['peak_bytes'] / shard_bytes:.2f} shards"
-                scene.check(note["peak_bytes"] <= 1.2 * shard_bytes + layer_bytes, claim)
+                if moment != "trained":
+                    claim = f"world of {size}, {moment}: the peak is {note['peak_bytes'] / shard_bytes:.2f} shards"
+                    scene.check(note["peak_bytes"] <= 1.2 * shard_bytes + layer_bytes, claim)
     _change_strategy(scene, net)
 
 
@@ -51,7 +52,7 @@ def offload(scene: Scene) -> None:
     that the second one's peak of device memory is at most half of what a rank's shard takes with gradient and moments.
     Figures: both peaks as multiples of that, and the largest difference of losses.
     """
-    width = 8192 if scene.on_gpu else 256
+    width = 4096 if scene.on_gpu else 256
     net = f"model.args={{width: {width}, num_layers: 8}}"
     with torch.device("meta"):
         num_weights = sum(parameter.numel() for parameter in Net(width=width, num_layers=8).parameters())
@@ -63,7 +64,7 @@ def offload(scene: Scene) -> None:
         _train(scene, company, 2)
         losses[home] = [line["loss"] for line in read_ledger(company.directory.store).lines]
         scene.check(len(company.events("restore")) == 1, f"on the {home}: the second world began anew")
-        for note in _memory(company)[1:]:
+        for note in company.memory()[1:]:
             if "peak_bytes" in note:
                 shards = note["peak_bytes"] / shard_bytes
                 scene.figure(**{f"on_{home}": shards})
@@ -100,10 +101,6 @@ def _trained(scene: Scene, overrides: list[str], name: str) -> Company:
         codes = ranks.wait(_START_S + _END_S)
     scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
     return company
-
-
-def _memory(company: Company) -> list[dict[str, Any]]:
-    return [note for note in company.ranks.notes(0) if note["kind"] == "memory"]
 
 
 def _change_strategy(scene: Scene, net: str) -> None:
@@ -144,7 +141,7 @@ def auto(scene: Scene) -> None:
         size, sample, free = event["microbatch_size"], event["sample_bytes"], event["free_bytes"]
         scene.figure(microbatch_size=size, sample_gb=sample / 1e9, free_gb=free / 1e9)
         scene.check_on_gpu(size < 64, "all 64 samples fit, so nothing was decided: take a larger model")
-        for note in _memory(company)[-1:]:
+        for note in company.memory()[-1:]:
             if "peak_bytes" in note:
                 share = note["peak_bytes"] / free
                 scene.figure(peak_share=share)
@@ -157,8 +154,9 @@ def staging(scene: Scene) -> None:
     """Save in every step while an update adds 1 to every weight, so that each file says which step it is of.
 
     Asserts that every checkpoint holds one value throughout, that of its step; that training waits for a copy no
-    longer than its bytes at 30 GB/s and 5 ms; and that host memory grows by at most 1.1 times two copies.
-    Figures: checkpoints, GB of one, the longest wait, the growth in copies.
+    longer than its bytes at 30 GB/s and 5 ms, for the first two, whose memory is new, and for the others; and that host
+    memory grows by at most 1.1 times two copies.
+    Figures: checkpoints, GB of one, the waits of the first two, the longest of the others, the growth in copies.
     """
     width, steps = (8192, 60) if scene.on_gpu else (512, 12)
     overrides = [
@@ -175,10 +173,14 @@ def staging(scene: Scene) -> None:
         _check_uniform(scene, manifest.parent)
     if saved:
         num_bytes = saved[0]["bytes"]
-        blocked_s = max(event["blocked_s"] for event in saved)
-        scene.figure(num_saved=len(saved), num_read=len(whole), gb=num_bytes / 1e9, blocked_s=blocked_s)
+        blocked_s = [event["blocked_s"] for event in saved]
+        first_s, others_s = blocked_s[:2], blocked_s[2:] or [0.0]
+        scene.figure(num_saved=len(saved), num_read=len(whole), gb=num_bytes / 1e9)
+        scene.figure(first_two_s=" ".join(map(str, first_s)), others_s=max(others_s))
         limit_s = num_bytes / 30e9 + 0.005
-        scene.check_on_gpu(blocked_s <= limit_s, f"training waited {blocked_s:.3f} s for a copy, not {limit_s:.3f} s")
+        for which, waits_s in (("one of the first two copies", first_s), ("a later copy", others_s)):
+            claim = f"training waited {max(waits_s):.3f} s for {which}, not {limit_s:.3f} s"
+            scene.check_on_gpu(max(waits_s) <= limit_s, claim)
         _check_growth(scene, company, num_bytes)
 
 
@@ -208,7 +210,7 @@ def _tensors(path: Path) -> list[tuple[str, Tensor]]:
 
 def _check_growth(scene: Scene, company: Company, num_bytes: int) -> None:
     """Compare the process's memory before its world with that after it."""
-    sizes = [note["rss_bytes"] for note in _memory(company)]
+    sizes = [note["rss_bytes"] for note in company.memory()]
     if len(sizes) < 2:
         scene.check(False, "the member has said nothing of its memory")
         return

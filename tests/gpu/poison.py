@@ -25,7 +25,7 @@ def ddp(scene: Scene) -> None:
     Figures: cases, survivors with wrong weights, the steps that were held, seconds from the death to the new world.
     """
     honest = _undisturbed(scene)
-    times = 5 if scene.on_gpu else 1
+    times = 2 if scene.on_gpu else 1
     cases = []
     for point in ("first", "between", "update"):
         cases += [(point, number) for number in range(times)]

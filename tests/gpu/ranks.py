@@ -161,6 +161,14 @@ def form_plain(rank: Rank, size: int | None = None, generation: int = 0) -> dist
     return group
 
 
+def sum_of_ones(rank: Rank, world: Any) -> float:
+    """Return what one of each rank adds up to in a world of the app's. A collective."""
+    ones = torch.ones(1024, device=rank.device)
+    world.groups.communicator.sum(ones)
+    world.groups.gate()
+    return ones[0].item()
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("target", "number", "size", "port", "device", "folder", "args"):

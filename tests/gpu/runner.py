@@ -8,22 +8,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.chaos.processes import descendants, send
-from tests.gpu.child import ENDING
+from tests.gpu.child import ENDING, State
 from tests.gpu.machine import ROOT
 from tests.gpu.scene import FIGURES
 
-State = Literal["PASSED", "FAILED", "SKIPPED"]
-RESULTS = "drills.jsonl"
+PASSES: tuple[State, ...] = ("PASSED", "REHEARSED")
+RESULTS, LOGS = "drills.jsonl", "logs.tar"
+_LARGEST_LOG_BYTES = 2**20
 _POLL_S = 0.1
+_REHEARSAL_FACTOR = 2  # to bounds: a rehearsal has few cores, and some that others use
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,21 @@ class Drill:
 
     Attributes:
         target: "module:function", called with a Scene.
+        part: of the two commands that hold all drills, each within nine minutes.
         bound_s: it has FAILED if it lasts longer.
         alone: it measures time, so no other runs beside it.
         needs: another drill without whose success this one says nothing.
         torch_alone: it does without the app, and so without the packages that the app needs.
-        not_built: what of the program it needs that does not exist yet.
     """
 
     name: str
     summary: str
-    target: str = ""
+    target: str
     bound_s: float = 60.0
+    part: Literal[1, 2] = 2
     alone: bool = False
     needs: str = ""
     torch_alone: bool = False
-    not_built: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,15 @@ class Result:
 
 
 class Runner:
-    """Runs drills one after another, or beside each other where none of them measures time."""
+    """Runs drills one after another, or beside each other where none of them measures time.
 
-    def __init__(self, out: Path, device: str, minutes: float, jobs: int) -> None:
-        self._out, self._device, self._jobs = out, device, jobs
+    Args:
+        out: for results and logs, which are there as soon as a drill has ended.
+        work: for the drills' folders.
+    """
+
+    def __init__(self, out: Path, work: Path, device: str, minutes: float, jobs: int) -> None:
+        self._out, self._work, self._device, self._jobs = out, work, device, jobs
         self._ends_s = time.monotonic() + 60 * minutes
         self._lock = threading.Lock()
         self.results: dict[str, Result] = {}
@@ -78,6 +86,10 @@ class Runner:
             list(pool.map(self._take, [drill for drill in drills if not drill.alone]))
         return [self.results[drill.name] for drill in drills]
 
+    def stop(self) -> None:
+        """Cut off the drills that run, and begin no other. Safe in a signal's handler."""
+        self._ends_s = 0.0
+
     def _take(self, drill: Drill) -> None:
         reason = self._reason_to_skip(drill)
         result = Result(drill.name, "SKIPPED", reason=reason) if reason else self._execute(drill)
@@ -85,20 +97,19 @@ class Runner:
             self.results[drill.name] = result
             with (self._out / RESULTS).open("a") as lines:
                 lines.write(json.dumps({"time_s": round(time.time(), 1), **vars(result)}) + "\n")
+            self._keep_logs(self._work / drill.name)
             print(f"{result.state:<8}{drill.name} ({result.seconds:.0f} s) {result.reason:.300}", flush=True)
 
     def _reason_to_skip(self, drill: Drill) -> str:
-        if drill.not_built:
-            return f"not built yet: {drill.not_built}"
         needed = self.results.get(drill.needs)
-        if needed is not None and needed.state != "PASSED":
+        if needed is not None and needed.state not in PASSES:
             return f"{drill.needs} is {needed.state}, without which this says nothing"
         if time.monotonic() >= self._ends_s:
             return "no time was left"
         return ""
 
     def _execute(self, drill: Drill) -> Result:
-        folder = self._out / drill.name
+        folder = self._work / drill.name
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose figures must not be taken for these
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "tests.gpu.child", drill.target]
@@ -115,23 +126,35 @@ class Runner:
                 stderr=log,
                 start_new_session=True,
             )
-        bound_s = min(drill.bound_s, self._ends_s - began_s)
-        in_time = _wait(process, began_s + bound_s)
+        bound_s = drill.bound_s * (1 if self._device == "cuda" else _REHEARSAL_FACTOR)
+        in_time = _wait(process, lambda: time.monotonic() < min(began_s + bound_s, self._ends_s))
         seconds = time.monotonic() - began_s
         figures = _read(folder / FIGURES)
         ending: dict[str, Any] = _read(folder / ENDING)
         if not in_time:
-            ending = _cut_off(drill, bound_s, figures)
+            ending = _cut_off(bound_s, seconds, figures)
         elif not ending:
-            ending = {"state": "FAILED", "reason": f"the process ended with {process.returncode}: see {folder}/log.txt"}
+            ending = {
+                "state": "FAILED",
+                "reason": f"the process ended with {process.returncode}: see {drill.name}/log.txt",
+            }
         state: State = ending["state"]
         return Result(drill.name, state, round(seconds, 1), ending["reason"], figures.get("figures", {}))
 
+    def _keep_logs(self, folder: Path) -> None:
+        """Add the small files of a drill that has ended to the logs, and delete its checkpoints."""
+        with tarfile.open(self._out / LOGS, "a") as logs:
+            for path in sorted(folder.rglob("*")):
+                if path.suffix == ".safetensors":
+                    path.unlink()
+                elif path.is_file() and path.stat().st_size <= _LARGEST_LOG_BYTES:
+                    logs.add(path, str(path.relative_to(self._work)))
 
-def _wait(process: subprocess.Popen[bytes], until_s: float) -> bool:
+
+def _wait(process: subprocess.Popen[bytes], goes_on: Callable[[], bool]) -> bool:
     """Wait for a drill to end, and end what it has started. Return False if it had to be ended itself."""
     started: dict[int, str] = {}
-    while process.poll() is None and time.monotonic() < until_s:
+    while process.poll() is None and goes_on():
         started |= descendants(process.pid)
         time.sleep(_POLL_S)
     in_time = process.poll() is not None
@@ -152,12 +175,12 @@ def _title(pid: int) -> str:
         return ""
 
 
-def _cut_off(drill: Drill, bound_s: float, figures: dict[str, Any]) -> dict[str, Any]:
+def _cut_off(bound_s: float, seconds: float, figures: dict[str, Any]) -> dict[str, Any]:
     failures = figures.get("failures", [])
-    if failures or bound_s == drill.bound_s:
-        said = "; ".join([f"it did not end within {drill.bound_s:g} s", *failures])
+    if failures or seconds >= bound_s:
+        said = "; ".join([f"it did not end within {bound_s:g} s", *failures])
         return {"state": "FAILED", "reason": said}
-    return {"state": "SKIPPED", "reason": f"it was cut off after {bound_s:.0f} s, when the time for all was over"}
+    return {"state": "SKIPPED", "reason": f"it was cut off after {seconds:.0f} s, when the time for all was over"}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from statistics import mean, median
@@ -14,12 +15,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import GptConfig
 from steadfast.models.gpt import Gpt
+from steadfast.telemetry.throughput import peak_flops
 from tests.gpu.commands import Command, RunFiles
-from tests.gpu.machine import can_compile
+from tests.gpu.machine import missing_for_compile
+from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene, Skip
+from tests.gpu.worlds import Company
 
 _RUN = "app"
 _WARM_UP = 10  # steps that are not timed
+_COMMAND_S, _COMPILE_S = 180.0, 90.0
 
 
 @dataclass(frozen=True)
@@ -38,36 +43,72 @@ class Size:
 
 # GPT-2's smallest, with a vocabulary that divides well; microbatches of 32 k tokens.
 _GPT2 = {"num_layers": 12, "num_heads": 12, "embed_dim": 768, "context_length": 1024, "vocab_size": 50304}
+# A billion parameters; microbatches of 16 k tokens.
+_LARGE = {"num_layers": 16, "num_heads": 16, "embed_dim": 2048, "context_length": 2048, "vocab_size": 50304}
 _TINY = {"num_layers": 2, "num_heads": 2, "embed_dim": 64, "context_length": 32, "vocab_size": 256}
 _ON_GPU = Size(_GPT2, 64, 32, 40)
+_LARGE_ON_GPU = Size(_LARGE, 16, 8, 20)
 _REHEARSED = Size(_TINY, 8, 4, 20)
+_COMPILED_SHARE = 0.95  # of a compiled loop's rate, that the compiled app is to reach
 
 
 def world_of_one(scene: Scene) -> None:
-    """Train a GPT of 124 M parameters by a straight loop, eager and compiled, and by the app under torchrun.
+    """Train a GPT of 124 M parameters by a straight loop and by the app under torchrun, both uncompiled.
 
-    Asserts that the app reaches 0.98 of the eager loop's tokens a second, by the wall clock of the ledger's lines.
-    Figures: tokens a second of each, the app's ratio to both loops, memory peaks in GiB.
+    Asserts that the app reaches 0.98 of the loop's tokens a second, by the wall clock of the ledger's lines.
+    Figures: tokens a second of both, their ratio, MFU of both, memory peaks in GiB.
     """
-    size = _ON_GPU if scene.on_gpu else _REHEARSED
-    eager = _straight(scene, size, compiled=False)
-    scene.figure(eager_tok_s=eager)
-    if lacking := can_compile() if scene.on_gpu else "a GPU":
-        scene.figure(compiled=f"not measured: without {lacking}")
-    else:
-        compiled = _straight(scene, size, compiled=True)
-        scene.figure(compiled_tok_s=compiled)
-    app = _app(scene, size)
-    scene.figure(app_tok_s=app, app_to_eager=app / eager)
-    if "compiled_tok_s" in scene.figures:
-        scene.figure(app_to_compiled=app / compiled)
-    scene.check_on_gpu(app >= 0.98 * eager, f"the app reaches {app / eager:.3f} of the eager loop")
+    _compare(scene, _ON_GPU if scene.on_gpu else _REHEARSED, {}, wanted=0.98)
+
+
+def compiled(scene: Scene) -> None:
+    """Train a GPT of 124 M parameters by a loop with compiled layers, and by the app with compile=blocks.
+
+    Then form a world of one process 10 times anew, where torch raises an error if it must compile again.
+    Asserts that the app reaches 0.95 of the loop's tokens a second, and that no world compiles anything again.
+    Figures: tokens a second of both, their ratio, MFU of both, memory peaks in GiB, the number of worlds.
+    """
+    _compare(scene, _ON_GPU if scene.on_gpu else _REHEARSED, {"compile": "blocks"}, _COMPILED_SHARE)
+    _reform(scene, 10)
+
+
+def large(scene: Scene) -> None:
+    """Train a GPT of a billion parameters in bf16 by a loop with compiled layers, and by the app with compile=blocks.
+
+    Asserts that the app reaches 0.95 of the loop's tokens a second. Figures: tokens a second of both, their ratio, MFU
+    of both, memory peaks in GiB. A rehearsal trains a tiny model in fp32.
+    """
+    changes = {"compile": "blocks", "checkpoint": {"every": "1000000 steps", "node_memory": False}}
+    _compare(scene, _LARGE_ON_GPU if scene.on_gpu else _REHEARSED, changes, _COMPILED_SHARE)
+
+
+def _compare(scene: Scene, size: Size, changes: dict[str, Any], wanted: float) -> None:
+    """Train by a straight loop, then by the app with changes to its configuration, and check the ratio of rates."""
+    compiled = "compile" in changes
+    if compiled and (lacking := missing_for_compile(scene.on_gpu)):
+        raise Skip(f"torch.compile lacks {lacking}")
+    straight = _straight(scene, size, compiled)
+    scene.figure(straight_tok_s=straight, **_mfu(scene, "straight", size, straight))
+    app = _app(scene, size, changes)
+    scene.figure(app_tok_s=app, app_to_straight=app / straight, **_mfu(scene, "app", size, app))
+    scene.check_on_gpu(app >= wanted * straight, f"the app reaches {app / straight:.3f} of the straight loop")
+
+
+def _mfu(scene: Scene, name: str, size: Size, tokens_per_s: float) -> dict[str, float]:
+    """Return the figure of what share of the device's peak a rate is; none where the peak is unknown."""
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if scene.on_gpu else None
+    if peak is None:
+        return {}
+    with torch.device("meta"):
+        flops_per_sample = Gpt(GptConfig(**size.model)).flops_per_sample()
+    return {f"{name}_mfu": tokens_per_s * flops_per_sample / size.model["context_length"] / peak}
 
 
 def _straight(scene: Scene, size: Size, compiled: bool) -> float:
     """Return tokens a second of a plain loop with the app's model, format and optimizer."""
     device = torch.device(scene.device)
-    model = Gpt(GptConfig(**size.model)).to(device)
+    with device:
+        model = Gpt(GptConfig(**size.model))
     if compiled:
         for block in model.blocks():
             block.compile(fullgraph=True, dynamic=False)
@@ -81,12 +122,39 @@ def _straight(scene: Scene, size: Size, compiled: bool) -> float:
         _straight_step(model, optimizer, tokens, size, scene.device)
     step_s = (_now_s(scene) - began_s) / size.steps
     if scene.on_gpu:
-        name = "compiled_peak_gib" if compiled else "eager_peak_gib"
-        scene.figure(**{name: torch.cuda.max_memory_allocated() / 2**30})
+        scene.figure(straight_peak_gib=torch.cuda.max_memory_allocated() / 2**30)
         del model, optimizer
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()  # for the app, in another process
     return size.tokens_per_step / step_s
+
+
+def _reform(scene: Scene, times: int) -> None:
+    """Train in a world of one process, and as many times in another one, which must compile nothing."""
+    model = {"kind": "gpt", "num_layers": 2, "num_heads": 2, "embed_dim": 64, "context_length": 32}
+    overrides = [
+        "run.steps=1000000",
+        "compile=blocks",
+        f"model={json.dumps(model)}",
+        "data={target: 'tests.gpu.speed:Noise', args: {context: 32, vocabulary: 256}, num_workers: 0}",
+        "task={kind: language_modeling}",
+    ]
+    company = Company(scene, overrides, "worlds", stance="fail_on_recompile")
+    with company.ranks as ranks:
+        ranks.start(0, **SURVIVABLE)
+        company.form([0])
+        company.train_on("the first world", _COMPILE_S)
+        for number in range(times):
+            company.resize()
+            company.form([0])
+            company.train_on(f"world {number + 2}", _COMPILE_S)
+        company.resize()
+        company.end()
+        codes = ranks.wait(_COMPILE_S)
+    scene.figure(num_worlds=len(company.events("attempt_started")))
+    scene.check(codes == {0: 0}, f"the member ended with {codes}: {company.ranks.last_words(0)}")
+    for name in ("not_compiled", "recompiled", "graph_break"):
+        found = company.events(name)
+        scene.check(not found, f"{name}: {found}")
 
 
 def _now_s(scene: Scene) -> float:
@@ -108,10 +176,10 @@ def _straight_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def _app(scene: Scene, size: Size) -> float:
+def _app(scene: Scene, size: Size, changes: dict[str, Any]) -> float:
     """Return tokens a second of the app, from the moments at which the leader wrote its steps down."""
-    command = Command(scene.folder, _RUN, yaml.safe_dump(configuration(size, scene)))
-    code = command.run(180)
+    command = Command(scene.folder, _RUN, yaml.safe_dump(_configuration(size, scene) | changes))
+    code = command.run(_COMMAND_S)
     if code != 0:
         raise RuntimeError(f"the app ended with {code}: {command.last_words()}")
     if peaks := [line["memory_bytes"] for line in command.figures() if "memory_bytes" in line]:
@@ -125,7 +193,7 @@ def _wall_step_s(run: RunFiles) -> float:
     return float((ended_s[-1] - ended_s[0]) / (len(ended_s) - 1))
 
 
-def configuration(size: Size, scene: Scene) -> dict[str, Any]:
+def _configuration(size: Size, scene: Scene) -> dict[str, Any]:
     """Return the configuration of the app's side: nothing is validated or saved half-way."""
     context, vocabulary = size.model["context_length"], size.model["vocab_size"]
     source = {"target": "tests.gpu.speed:Noise", "args": {"context": context, "vocabulary": vocabulary}}

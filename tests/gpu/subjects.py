@@ -19,6 +19,7 @@ from tests.gpu.ranks import die
 DIES_AT = "DRILL_DIES_AT"
 SLEEPS_AT = "DRILL_SLEEPS_AT"  # update:seconds, by the device where there is one
 COMPILES_AT = "DRILL_COMPILES_AT"  # update:seconds that a compilation takes
+FAULTS_AT = "DRILL_FAULTS_AT"  # update in which a kernel traps, after which the process cannot use its device
 
 attempt = 0  # of which updates are, set by whoever forms worlds
 updates: list[tuple[Tensor, Tensor]] = []  # digests of the weights before and after, on the device
@@ -28,6 +29,15 @@ _num_updates = 0  # of this process
 def _due(point: str) -> bool:
     where, _, number = os.environ.get(DIES_AT, ":0").partition(":")
     return where == point and int(number) == _num_updates + 1
+
+
+def _seconds_of(variable: str) -> float | None:
+    """Return the seconds that a variable names, once in its update; None before."""
+    when, _, seconds = os.environ.get(variable, "0").partition(":")
+    if int(when) != _num_updates + 1:
+        return None
+    del os.environ[variable]  # in one microbatch
+    return float(seconds or 0)
 
 
 class Net(nn.Sequential):
@@ -48,14 +58,20 @@ class Net(nn.Sequential):
         return [layer for layer in self if isinstance(layer, nn.Linear)]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        when, _, seconds = os.environ.get(SLEEPS_AT, "0:0").partition(":")
-        if self.training and int(when) == _num_updates + 1 and os.environ.pop(SLEEPS_AT):  # in one microbatch
-            _sleep(float(seconds), inputs.device)
-        when, _, seconds = os.environ.get(COMPILES_AT, "0:0").partition(":")
-        if self.training and int(when) == _num_updates + 1 and os.environ.pop(COMPILES_AT):
-            inputs = _compile(float(seconds))(inputs)
+        if self.training:
+            inputs = self._pause(inputs)
         for layer in self:
             inputs = layer(inputs)
+        return inputs
+
+    def _pause(self, inputs: Tensor) -> Tensor:
+        """Do what the variables demand of this update."""
+        if (seconds := _seconds_of(SLEEPS_AT)) is not None:
+            _sleep(seconds, inputs.device)
+        if _seconds_of(FAULTS_AT) is not None:
+            torch._assert_async(torch.zeros(1, device=inputs.device))
+        if (seconds := _seconds_of(COMPILES_AT)) is not None:
+            return _compile(seconds)(inputs)
         return inputs
 
 
@@ -111,8 +127,9 @@ class WatchedAdamW(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         global _num_updates
-        # State is created by a step at rate 0, which is no update.
-        if not self.param_groups[0]["lr"]:
+        # State is created by a step at rate 0, which is no update. Nor are those that the app tries before its first
+        # attempt.
+        if not self.param_groups[0]["lr"] or not attempt:
             super().step(closure)
             return
         if _due("update"):

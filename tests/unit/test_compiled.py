@@ -21,6 +21,7 @@ from steadfast.models import build_model
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.compiled import CompiledBlocks
 from steadfast.run.events import Event, GraphBreak, Recompiled
+from steadfast.tasks import LanguageModeling, summed_loss
 
 # Torch looks at the gradients of all inputs of what it compiles, and hides from users what it says of that itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -75,6 +76,21 @@ def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_sam
     assert torch.equal(run(other, compiled), expected)
     assert num_graphs() == 1
     assert compiled.news() == []
+
+
+def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_the_same(num_graphs: Count) -> None:
+    model, task, batch = gpt().eval(), LanguageModeling(), (TOKENS, TOKENS.roll(1))
+    expected = task.loss(model, batch).loss_sum
+    CompiledBlocks("none").take_loss(task)
+    assert task.summed_loss is summed_loss
+    compiled = CompiledBlocks("blocks")
+    compiled.take_loss(task)
+    with compiled.running(is_full=False):
+        assert torch.equal(task.loss(model, batch).loss_sum, expected)
+    assert num_graphs() == 0
+    with compiled.running(is_full=True):
+        assert torch.equal(task.loss(model, batch).loss_sum, expected)
+    assert num_graphs() == 1
 
 
 def test_names_stay_what_they_are(num_graphs: Count) -> None:

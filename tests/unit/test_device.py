@@ -80,18 +80,31 @@ def numerics() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("gpu_ids", "num_visible", "device"),
+    ("gpu_ids", "num_visible", "visible", "device"),
     [
-        ([], 0, CPU),
-        ([], 8, CPU),  # Ray does not hide a machine's GPUs from a worker that has been assigned none
-        (["5"], 1, CUDA),  # and shows one that has been assigned some just these
-        (["0"], 0, CPU),
+        ([], 0, None, CPU),
+        ([], 8, None, CPU),  # Ray does not hide a machine's GPUs from a worker that has been assigned none
+        (["5"], 1, "5", CUDA),  # and shows one that has been assigned some just these
+        (["5"], 1, None, CUDA),
+        (["0"], 0, None, CPU),
+        # Under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES it hides none.
+        (["5"], 8, None, torch.device("cuda", 5)),
+        (["5"], 4, "4,5,6,7", torch.device("cuda", 1)),
+        (["GPU-2"], 2, "GPU-1,GPU-2", torch.device("cuda", 1)),
     ],
 )
-def test_a_worker_of_ray_takes_a_gpu_only_if_it_was_assigned_one(
-    cuda: FakeCuda, gpu_ids: list[str], num_visible: int, device: torch.device
+def test_a_worker_of_ray_takes_the_gpu_that_it_was_assigned(
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_ids: list[str],
+    num_visible: int,
+    visible: str | None,
+    device: torch.device,
 ) -> None:
     cuda.count = num_visible
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert assigned_device(gpu_ids) == device
     assert cuda.current == device.index
 
@@ -168,7 +181,7 @@ def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
     variables.setattr(worker_runtime, "HeartbeatClient", lambda *_: SimpleNamespace(own_address="127.0.0.1"))
     if own is not None:
         variables.setenv("NCCL_SOCKET_IFNAME", own)
-    cuda.count = 8
+    cuda.count = 1 if gpu_ids else 8  # Ray hides the others from a worker that has one
     config = Config()
     runtime = RayRuntime(WorkerSpec(config, RunDirectory.of(config), coordinator, "127.0.0.1", tmp_path))
     assert runtime.device == (CUDA if gpu_ids else CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadfast.components.totals import Totals
-from steadfast.parallel.fixed_point import FixedPoint
+from steadfast.parallel.fixed_point import FixedPoint, _power_of_two
 from steadfast.tasks import Mean, Sums
 from steadfast.world.sums import OrderFree, Plain, Summation
 
@@ -112,6 +114,26 @@ def test_what_is_not_finite_stays_so_and_is_no_overflow(number: float) -> None:
     assert not fixed.overflowed(UNUSED)
     fixed.after_update()
     assert torch.equal(sum_of(fixed, [torch.ones(2)]), torch.ones(2))
+
+
+class Asked(TorchDispatchMode):
+    """Fails where the host reads a number from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_the_device_while_terms_are_added() -> None:
+    fixed, terms = FixedPoint(2, CPU), [torch.ones(3), torch.full((3,), 2.0)]
+    with Asked():  # type: ignore[no-untyped-call]
+        found = sum_of(fixed, terms)
+    assert found.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("exponent", [-108, -1, 0, 46, 126])
+def test_powers_of_two_are_exact(exponent: int) -> None:
+    assert float(_power_of_two(torch.tensor(exponent))) == 2.0**exponent
 
 
 def test_terms_as_large_as_they_may_be_do_not_wrap() -> None:

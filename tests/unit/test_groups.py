@@ -64,9 +64,14 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.launched = 0
+        self.sizes: list[tuple[str, int]] = []  # (collective, bytes)
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         self.launched += 1
+        self.sizes.append(("sum", tensors[0].nbytes))
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.sizes.append(("broadcast", tensors[0].nbytes))
 
 
 def test_an_abort_of_nccl_holds_up_nobody_and_nothing_is_launched_after_it() -> None:
@@ -233,3 +238,104 @@ def test_the_short_time_out_is_for_an_abort_alone() -> None:
     )
     groups._abort_soon(backend, 5.0)
     assert calls == ["5 s", "abort"]
+
+
+class Connecting(NcclCommunicator):
+    """Its first collectives complete if its peers are there."""
+
+    def __init__(self, group: Any, alive: bool) -> None:
+        self.num_aborts, self._alive = 0, alive
+        super().__init__(group, self._count, SOON_S)
+
+    def _count(self) -> None:
+        self.num_aborts += 1
+
+    def _mark(self) -> Any:
+        return lambda: self._alive
+
+
+def connect(communicator: NcclCommunicator, limit_s: float, aborted: threading.Event) -> list[str]:
+    """Connect on a thread that may hang. Return what it raised; it is still there after a while if it hangs."""
+    raised: list[str] = []
+
+    def run() -> None:
+        try:
+            communicator.connect(torch.device("cpu"), limit_s, aborted)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    return raised
+
+
+def test_a_communicator_connects_by_collectives_of_the_sizes_that_steps_use() -> None:
+    group = FakeGroup()
+    communicator = Connecting(group, alive=True)
+    assert connect(communicator, SOON_S, threading.Event()) == []
+    assert group.sizes == [("sum", 4), ("sum", 25 * 2**20), ("broadcast", 25 * 2**20)]
+    assert communicator.num_aborts == 0
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "is_aborted", "message"),
+    [
+        (0.05, False, "NCCL's first collectives took longer than 0.05 s"),
+        (100.0, True, "the world was aborted while NCCL connected"),
+    ],
+)
+def test_first_collectives_that_never_end_are_aborted(limit_s: float, is_aborted: bool, message: str) -> None:
+    aborted = threading.Event()
+    if is_aborted:
+        aborted.set()
+    communicator = Connecting(FakeGroup(), alive=False)
+    assert connect(communicator, limit_s, aborted) == [message]
+    assert communicator.num_aborts == 1
+
+
+def test_a_communicator_whose_first_launch_raises_is_aborted() -> None:
+    class Failed(FakeGroup):
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+    communicator = Connecting(Failed(), alive=True)
+    assert len(connect(communicator, SOON_S, threading.Event())) == 1
+    assert communicator.num_aborts == 1
+
+
+def test_the_limit_for_connecting_grows_with_the_world() -> None:
+    timeouts = Timeouts()
+    assert timeouts.first_collectives(2) >= timeouts.form
+    assert timeouts.first_collectives(512) > 3 * timeouts.first_collectives(2)
+
+
+def test_nccl_s_groups_wait_briefly_while_they_form_and_long_from_their_first_collective_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    options = SimpleNamespace(config=SimpleNamespace(blocking=1))
+    backend = SimpleNamespace(_set_default_timeout=lambda limit: calls.append(f"{limit.total_seconds():g} s"))
+
+    class Group(FakeGroup):
+        def _get_backend(self, device: torch.device) -> Any:
+            return backend
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            calls.append("sum")
+
+    def new_group(ranks: list[int], limit: timedelta, kind: str, pg_options: Any, device_id: torch.device) -> Any:
+        assert pg_options._timeout == limit
+        calls.append(f"{kind} of {len(ranks)}: {limit.total_seconds():g} s, blocking={pg_options.config.blocking}")
+        return Group()
+
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(NcclCommunicator, "_mark", lambda _: lambda: True)
+    formed = groups._connect_nccl(range(100), torch.device("cpu"), threading.Event(), Timeouts(silence_s=5.0))
+    assert isinstance(formed, NcclCommunicator)
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30"
+    assert calls == ["nccl of 100: 20 s, blocking=0", "1800 s", "sum", "sum"]

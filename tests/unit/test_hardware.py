@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from steadfast.world import hardware
 from steadfast.world.hardware import Hardware, kind_of, read_hardware
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -58,4 +60,24 @@ def test_a_gpu_is_named_by_its_uuid_and_the_serial_number_that_its_driver_tells(
     assert found == Hardware("h", "NVIDIA A100", "GPU-1-2", serial)
     assert str(found) == said
     assert "--id=GPU-1-2" in asked[0]
-    assert kind_of(CUDA) == "NVIDIA A100"
+
+
+DRIVERS = [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version:\n", "550.54.15"),
+    (None, "unknown"),
+]
+
+
+@pytest.mark.parametrize(("text", "version"), DRIVERS)
+def test_the_kind_of_a_gpu_names_all_that_kernels_are_chosen_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, version: str
+) -> None:
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
+    found = SimpleNamespace(name="NVIDIA H100", multi_processor_count=132)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: found)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91300)
+    assert kind_of(CUDA) == f"NVIDIA H100, 132 SMs, CUDA 13.0, cuDNN 91300, driver {version}"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
 
-from steadfast.checkpoint.snapshots import AtRisk, _Place, _refusal
+import pytest
+import torch
+import torch.distributed as dist
+
+from steadfast.checkpoint.node_memory import Buffer, ProcessMemory
+from steadfast.checkpoint.snapshots import _TIME_SHARE, AtRisk, Snapshots, _Place, _refusal
 from steadfast.components.trigger import Interval
-from steadfast.config import Every
+from steadfast.config import DdpConfig, Every
+from steadfast.parallel import build_parallel
+from steadfast.parallel.precision import Precision
+from steadfast.run import events
+from steadfast.world.runtime import form_world
 
 
 @pytest.mark.parametrize(
@@ -39,6 +49,43 @@ def test_an_act_that_is_due_at_once_is_requested_once(every: Every) -> None:
     assert not trigger.wanted()
     trigger.done()
     assert not trigger.wanted()
+
+
+class Slow(ProcessMemory):
+    """Memory of a machine that takes long to be mapped, by the thread that reserves it and by each `take`."""
+
+    lasting = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved = threading.Event()
+
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread:
+        thread = threading.Thread(target=self.reserved.wait)
+        thread.start()
+        return thread
+
+    def take(self, num_bytes: int) -> Buffer:
+        time.sleep(0.2)
+        return super().take(num_bytes)
+
+
+def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_copy_alone() -> None:
+    memory, state = Slow(), {"model": {"weight": torch.ones(4)}}
+    world = form_world(dist.HashStore(), 0, 1, 1, torch.device("cpu"))
+    try:
+        parallel = build_parallel(DdpConfig(), world, Precision(torch.device("cpu")))
+        snapshots = Snapshots(world, memory, parallel, state)
+        assert not snapshots.wanted()
+        memory.reserved.set()
+        while not snapshots.wanted():
+            time.sleep(0.01)
+        taken = snapshots.take(1, state)
+        assert isinstance(taken, events.Snapshot)
+        assert taken.stall_s >= 0.2
+        assert snapshots._next_s - time.monotonic() < 0.1 / _TIME_SHARE
+    finally:
+        world.groups.destroy()
 
 
 def place(node: str, file_gib: float, free_gib: float, held_gib: float = 0.0) -> _Place:

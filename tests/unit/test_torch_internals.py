@@ -102,6 +102,12 @@ def test_the_place_of_a_shard_in_its_tensor() -> None:
     assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
 
 
+def test_adam_collects_its_tensors_in_lists_that_a_step_computes_on() -> None:
+    assert torch.optim.AdamW._init_group is torch.optim.Adam._init_group
+    names = ["self", "group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    assert parameters(torch.optim.Adam._init_group) == names
+
+
 def test_a_construction_is_written_down_and_done_later() -> None:
     model, values = build_without_memory(lambda: torch.nn.Linear(3, 2))
     weight = torch.zeros(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,18 @@ from unittest.mock import Mock
 
 import pytest
 import ray.train
+import torch
+import torch.distributed as dist
 
 from steadfast import worker
 from steadfast.config import Config
 from steadfast.errors import UsageError, UserExit
 from steadfast.faults.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
+from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.plan import Amendments
+from steadfast.world.timeouts import Timeouts
 
 
 class Runtime:
@@ -125,3 +130,27 @@ def test_data_or_a_model_that_would_end_the_process_are_told_as_an_exception(
     (told,) = Runtime.told
     assert isinstance(told, UserExit)
     assert str(told).endswith("in your own code (no more)")
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_command_to_abort_reaches_a_world_that_still_forms(monkeypatch: pytest.MonkeyPatch, is_early: bool) -> None:
+    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
+    runtime.device = torch.device("cpu")
+    runtime._timeouts, runtime._progress, runtime._member = Timeouts(), Mock(), Mock()
+    runtime._heartbeats = Mock(ended=False)
+    runtime._world, runtime._attempt = None, 4
+    runtime._commands = Commands(aborted=4 if is_early else 3)
+    seen: list[bool] = []
+
+    def form(*arguments: Any) -> None:
+        aborted = arguments[-1]
+        seen.append(aborted.is_set())
+        runtime._obey(Commands(aborted=4))
+        seen.append(aborted.is_set())
+
+    monkeypatch.setattr(worker_runtime, "form_world", form)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(dist, "TCPStore", Mock())
+        place = WorldAssignment(0, 2, 4, listener.getsockname(), Amendments(), ("a", "b"))
+        runtime._form(place)
+    assert seen == [is_early, True]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import Shard
+from steadfast.checkpoint.shards import Layout, Shard
 from steadfast.checkpoint.writer import PendingWrite, Writer
 from steadfast.run.events import Checkpoint, CheckpointFailed, Event
 
@@ -82,6 +84,40 @@ def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
     assert writer.wait(nothing, LONG_S)
     assert storage.done == [1, 4]
     assert steps_of(writer.news()) == [1, 4]
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cuda", 0)])
+def test_room_is_made_for_both_buffers_where_memory_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device | None
+) -> None:
+    pinned: list[tuple[str, torch.device, int]] = []
+
+    def pin(memory: torch.Tensor, device: torch.device) -> None:
+        pinned.append((threading.current_thread().name, device, memory.nbytes))
+
+    monkeypatch.setattr("steadfast.checkpoint.shards.pin", pin)
+    monkeypatch.setattr(Layout, "device", device)
+    writer, num_bytes = Writer(), Layout.of(shards(1.0)).num_bytes
+    writer.reserve(shards(1.0))
+    for thread in threading.enumerate():
+        if thread.name == "reserve":
+            thread.join()
+    assert [len(buffer._memory) for buffer in writer._buffers] == [num_bytes, num_bytes if device else 0]
+    assert pinned == ([("reserve", device, num_bytes)] * 2 if device else [])
+
+
+def test_a_writer_that_has_nothing_left_to_write_is_freed_with_its_buffers() -> None:
+    writer, storage = Writer(), Storage()
+    put(writer, storage, 1)
+    storage.go.release()
+    assert writer.wait(nothing, LONG_S)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoints":
+            thread.join(LONG_S)
+    gone = weakref.ref(writer)
+    del writer
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_is_under_way_is_not_overwritten() -> None:

@@ -129,7 +129,7 @@ class MemoryServer:
     def _answer(self, request: Message, writer: int) -> tuple[Message, int | None]:
         match request["verb"]:
             case "take":
-                return self._take(int(request["bytes"]), writer)
+                return self._take(int(request["bytes"]), request.get("mapped", ()), writer)
             case "commit":
                 buffer = self._buffers[request["buffer"]]
                 # After a restart of the server, a buffer's number from the former server may belong to another worker.
@@ -140,8 +140,6 @@ class MemoryServer:
                 self._to_hash.put(buffer)
             case "give back":
                 self._give_back(writer)
-            case "reserve":
-                self._reserve(int(request["bytes"]), int(request["count"]))
             case "open":
                 return {}, self._buffers[request["buffer"]].descriptor
             case "keep":
@@ -150,7 +148,7 @@ class MemoryServer:
                 self._over = True
         return {"buffers": self._listed()}, None
 
-    def _take(self, num_bytes: int, writer: int) -> tuple[Message, int | None]:
+    def _take(self, num_bytes: int, mapped: Sequence[int], writer: int) -> tuple[Message, int | None]:
         try:
             if not self._free_buffers(num_bytes):
                 # The free buffers have sizes for another sharding of the state.
@@ -159,7 +157,9 @@ class MemoryServer:
                 self._make(num_bytes)
         except OSError as error:
             return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, None
-        number = self._free_buffers(num_bytes)[0]
+        free = self._free_buffers(num_bytes)
+        # A mapped buffer is preferred, because a worker takes longer to map and pin a buffer than to fill it.
+        number = next((each for each in free if each in mapped), free[0])
         buffer = self._buffers[number]
         buffer.writer = writer
         return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, buffer.descriptor
@@ -175,12 +175,6 @@ class MemoryServer:
     def _make(self, num_bytes: int) -> None:
         self._num_made += 1
         self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
-
-    def _reserve(self, num_bytes: int, count: int) -> None:
-        """Make room for `count` buffers, beside those that hold something."""
-        with contextlib.suppress(OSError):  # whoever takes one will be told
-            for _ in range(count - len(self._free_buffers(num_bytes))):
-                self._make(num_bytes)
 
     def _give_back(self, writer: int) -> None:
         for buffer in self._buffers.values():

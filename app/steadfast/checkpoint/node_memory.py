@@ -71,8 +71,11 @@ class NodeMemory(Protocol):
         """Return a buffer to fill. Raises OSError without memory."""
         ...
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        """Make room for so many buffers while something else is done. From any thread; nothing happens if it fails."""
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread | None:
+        """Allocate `count` buffers, if possible, and return the thread that does it.
+
+        None means that no thread is needed. No buffer may be taken before the thread has ended.
+        """
         ...
 
     def commit(self, buffer: Buffer, label: Label) -> None:
@@ -127,8 +130,8 @@ class ProcessMemory:
         self._taken.add(len(self._tensors) - 1)
         return Buffer(len(self._tensors) - 1, self._tensors[-1])
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        pass  # the first copy may take longer than the others
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread | None:
+        return None  # only the first copy takes longer without a reservation
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:
@@ -176,26 +179,30 @@ class SharedMemory:
         self._arguments = (str(watched_pid), str(linger_s))
         self._device = device
         self._connection: socket.socket | None = None
-        self._mapped: dict[int, Tensor] = {}
+        self._mapped: dict[int, tuple[int, Tensor]] = {}  # number -> inode and mapped memory
 
     def take(self, num_bytes: int) -> Buffer:
-        answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
+        answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes, "mapped": list(self._mapped)}, num_bytes)
         for gone in self._mapped.keys() - set(answer["there"]):
             del self._mapped[gone]
         number = int(answer["buffer"])
         return Buffer(number, self._map(number, descriptor, answer["bytes"]))
 
-    def reserve(self, num_bytes: int, count: int) -> None:
-        # Over a connection of its own: the other one is the training thread's.
+    def reserve(self, num_bytes: int, count: int) -> threading.Thread:
+        # A separate connection, because the training thread uses the other one.
         asking = SharedMemory(self._name, 0, 0.0)
         asking._arguments = self._arguments
 
-        def ask() -> None:
+        def make_room() -> None:
             with contextlib.suppress(OSError):
-                asking._ask({"verb": "reserve", "bytes": num_bytes, "count": count}, num_bytes * count)
-            asking.close()
+                for _ in range(count):
+                    answer, descriptor = asking._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
+                    self._map(int(answer["buffer"]), descriptor, answer["bytes"])
+            asking.close()  # the server then frees the taken buffers
 
-        threading.Thread(target=ask, daemon=True, name="reserve").start()
+        thread = threading.Thread(target=make_room, daemon=True, name="reserve")
+        thread.start()
+        return thread
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:
@@ -259,15 +266,17 @@ class SharedMemory:
         if descriptor is None:
             raise OSError("an answer without memory")
         try:
-            if number not in self._mapped:
-                # Populated at once: a page is found faster here than when training waits for its copy.
+            # Another server numbers its buffers anew, so the inode is compared too.
+            inode = os.fstat(descriptor).st_ino
+            if self._mapped.get(number, (None,))[0] != inode:
+                # Populated at once: finding pages here is faster than during a copy, for which training waits.
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 _check_size(descriptor, num_bytes)
                 memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes, flags=flags), dtype=torch.uint8)
                 if self._device.type == "cuda":
                     pin(memory, self._device)
-                self._mapped[number] = memory
-            return self._mapped[number]
+                self._mapped[number] = inode, memory
+            return self._mapped[number][1]
         finally:
             os.close(descriptor)
 
@@ -317,8 +326,8 @@ class SharedMemory:
         return connection
 
     def close(self) -> None:
-        """Leave the copies to others."""
-        self._mapped.clear()  # another server counts its buffers anew
+        """Disconnect, and leave the copies to later workers."""
+        self._mapped.clear()
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from steadfast.checkpoint.pinned import pin
 from steadfast.checkpoint.state import Tensors, flatten
 from steadfast.errors import StorageError
 from steadfast.parallel.dtensor import is_sharded, offset_of
@@ -120,7 +121,9 @@ class StagingBuffer:
             yield data[start : start + _CHUNK_BYTES]
 
     def _allocate(self, layout: Layout) -> None:
-        self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=layout.on_device)
+        self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        if layout.device is not None:
+            pin(self._memory, layout.device)  # not by torch, which takes a power of two
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,9 @@ class Layout:
         return cls(ordered, len(text).to_bytes(8, "little") + text, 8 + len(text) + start)
 
     @property
-    def on_device(self) -> bool:
-        return any(shard.tensor.is_cuda for shard in self.shards)
+    def device(self) -> torch.device | None:
+        """Return the GPU that holds shards, None if the host holds all."""
+        return next((shard.tensor.device for shard in self.shards if shard.tensor.is_cuda), None)
 
     def fill(self, memory: Tensor) -> None:
         """Write the file to the beginning of `memory`, (n,) uint8.
@@ -167,7 +171,7 @@ class Layout:
             target = memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
             target.copy_(shard.tensor, non_blocking=True)
             start = stop
-        if self.on_device:
+        if self.device is not None:
             torch.cuda.synchronize()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ class Snapshots:
         self._lost = False  # this rank's part of the current copy cannot be kept
         self._whole: SnapshotId | None = None  # the newest that is complete on all ranks
         self._next_s = -1.0
+        self._reserving: threading.Thread | None = None  # makes room for the first copies
         self._requested = False
         self.num_nodes = 1
         self.nodes: dict[str, tuple[int, ...]] = {}  # node -> its ranks; empty if copies are not wanted
@@ -187,7 +189,7 @@ class Snapshots:
             self._backups = torch.tensor(backups)
             self._group = world.groups.side_group()
         if self._writes:
-            memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
+            self._reserving = memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
 
     def due(self, step: int) -> bool:
         # Never due by step: the interval depends on measured time, so only the leader requests a copy.
@@ -197,6 +199,8 @@ class Snapshots:
         self._receive()
         if self._requested or self._copy is not None or not self._on or time.monotonic() < self._next_s:
             return False
+        if self._reserving is not None and self._reserving.is_alive():
+            return False  # training would wait for it
         self._requested = True
         return True
 
@@ -225,21 +229,26 @@ class Snapshots:
             told = events.NoSnapshots(error=str(error))
         self._copy = copy = _Copy(snapshot)
         num_bytes = 0
+        once_s = 0.0  # what later copies do not cost: memory that is new has to be mapped and pinned
         if self._writes:
             layout = self._layout(state)
             num_bytes = layout.num_bytes
+            taking_s = time.monotonic()
+            if self._reserving is not None:
+                self._reserving.join()
             try:
                 copy.own = self._memory.take(num_bytes)
             except OSError as error:
                 copy.own = self._unkept(num_bytes)
                 told = events.NoSnapshots(error=str(error))
+            once_s = time.monotonic() - taking_s
             layout.fill(copy.own.bytes)
             copy.own_files = ((self._world.part, 0, num_bytes),)
         if self._group is not None:
             self._send(copy, num_bytes, self._group)
         self._receive()
         stall_s = time.monotonic() - began_s
-        self._next_s = time.monotonic() + stall_s / _TIME_SHARE
+        self._next_s = time.monotonic() + (stall_s - once_s) / _TIME_SHARE
         return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
     def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:

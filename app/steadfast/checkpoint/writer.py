@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import Shard, StagingBuffer
+from steadfast.checkpoint.shards import Layout, Shard, StagingBuffer
 from steadfast.run.events import CheckpointFailed, Event
 from steadfast.storage import Bytes
 
@@ -77,7 +77,7 @@ class Writer:
         self._news: deque[Event] = deque()
         self._error: BaseException | None = None
         self._told_s = -_TELL_EVERY_S
-        self._thread: threading.Thread | None = None
+        self._is_running = False  # whether the thread runs, which holds the buffers and ends without work
 
     @property
     def busy(self) -> bool:
@@ -95,8 +95,15 @@ class Writer:
         self._skip = skip
 
     def reserve(self, shards: Sequence[Shard]) -> None:
-        """Make room for the first `put` of such shards, on a thread of its own."""
-        threading.Thread(target=self._buffers[0].reserve, args=(shards,), daemon=True, name="reserve").start()
+        """Allocate memory for each `put` of such shards, on another thread."""
+
+        def make_room() -> None:
+            # Memory that is not pinned is quick to allocate, and many runs never need a second buffer.
+            is_pinned = Layout.of(shards).device is not None
+            for buffer in self._buffers if is_pinned else self._buffers[:1]:
+                buffer.reserve(shards)
+
+        threading.Thread(target=make_room, daemon=True, name="reserve").start()
 
     def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
         """Copy the shards, for which training waits, for a later write."""
@@ -110,9 +117,9 @@ class Writer:
         with self._changed:
             self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="checkpoints")
-            self._thread.start()
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, daemon=True, name="checkpoints").start()
 
     def drop(self) -> None:
         """Give up all uncommitted writes."""
@@ -147,15 +154,14 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None)
                 pending = self._waiting
                 self._waiting = None
                 self._under_way = pending
-            assert pending is not None
+                if pending is None:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
             self._write_until_done(pending)
-            with self._changed:
-                self._under_way = None
-                self._changed.notify_all()
 
     def _write_until_done(self, pending: PendingWrite) -> None:
         delay_s = _FIRST_DELAY_S

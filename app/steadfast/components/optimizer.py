@@ -30,6 +30,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     # The schedule overwrites `lr`. Each group keeps its own peak, because a user's optimizer may have several.
     for group in optimizer.param_groups:
         group.setdefault(PEAK, float(group["lr"]))
+    for member in optimizer.members if isinstance(optimizer, _CombinedOptimizer) else [optimizer]:
+        if type(member) in (torch.optim.AdamW, torch.optim.Adam):
+            _compute_on_parts(member)
     return optimizer
 
 
@@ -59,14 +62,31 @@ class _CombinedOptimizer(torch.optim.Optimizer):
         for member in members:
             groups += member.param_groups
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups  # the members' own, so that rates reach them
-        self._members = members
+        self.param_groups = groups  # the members' own objects, so that new rates reach the members
+        self.members = members
         for member in members:
             member.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for member in self._members:
+        for member in self.members:
             member.step()
+
+
+def _compute_on_parts(optimizer: Any) -> None:
+    """Let Adam compute on this rank's parts of DTensors, which suffice for an elementwise update."""
+    if not all(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+        return
+    collect = optimizer._init_group
+
+    # The host needs many times as long for an operation on a DTensor as for one on its local part.
+    def collect_parts(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        """Fill the lists with a group's parameters, gradients and moments."""
+        collected = collect(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return collected
+
+    optimizer._init_group = collect_parts
 
 
 def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -78,6 +78,7 @@ class WorkerState:
         # User code may draw random numbers while it builds task or data, as `random_split` does; all ranks must agree.
         with own_randomness(config.run.seed):
             self.task = build_task(config.task)
+        self.compiled.take_loss(self.task)
         self.task_checked = False  # see `check_task`
         with own_randomness(config.run.seed):
             self.dataset = build_dataset(config.data)

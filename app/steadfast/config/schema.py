@@ -822,9 +822,10 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
-    """blocks compiles the repeated layers (the layers that fsdp gathers one at a time) with torch.compile for training,
-    which is faster after a slow first step. The layers are compiled once, for full microbatches of samples of one
-    shape; shorter microbatches, validation and hooks run uncompiled"""
+    """blocks compiles the repeated layers (the layers that fsdp gathers one at a time) and language_modeling's loss
+    with torch.compile for training, which is faster after a slow first step. They are compiled once, for full
+    microbatches of samples of one shape; shorter microbatches, validation, hooks and a loss in chunks of tokens run
+    uncompiled"""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

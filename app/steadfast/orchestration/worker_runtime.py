@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import traceback
 import uuid
 from dataclasses import asdict, dataclass, replace
@@ -73,6 +74,7 @@ class RayRuntime:
         # Store of the newest world if this worker is its leader. The store ends with this reference.
         self._store: dist.TCPStore | None = None
         self._world: World | None = None
+        self._aborted = threading.Event()  # `Groups.aborted` of the newest world, also while the world forms
 
         # `batch.balance` may give weights to machines by these labels.
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
@@ -174,6 +176,9 @@ class RayRuntime:
             return None
 
     def _form(self, place: WorldAssignment) -> World:
+        self._aborted = threading.Event()
+        if self._commands.aborted == place.attempt or self._heartbeats.ended:  # before this event was there
+            self._aborted.set()
         try:
             # The machine of a dead leader refuses a plain connection at once. TCPStore would try again for twice its
             # time-out.
@@ -191,6 +196,7 @@ class RayRuntime:
             self._timeouts,
             self._progress,
             self._member.node,
+            self._aborted,
         )
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
@@ -225,6 +231,7 @@ class RayRuntime:
         # training thread forms the world first and reads the commands last. So one of the two aborts the world.
         if commands is None or commands.aborted == self._attempt:
             self._store = None  # ending the store frees members that still form the world
+            self._aborted.set()  # ends NCCL's first collectives
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()

@@ -1,7 +1,7 @@
 """Flat buffers for gradients, summed over ranks while the backward runs."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -165,10 +165,11 @@ class GradientBuckets:
         self._missing: list[int] = []  # number of incomplete gradients, by bucket
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
+        accumulated = weak_hook(self._accumulated)
         for index, bucket in enumerate(self._buckets):
             for param in bucket.params:
                 self._bucket_of[id(param)] = index
-                param.register_post_accumulate_grad_hook(self._accumulated)
+                param.register_post_accumulate_grad_hook(accumulated)
         self._flats = [bucket.flat for bucket in self._buckets]
         self._flags = [bucket.used for bucket in self._buckets]
         self.clear()
@@ -270,6 +271,19 @@ class GradientBuckets:
             if id(param) not in self._reached:
                 bucket.unused.append(place)
                 bucket.used[place] = 0
+
+
+def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a tensor's hook that calls a method while its object exists."""
+    # Garbage collection does not follow a parameter's hooks, so an object that is referred to by a hook and refers to
+    # the parameter would never be freed.
+    found = weakref.WeakMethod(method)
+
+    def hook(param: Tensor) -> None:
+        if call := found():
+            call(param)
+
+    return hook
 
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Compilation by torch.compile: the repeated layers of a model, one shape of their inputs, in training alone.
+"""Compilation of repeated layers and a loss by torch.compile, for training only.
 
 Only one shape of inputs is compiled. The functions that layers share are compiled, not the layers. So one compilation
 serves all layers of a class, and the models of later attempts, because torch finds compiled code by the function.
@@ -16,6 +16,7 @@ from steadfast.config import Compile
 from steadfast.errors import TrainingError, UsageError
 from steadfast.parallel.blocks import blocks_of, stop_caching
 from steadfast.run.events import Event
+from steadfast.tasks import LanguageModeling
 from steadfast.world.compilation import CompilerNews, is_compiler_failure, one_line
 
 Forward = Callable[..., Any]  # forward of a layer, which is its first argument
@@ -55,13 +56,21 @@ class CompiledBlocks:
             # gathers parameters, run outside of it and are not compiled.
             block.forward = MethodType(self._switched(forward.__func__), block)
 
+    def take_loss(self, task: object) -> None:
+        """Compile a language model's loss, for use within `running`.
+
+        The logits are by far the largest tensors of a step, and compiled code passes over them once.
+        """
+        if self.wanted and isinstance(task, LanguageModeling):
+            task.summed_loss = self._switched(task.summed_loss)
+
     def _switched(self, eager: Forward) -> Forward:
         if eager not in self._forwards:
             compiled = _compile(eager)
 
-            # Of this name, so that a layer that is pickled comes back with the forward of its class.
-            def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
-                return (compiled if self._is_running else eager)(block, *args, **named)
+            # The name is that of the class's method, so that an unpickled layer has the forward of its class.
+            def forward(*args: Any, **named: Any) -> Any:
+                return (compiled if self._is_running else eager)(*args, **named)
 
             self._forwards[eager] = forward
         return self._forwards[eager]

@@ -45,14 +45,16 @@ class FixedPoint:
         self._magnitude = torch.zeros((), dtype=torch.int64, device=device)
         self._chunk = _CHUNK.get(device.type, _CHUNK["cpu"])
         self._scratch: Tensor | None = None  # for integers of a chunk
-        self._shift: int | None = None  # the unit of this step is 2^-shift; None before the first term
+        # () float64, units per one in this step; None before the first term. The host never reads the value, because
+        # the read would wait for the device in the middle of a backward.
+        self._scale: Tensor | None = None
         self._largest = torch.zeros((), dtype=torch.float64, device=device)  # element of the step's gradient
         self._num_terms = torch.zeros((), dtype=torch.int64, device=device)  # non-zero terms of all ranks and buckets
         self._num_too_large = torch.zeros((), dtype=torch.int64, device=device)  # of all ranks
 
     def begin(self) -> None:
         """Reset the numbers of the current step."""
-        self._shift = None
+        self._scale = None
         self._largest.zero_()
         self._num_terms.zero_()
         self._num_too_large.zero_()
@@ -71,9 +73,9 @@ class FixedPoint:
         Args:
             first: whether to overwrite `total`, whose content is then uninitialized.
         """
-        if self._shift is None:
-            self._shift = self._bits - _HEADROOM_BITS - int(self._magnitude)
-        scale = 2.0**self._shift  # multiplying by a power of two is exact
+        if self._scale is None:
+            self._scale = _power_of_two(self._bits - _HEADROOM_BITS - self._magnitude)
+        scale = self._scale  # multiplying by a power of two is exact
         if self._scratch is None:
             self._scratch = torch.empty(self._chunk, dtype=torch.int64, device=gradient.device)
         peaks: list[Tensor] = []
@@ -98,9 +100,9 @@ class FixedPoint:
 
         The gradient is nan if a term was not finite or too large.
         """
-        assert self._shift is not None
+        assert self._scale is not None
         num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
-        factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 2.0**-self._shift)
+        factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 1.0 / self._scale)
         peaks = [self._largest]
         for into, part in self._pieces(total, gradient):
             part.copy_(into).mul_(factor)
@@ -138,6 +140,14 @@ class FixedPoint:
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to the checkpointed tensors."""
         return {"magnitude": self._magnitude}
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent, () int64 -> () float64.
+
+    The result is exact, which the power functions of devices do not promise.
+    """
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _largest(numbers: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from steadfast.config import FsdpConfig
 from steadfast.errors import TrainingError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
+from steadfast.parallel.buckets import weak_hook
 from steadfast.parallel.dtensor import is_sharded, local
 from steadfast.parallel.precision import Precision
 from steadfast.world.runtime import World
@@ -274,7 +275,7 @@ class _Usage:
         for place, param in enumerate(self._model.parameters()):
             if param.requires_grad and param not in self._places and not is_sharded(param):
                 self._places[param] = place
-                param.register_post_accumulate_grad_hook(self._accumulated)
+                param.register_post_accumulate_grad_hook(weak_hook(self._accumulated))
 
     def _accumulated(self, param: Tensor) -> None:
         self._used.add(self._places[param])

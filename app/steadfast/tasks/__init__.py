@@ -68,6 +68,11 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Sums: ...
 
 
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the losses of tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
+
+
 class LanguageModeling:
     """Next-token prediction by cross entropy.
 
@@ -75,6 +80,7 @@ class LanguageModeling:
     """
 
     _chunk_tokens: int | None = None  # a class attribute, for subclasses that do not call `__init__`
+    summed_loss = staticmethod(summed_loss)  # `CompiledBlocks` replaces the function
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
         """Limit the tokens whose logits are held at a time.
@@ -91,10 +97,11 @@ class LanguageModeling:
         """
         if self._chunk_tokens is not None:
             return self._loss_in_chunks(model, batch, self._chunk_tokens)
-        logits, targets = _forward(model, batch)
+        inputs, targets = _parts(batch)
+        logits = _called(model, inputs)
         if isinstance(batch, Mapping):
             logits, targets = logits[:, :-1], targets[:, 1:]
-        return Sums(_summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
+        return Sums(self.summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
 
     @staticmethod
     def _loss_in_chunks(model: nn.Module, batch: Batch, num_tokens: int) -> Sums:
@@ -238,12 +245,7 @@ def _head_of(model: nn.Module) -> nn.Linear:
 
 
 def _loss_of_hidden(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
-    return _summed_loss(F.linear(hidden, head.weight, head.bias), targets)
-
-
-def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the losses of tokens: logits (tokens, vocab), targets int64 (tokens,)."""
-    return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
+    return summed_loss(F.linear(hidden, head.weight, head.bias), targets)
 
 
 def _full_precision(outputs: Tensor) -> Tensor:

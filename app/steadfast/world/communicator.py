@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
@@ -10,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LOOK_S = 0.05  # how often who waits for gloo looks at `aborted`
+_LOOK_S = 0.05  # interval at which a wait for gloo checks `aborted`
+_POLL_S = 0.001
+_BUCKET_BYTES = 25 * 2**20  # size of most buckets of gradients
+_POLL_S = 0.001
+# A gradient's bucket, as most are: NCCL connects each algorithm when it is first wanted, and size and type say which.
+_BUCKET = 25 * 2**20 // 4, torch.float32
 
 
 class Communicator(Protocol):
@@ -121,6 +127,33 @@ class NcclCommunicator:
         self._ending: threading.Thread | None = None
         self.under_way: list[dist.Work] = []
 
+    def connect(self, device: torch.device, limit_s: float, aborted: threading.Event) -> None:
+        """Connect to all ranks by first collectives. A collective.
+
+        On failure the communicator is aborted, since the shutdown of a connecting or failed communicator raises.
+
+        Raises:
+            RuntimeError: a rank is gone or late, `aborted` was set, or this rank's device has failed.
+        """
+        until_s = time.monotonic() + limit_s
+        # NCCL connects an algorithm at its first use. With the sizes and the type of a step, no step connects one.
+        bucket = torch.zeros(_BUCKET_BYTES // 4, dtype=torch.float32, device=device)
+        try:
+            self.sum(bucket[:1])
+            self.sum(bucket)
+            self.broadcast(bucket, 0)
+            # If a rank dies between its connection and its first kernel, the kernels of other ranks wait for ever.
+            are_complete = self._mark()
+            while not are_complete():
+                if aborted.wait(_POLL_S):
+                    raise RuntimeError("the world was aborted while NCCL connected")
+                if time.monotonic() >= until_s:
+                    raise RuntimeError(f"NCCL's first collectives took longer than {limit_s:g} s")
+        except RuntimeError:
+            self.abort()
+            self._join()
+            raise
+
     def sum(self, tensor: Tensor) -> None:
         with self._launching:
             if self._ending is None:
@@ -140,8 +173,7 @@ class NcclCommunicator:
 
     def synchronize(self) -> None:
         self.wait()
-        if self._ending is not None:
-            self._ending.join()
+        self._join()
         torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
@@ -155,6 +187,17 @@ class NcclCommunicator:
             ending.start()
             self._ending = ending  # set once it runs, because `synchronize` on another thread joins this thread
         threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
+
+    def _mark(self) -> Callable[[], bool]:
+        """Return a check of whether all collectives launched so far are complete."""
+        self.wait()
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    def _join(self) -> None:
+        if self._ending is not None:
+            self._ending.join()
 
     def _end(self) -> None:
         with self._launching, contextlib.suppress(RuntimeError):  # it has failed already

@@ -35,7 +35,11 @@ def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
     # torch alone does not know: Ray does not hide a machine's GPUs from a worker without a GPU.
     if not gpu_ids or not torch.cuda.is_available():
         return _CPU
-    return _current(0)  # Ray shows a worker only its own GPU
+    # Ray shows a worker only its own GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    own, visible = str(gpu_ids[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if own in visible:
+        return _current(visible.index(own))
+    return _current(int(own) if own.isdigit() and int(own) < torch.cuda.device_count() else 0)
 
 
 def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:

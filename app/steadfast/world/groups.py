@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,9 +82,19 @@ class Groups:
 
     @classmethod
     def form(
-        cls, store: dist.Store, rank: int, size: int, generation: int, device: torch.device, timeouts: Timeouts
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        generation: int,
+        device: torch.device,
+        timeouts: Timeouts,
+        aborted: threading.Event | None = None,
     ) -> Self:
         """Form the groups of gloo and the device's communicator. A collective.
+
+        Args:
+            aborted: event by which another thread ends the first collectives of the device.
 
         Raises:
             PeerLost: a member did not come, or died meanwhile.
@@ -94,7 +105,7 @@ class Groups:
         # Torch names groups in the store by this count, which keeps rising after a failure to form. A survivor would
         # then wait for new workers under another name than theirs, without end.
         _world.group_count = 0
-        aborted = threading.Event()
+        aborted = aborted or threading.Event()
         try:
             prefixed.set(f"here/{rank}", "")
             prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
@@ -246,7 +257,7 @@ def connect(device: torch.device, aborted: threading.Event, timeouts: Timeouts) 
     """Connect the communicator of a device over all ranks. A collective."""
     if device.type != "cuda":
         return GlooCommunicator(_get_default_group(), aborted)
-    communicator = _connect_nccl(range(dist.get_world_size()), device, timeouts)
+    communicator = _connect_nccl(range(dist.get_world_size()), device, aborted, timeouts)
     assert communicator is not None
     return communicator
 
@@ -256,7 +267,7 @@ def connect_part(
 ) -> Communicator | None:
     """Connect some ranks, and return None on the rest. A collective of all ranks."""
     if device.type == "cuda":
-        return _connect_nccl(ranks, device, timeouts)
+        return _connect_nccl(ranks, device, aborted, timeouts)
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
     if dist.get_rank() not in ranks:
         return None
@@ -264,11 +275,15 @@ def connect_part(
     return GlooCommunicator(group, aborted)
 
 
-def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts) -> Communicator | None:
-    # Connected here, where a death ends in an error after a while, and not by the first collective, which would wait
-    # for ever. Non-blocking, or neither an abort nor a time-out could end it.
-    bound_s = timeouts.form.total_seconds()
-    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(bound_s))
+def _connect_nccl(
+    ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
+) -> Communicator | None:
+    # Torch registers a blocking communicator only after it has connected. Before that, an abort does not reach the
+    # communicator, and NCCL waits for a missing rank without a limit. So the communicator is non-blocking.
+    limit = timeouts.first_collectives(len(ranks))
+    # The first launch waits so long for the connection, under a lock that an abort takes too. Torch reads the variable
+    # once per process.
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(limit.total_seconds()))
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0
     options._timeout = timeouts.form  # or torch warns that the argument below is another one
@@ -277,12 +292,11 @@ def _connect_nccl(ranks: Sequence[int], device: torch.device, timeouts: Timeouts
     if dist.get_rank() not in ranks:
         return None
     backend = group._get_backend(device)
-    first = torch.zeros(1, device=device)
-    group.allreduce([first]).wait()
-    torch.cuda.current_stream().synchronize()
-    # Not before: where connecting fails, the abort waits for the group's time-out.
     backend._set_default_timeout(timeouts.collective)
-    return NcclCommunicator(group, lambda: _abort_soon(backend, timeouts.silence_s), 2 * timeouts.silence_s)
+    abort = partial(_abort_soon, backend, timeouts.silence_s)
+    communicator = NcclCommunicator(group, abort, 2 * timeouts.silence_s)
+    communicator.connect(device, limit.total_seconds(), aborted)
+    return communicator
 
 
 def _abort_soon(backend: Any, limit_s: float) -> None:

@@ -1,5 +1,7 @@
 """Hardware of a rank, which determines rounding and identifies faulty parts."""
 
+import contextlib
+import re
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from steadfast.errors import UsageError
 
 _ASK_S = 10.0  # time limit of nvidia-smi
 _CPU_INFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Hardware(NamedTuple):
@@ -31,7 +34,10 @@ def kind_of(device: torch.device) -> str:
     """Return the kind of processor; ranks of one kind give equal bits."""
     # The order in which a sum is computed depends on the kind.
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        # Libraries choose their kernels, and so the order of a sum, by these values.
+        found = torch.cuda.get_device_properties(device)
+        libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        return f"{found.name}, {found.multi_processor_count} SMs, {libraries}, driver {_driver()}"
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
@@ -41,7 +47,7 @@ def refuse_mixed(kinds: Sequence[str]) -> None:
         if kind != kinds[0]:
             raise UsageError(
                 f"run.exact: rank {rank} computes on {kind}, rank 0 on {kinds[0]}, which round differently. Use "
-                "machines of one model (scaling.label_selector), or set run.exact=false"
+                "machines of one model and with the same libraries (scaling.label_selector), or set run.exact=false"
             )
 
 
@@ -61,6 +67,14 @@ def _serial(uuid: str) -> str:
     except (OSError, subprocess.SubprocessError):  # containers may lack nvidia-smi
         return ""
     return "" if answer.startswith("[") else answer  # "[N/A]"
+
+
+def _driver() -> str:
+    """Return the version of this machine's NVIDIA driver, "unknown" where the kernel does not tell it."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Module .*?(\d+\.[\d.]+)", _DRIVER.read_text()):
+            return found[1]
+    return "unknown"
 
 
 def _processor() -> str:

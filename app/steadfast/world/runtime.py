@@ -5,6 +5,7 @@ The interface provides worlds to train in, signals, and publication of events. `
 """
 
 import socket
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
@@ -134,13 +135,17 @@ def form_world(
     timeouts: Timeouts = _DEFAULT,
     progress: Progress | None = None,
     node: str | None = None,
+    aborted: threading.Event | None = None,
 ) -> World:
     """Form the process groups of an attempt over `store`. A collective.
+
+    Args:
+        aborted: as in `Groups.form`.
 
     Raises:
         PeerLost: a member did not come, or died while the groups formed.
     """
-    groups = Groups.form(store, rank, size, attempt, device, timeouts)
+    groups = Groups.form(store, rank, size, attempt, device, timeouts, aborted)
     place = rank, size, attempt, groups
     world = World(*place, amendments or Amendments(), progress or Progress(), node or socket.gethostname())
     world.progress.begin(attempt, rank, build_clock(device))

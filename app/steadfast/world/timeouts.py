@@ -33,6 +33,11 @@ class Timeouts:
         # All members are alive at the beginning. A silent one is declared dead long before the limit.
         return timedelta(seconds=4 * self.silence_s)
 
+    def first_collectives(self, size: int) -> timedelta:
+        """Return the limit for the first collectives of `size` ranks, during which NCCL connects the ranks."""
+        # A death that the coordinator knows of ends them sooner.
+        return timedelta(seconds=(4 + size / 50) * self.silence_s)
+
     @property
     def lease_s(self) -> float:
         """Return how long a worker continues without contact to the coordinator."""
