@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from steadfast.analysis.audit import Proof, audit
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config, parse_config
@@ -16,7 +17,6 @@ from steadfast.data import SampleOrder, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import History, read_ledger
 from steadfast.storage import LocalStore
-from steadfast.telemetry.audit import Proof, audit
 from tests.command import Running
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from steadfast.checkup.findings import Finding
 from steadfast.config import Config, load_config
-from steadfast.launch.checkup import check_machines
-from steadfast.orchestration import checkup
-from steadfast.orchestration.checkup import Inspector
+from steadfast.doctor import inspectors as checkup
+from steadfast.doctor.findings import Finding
+from steadfast.doctor.inspectors import Inspector
+from steadfast.doctor.machines import check_machines
 from steadfast.storage import Store
 from tests.chaos.bed import Bed
 from tests.command import descendants

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from steadfast.analysis.report.course import Course
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from steadfast.telemetry.report.course import Course
 from tests.checks import check_stopped
 from tests.command import ROOT, Commands, Running
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from steadfast.checkup.findings import Link, judge_collectives, judge_links
-from steadfast.checkup.network import (
+from steadfast.doctor.findings import Link, judge_collectives, judge_links
+from steadfast.doctor.network import (
     COLLECTIVES,
     CollectiveFigures,
     LinkFigures,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from steadfast.analysis.compare import compare
 from steadfast.components.hook import HookContext
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from steadfast.telemetry.compare import compare
 from tests.dist import drill as drills
 from tests.dist.drill import Drilled
 from tests.dist.small import small

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import steadfast
+from steadfast.analysis.status import StatusReader
 from steadfast.errors import ConfigError, RunConflict, TrainingError, UsageError
 from steadfast.faults.inject import InjectedFault
 from steadfast.run.directory import RunDirectory
-from steadfast.telemetry.status import StatusReader
 from tests.command import ROOT
 from tests.examples.script import Counts, line, squared_error, train
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from steadfast.analysis.audit import CounterExample, audit
 from steadfast.cli import main
 from steadfast.config import Config, parse_config
 from steadfast.data.order import SampleOrder, build_order, samples_digest
@@ -22,7 +23,6 @@ from steadfast.run.ledger import Ledger, StepStats, StepTimes
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream, read_lines
-from steadfast.telemetry.audit import CounterExample, audit
 
 NUM_SAMPLES = 61  # of tests.dist.small.Tokens; 55 of them are trained on
 RUN = """
@@ -230,8 +230,8 @@ def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest
     run.extend(4)
     run.attempt(4, 14, 18)
     before = run.audit()
-    monkeypatch.setattr("steadfast.telemetry.audit._PIECE", 26)
-    monkeypatch.setattr("steadfast.telemetry.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
     assert run.audit() == before
 
 
@@ -276,8 +276,8 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
 
 def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run.audit()
-    monkeypatch.setattr("steadfast.telemetry.audit._PIECE", 26)
-    monkeypatch.setattr("steadfast.telemetry.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 500)
     assert run.audit() == before
     run.rewrite(remove(9))

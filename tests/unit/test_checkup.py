@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadfast.checkup import facts as of_nodes
-from steadfast.checkup.facts import Gpu, Interface, NodeFacts, Space, gather_facts
-from steadfast.checkup.findings import (
+from steadfast.cli import main
+from steadfast.config import Config
+from steadfast.doctor import facts as of_nodes
+from steadfast.doctor import inspectors as checkup
+from steadfast.doctor.facts import Gpu, Interface, NodeFacts, Space, gather_facts
+from steadfast.doctor.findings import (
     Finding,
     Link,
     Sight,
@@ -27,13 +30,10 @@ from steadfast.checkup.findings import (
     judge_storage,
     judge_versions,
 )
-from steadfast.checkup.marks import Marks
-from steadfast.checkup.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
-from steadfast.checkup.rounds import rounds
-from steadfast.cli import main
-from steadfast.config import Config
-from steadfast.orchestration import checkup
-from steadfast.orchestration.checkup import Inspectors, Peer, common_device, skew, training_peers
+from steadfast.doctor.inspectors import Inspectors, Peer, common_device, skew, training_peers
+from steadfast.doctor.marks import Marks
+from steadfast.doctor.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
+from steadfast.doctor.rounds import rounds
 from steadfast.storage import LocalStore
 
 CPU = torch.device("cpu")
@@ -412,7 +412,7 @@ def test_only_an_error_is_the_exit_code(
         yield Finding("ok", "versions", "all the same")
         yield Finding(level, "clocks", "w2 is late", "Synchronize it")  # type: ignore[arg-type]
 
-    monkeypatch.setattr("steadfast.launch.checkup.check_machines", check)
+    monkeypatch.setattr("steadfast.doctor.machines.check_machines", check)
     assert main(0.0, ["doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words]) == code
     printed = capsys.readouterr()
     assert asked[0].run.storage == "/somewhere"
@@ -434,7 +434,7 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
             shown.append(capsys.readouterr().err)
             yield Finding("ok", check, "good")
 
-    monkeypatch.setattr("steadfast.launch.checkup.check_machines", check)
+    monkeypatch.setattr("steadfast.doctor.machines.check_machines", check)
     assert main(0.0, ["doctor", "--json"]) == 0
     assert ["checking the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
 
@@ -443,7 +443,7 @@ def test_json_on_a_terminal_is_not_mixed_with_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "steadfast.launch.checkup.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")])
+        "steadfast.doctor.machines.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")])
     )
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main(0.0, ["doctor", "--json"]) == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from steadfast.analysis.compare import Comparison, HeldLines, compare, relative_difference
 from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.errors import ConfigError, UsageError
@@ -20,7 +21,6 @@ from steadfast.run.events import AttemptStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream
-from steadfast.telemetry.compare import Comparison, HeldLines, compare, relative_difference
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
@@ -260,7 +260,7 @@ def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPa
     pair.lines[1][2000]["weights"] = "0"
     expected = pair.compare()
     assert expected.weights_differ == 2001
-    monkeypatch.setattr("steadfast.telemetry.compare._CHUNK", 7)
+    monkeypatch.setattr("steadfast.analysis.compare._CHUNK", 7)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 5000)
     assert pair.compare() == expected
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from steadfast.analysis.report import figures
+from steadfast.analysis.report.course import Course, Curve
+from steadfast.analysis.report.write import reported, write_report
 from steadfast.config import parse_config
 from steadfast.errors import TrainingError, UsageError
 from steadfast.run import events
 from steadfast.run.directory import METRICS, REPORT, STEPS, RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import open_stream
-from steadfast.telemetry.report import figures
-from steadfast.telemetry.report.course import Course, Curve
-from steadfast.telemetry.report.write import reported, write_report
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>"
 START_S = 1_800_000_000.0

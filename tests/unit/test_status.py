@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from steadfast.analysis.status import state_of
 from steadfast.cli import main
 from steadfast.run import events
 from steadfast.run.directory import EVENTS, METRICS, STEPS, RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
 from steadfast.storage.jsonl import open_stream
-from steadfast.telemetry.status import state_of
 from tests.events import changed
 
 NOW_S = time.time()

@@ -31,7 +31,7 @@ def run(options: Namespace) -> int:
         raise UsageError("audit takes one run, for example: audit ddp")
     if options.cluster:
         return run_on_cluster(options)
-    from steadfast.telemetry.audit import CounterExample, audit
+    from steadfast.analysis.audit import CounterExample, audit
 
     directory = find_run(options.runs[0], options.storage)
     config = directory.stored_config()

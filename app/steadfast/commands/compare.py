@@ -11,7 +11,7 @@ from steadfast.storage.documents import json_line
 from steadfast.units import in_ranges, node_name, plural, printable
 
 if TYPE_CHECKING:
-    from steadfast.telemetry.compare import Comparison, Difference, Ran
+    from steadfast.analysis.compare import Comparison, Difference, Ran
 
 Rows = dict[str, str]
 
@@ -28,7 +28,7 @@ def run(options: Namespace) -> int:
         raise UsageError("compare takes two runs, for example: compare ddp other")
     if options.cluster:
         return run_on_cluster(options)
-    from steadfast.telemetry.compare import compare
+    from steadfast.analysis.compare import compare
 
     one, other = (find_run(name, options.storage) for name in options.runs)
     with reading(one):
@@ -65,7 +65,7 @@ def _in_words(first: "Difference") -> str:
 
 
 def _value(name: str, ours: Any, theirs: Any) -> str:
-    from steadfast.telemetry.compare import relative_difference
+    from steadfast.analysis.compare import relative_difference
 
     match name:
         case "line":

@@ -20,7 +20,7 @@ from steadfast.run.directory import find_run, reading
 from steadfast.units import number, plural, printable, size
 
 if TYPE_CHECKING:
-    from steadfast.checkup.findings import Finding
+    from steadfast.doctor.findings import Finding
 
 _STARTING = "checking the machines; this takes about half a minute"
 
@@ -50,7 +50,7 @@ def _check_machines(config: Config, options: Namespace) -> int:
     tell = _teller(options.json)
     tell(_STARTING)
     # This imports torch and Ray, which takes seconds, so the line above is printed first.
-    from steadfast.launch.checkup import check_machines
+    from steadfast.doctor.machines import check_machines
 
     findings = []
     for finding in check_machines(config, options.verbose):

@@ -14,7 +14,7 @@ from steadfast.plan import even_shares, largest_microbatch
 from steadfast.units import compact, duration, number, plural, size
 
 if TYPE_CHECKING:
-    from steadfast.telemetry.memory import Memory
+    from steadfast.analysis.memory import Memory
 
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
@@ -50,8 +50,8 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     """
     import torch
 
+    from steadfast.analysis.memory import bytes_of_worlds, memory_of_whole
     from steadfast.data import Loader, build_dataset, build_order
-    from steadfast.telemetry.memory import bytes_of_worlds, memory_of_whole
 
     dataset = build_dataset(config.data)
     order = build_order(config.data, len(dataset), config.run.seed)

@@ -17,7 +17,7 @@ def run(options: Namespace) -> int:
         raise UsageError("report takes one run, for example: report ddp")
     if options.cluster:
         return run_on_cluster(options)
-    from steadfast.telemetry.report.write import write_report
+    from steadfast.analysis.report.write import write_report
 
     directory = find_run(options.runs[0], options.storage)
     with reading(directory):

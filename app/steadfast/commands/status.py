@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from steadfast.analysis.status import Node, Status, StatusReader
     from steadfast.telemetry.interruptions import Interruption
-    from steadfast.telemetry.status import Node, Status, StatusReader
 
 _EVERY_S = 1.0
 _NUM_INTERRUPTIONS = 8  # number of newest interruptions on the page; --json has all of them
@@ -51,7 +51,7 @@ def run(options: Namespace) -> int:
 
 
 def _one(name: str, storage: str) -> Callable[[bool], object]:
-    from steadfast.telemetry.status import StatusReader
+    from steadfast.analysis.status import StatusReader
 
     reader = StatusReader(find_run(name, storage))
 
@@ -63,7 +63,7 @@ def _one(name: str, storage: str) -> Callable[[bool], object]:
 
 
 def _all(storage: str) -> Callable[[bool], object]:
-    from steadfast.telemetry.status import StatusReader
+    from steadfast.analysis.status import StatusReader
 
     place = RunDirectory.at(storage)  # parent of all run directories
 

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from importlib import import_module
 
+from steadfast.analysis.report.write import reported
 from steadfast.config import Config
 from steadfast.errors import UsageError
 from steadfast.launch.again import Comebacks
@@ -15,7 +16,6 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.interrupts import Interrupts
 from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
-from steadfast.telemetry.report.write import reported
 from steadfast.units import plural
 
 

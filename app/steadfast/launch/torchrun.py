@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
+from steadfast.analysis.report.write import reported
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, ScalingConfig
 from steadfast.errors import RunConflict, SteadfastError, TrainingError
@@ -25,7 +26,6 @@ from steadfast.run.events import Event, Failure, ForwardsShrunk, RunStarted
 from steadfast.run.interrupts import EXIT_STOPPED, Interrupts
 from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
-from steadfast.telemetry.report.write import reported
 from steadfast.worker import start_worker, train_in_worlds
 from steadfast.world.device import torchrun_device
 from steadfast.world.groups import is_peer_loss

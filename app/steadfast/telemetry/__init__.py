@@ -1,1 +1,1 @@
-"""Measurement and reporting of a run: recorder, trackers, console, status, report, audit and compare."""
+"""Records of a run that its workers write: recorder, trackers and console."""

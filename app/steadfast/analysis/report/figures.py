@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Span
 from bokeh.plotting import figure
 
+from steadfast.analysis.report.course import Course
 from steadfast.run.events import AttemptStarted
 from steadfast.telemetry.goodput import CATEGORIES, Account
 from steadfast.telemetry.interruptions import Interruption
-from steadfast.telemetry.report.course import Course
 from steadfast.units import node_name
 
 # These colours are distinct on white and on black pages, and for readers with colour blindness (Okabe and Ito, 2008).

@@ -17,8 +17,8 @@ def write_report(directory: RunDirectory) -> str:
     Raises:
         UsageError: the run has not begun.
     """
-    from steadfast.telemetry.report.course import Course
-    from steadfast.telemetry.report.page import page_of
+    from steadfast.analysis.report.course import Course
+    from steadfast.analysis.report.page import page_of
 
     course = Course.read(directory)
     if not course.ledger.accounts:

@@ -3,8 +3,8 @@
 import traceback
 from collections.abc import Generator
 
-from steadfast.checkup.findings import Finding
 from steadfast.config import Config
+from steadfast.doctor.findings import Finding
 
 
 def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
@@ -14,7 +14,7 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
     """
     import ray
 
-    from steadfast.orchestration.checkup import check_nodes
+    from steadfast.doctor.inspectors import check_nodes
     from steadfast.orchestration.cluster import EMBEDDED, RayNotStarted, connect, describe_cluster, gpus_per_worker
 
     try:

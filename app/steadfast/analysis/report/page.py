@@ -10,13 +10,13 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from steadfast.analysis.report import figures
+from steadfast.analysis.report.course import Course
 from steadfast.config import dump_config
 from steadfast.errors import SteadfastError
 from steadfast.run import events
 from steadfast.storage.documents import read_json
 from steadfast.telemetry.goodput import CATEGORIES, goodput
-from steadfast.telemetry.report import figures
-from steadfast.telemetry.report.course import Course
 from steadfast.units import compact, duration, node_name, number, plural
 
 _MOST_ROWS = 200
@@ -42,7 +42,7 @@ def page_of(course: Course) -> str:
     items = [json_item(drawing.plot, name) for name, drawing in drawings.items()]
     legends = {name: _legend(drawing.legend) for name, drawing in drawings.items()}
     (bokeh,) = Resources("inline", components=["bokeh"]).js_raw[:1]
-    template = Template(files("steadfast.telemetry.report").joinpath("page.html").read_text("utf-8"))
+    template = Template(files("steadfast.analysis.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         title=escape(_name(course)),
         bokeh=bokeh,

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from steadfast.checkup.facts import INTERFACE_VARIABLES, NodeFacts, Space
-from steadfast.checkup.network import CollectiveFigures, LinkFigures
+from steadfast.doctor.facts import INTERFACE_VARIABLES, NodeFacts, Space
+from steadfast.doctor.network import CollectiveFigures, LinkFigures
 from steadfast.units import joined, plural, size
 
 Level = Literal["ok", "warning", "error"]

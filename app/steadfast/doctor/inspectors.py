@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from steadfast.checkup.facts import NodeFacts, gather_facts
-from steadfast.checkup.findings import (
+from steadfast.doctor.facts import NodeFacts, gather_facts
+from steadfast.doctor.findings import (
     Finding,
     Link,
     Sight,
@@ -32,8 +32,8 @@ from steadfast.checkup.findings import (
     silent_finding,
     slow_links,
 )
-from steadfast.checkup.marks import Marks
-from steadfast.checkup.network import (
+from steadfast.doctor.marks import Marks
+from steadfast.doctor.network import (
     CollectiveFigures,
     LinkFigures,
     RankHost,
@@ -41,7 +41,7 @@ from steadfast.checkup.network import (
     measure_link,
     sizes_for,
 )
-from steadfast.checkup.rounds import rounds
+from steadfast.doctor.rounds import rounds
 from steadfast.orchestration.trainer import head_host
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import Store
