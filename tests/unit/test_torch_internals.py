@@ -51,7 +51,6 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
 
 
 def test_process_groups() -> None:
-    assert parameters(distributed_c10d._set_pg_timeout) == ["timeout", "group"]
     assert not parameters(distributed_c10d._get_default_group)
     assert isinstance(distributed_c10d._world.group_count, int)
     assert callable(dist.ProcessGroup._get_backend)
@@ -103,9 +102,10 @@ def test_the_place_of_a_shard_in_its_tensor() -> None:
 
 
 def test_adam_collects_its_tensors_in_lists_that_a_step_computes_on() -> None:
-    assert torch.optim.AdamW._init_group is torch.optim.Adam._init_group
+    assert issubclass(torch.optim.AdamW, torch.optim.Adam)  # torch.compile wraps the method of each class by itself
     names = ["self", "group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
     assert parameters(torch.optim.Adam._init_group) == names
+    assert parameters(torch.optim.AdamW._init_group) == names
 
 
 def test_a_construction_is_written_down_and_done_later() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _get_default_group, _world
 
 from steadfast.world.communicator import Communicator, GlooCommunicator, NcclCommunicator, arrived
 from steadfast.world.timeouts import Timeouts
@@ -119,8 +119,8 @@ class Groups:
             if is_own_fault(error):
                 raise
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
-        for group in (None, control):
-            _set_pg_timeout(timeouts.collective, group)
+        for group in (_get_default_group(), control):
+            group.set_timeout(timeouts.collective)
         return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
 
     def gate(self) -> None:
@@ -271,7 +271,7 @@ def connect_part(
     group = dist.new_group(list(ranks), backend="gloo", timeout=timeouts.connect)
     if dist.get_rank() not in ranks:
         return None
-    _set_pg_timeout(timeouts.collective, group)
+    group.set_timeout(timeouts.collective)
     return GlooCommunicator(group, aborted)
 
 
