@@ -53,6 +53,7 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
         started_s: Unix time at which the process started.
         argv: the arguments of the command, by default those of the process.
     """
+    _replace_closed_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments:
         print(TRY)
@@ -93,6 +94,13 @@ def _reader_has_left() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest of the output at exit
     return True
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null for a standard stream that the caller has closed, because Ray needs both streams."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
 
 
 def _run(arguments: list[str], started_s: float) -> int:

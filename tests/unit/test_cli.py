@@ -305,3 +305,12 @@ def test_a_variable_that_is_not_there_is_told_before_anything_starts(capsys: pyt
         "error: cluster.env.NOT_SET_ANYWHERE: is null, and this command's environment has no NOT_SET_ANYWHERE: "
         "export it, or give a value here\n"
     )
+
+
+def test_closed_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(0.0, ["config", "optimizer"]) == 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.fileno()  # Ray's start asks for this
+        stream.close()
