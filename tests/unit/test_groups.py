@@ -174,6 +174,18 @@ def test_an_error_of_the_own_device_is_no_lost_peer(error: BaseException, kind: 
     assert _kind(error, attempt=1) == kind
 
 
+def test_a_rank_whose_gpu_has_failed_says_so_before_it_waits_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"CUDA error: {ECC}")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=ECC):
+        Groups.form(store, 0, 2, 1, torch.device("cuda"), Timeouts())
+    assert store.num_keys() == 0
+    assert not dist.is_initialized()
+
+
 class Broken(dist.ProcessGroup):
     """Raises at its end, as NCCL does in an error state, unless it was aborted before."""
 

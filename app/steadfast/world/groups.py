@@ -100,6 +100,7 @@ class Groups:
             PeerLost: a member did not come, or died meanwhile.
             RuntimeError: this rank's device has failed, or has no memory left.
         """
+        probe(device)
         before = _open_sockets()
         prefixed = dist.PrefixStore(f"attempt-{generation}", store)
         # Torch names groups in the store by this count, which keeps rising after a failure to form. A survivor would
@@ -118,6 +119,8 @@ class Groups:
             _destroy(abort=True)  # a group may have formed already
             if is_own_fault(error):
                 raise
+            # NCCL may report a failure of this rank's own GPU as an error of the system or of a peer.
+            probe(device)
             raise PeerLost(f"forming a world of {size} failed: {error}") from error
         for group in (_get_default_group(), control):
             group.set_timeout(timeouts.collective)
@@ -240,6 +243,17 @@ class Groups:
                 _abandoned.append((_get_default_group(), self.control, *self.sides, *axes))
                 return
             time.sleep(_POLL_S)
+
+
+def probe(device: torch.device) -> None:
+    """Run one kernel on a device, so that its own failure is not taken for a lost peer.
+
+    Raises:
+        RuntimeError: the device has failed. CUDA repeats its first fatal error at every later call of the process.
+    """
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
 
 
 def serve_store(host: str) -> dist.TCPStore:
