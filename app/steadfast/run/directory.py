@@ -50,7 +50,8 @@ def place_of_data(path: str) -> str:
 
     A path that exists in the working directory is used as it is. Otherwise the path is looked up where runs are stored.
     """
-    # A path that leads nowhere is returned too, so that the message about the missing data names what the user wrote.
+    # A path that leads nowhere is returned as it is. It may be a name on Hugging Face's hub, and if not, the message
+    # about the missing data names what the user wrote.
     below = str(runs_root() / path)
     for place in (path, below):
         if Path(place).exists() or glob(place, recursive=True):

@@ -138,12 +138,17 @@ class AttemptStarted(Event):
     gpus: tuple[str, ...] | None = None  # names of the GPUs by rank, if the ranks train on GPUs
     num_samples: int | None = None  # samples of the dataset, including held-out samples
 
+    @property
+    def ready_in_s(self) -> float:
+        """Return the seconds of all phases, up to the end of the first step."""
+        return self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
+
     def line(self, verbose: bool = False) -> str:
         origin = "from step 0"
         if self.step:
             origin = f"step {self.step} restored from {self.source}"
-        ready_s = self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
-        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin} | ready in {ready_s:.1f} s"
+        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin}"
+        line += f" | ready in {self.ready_in_s:.1f} s"
         if verbose:
             line += f" | detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
             line += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"

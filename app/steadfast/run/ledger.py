@@ -186,8 +186,8 @@ def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
     """
     step, num_samples = 0, 0
     for line in read_lines(store, STEPS):
-        # The line may belong to any attempt, because a later attempt may have repeated earlier steps. A skipped step uses
-        # no samples but takes their positions, so its case comes first.
+        # The line may belong to any attempt, because a later attempt may have repeated earlier steps. A skipped step
+        # uses no samples but takes their positions, so its case comes first.
         match line:
             case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:
                 step, num_samples = found, stop - start

@@ -135,8 +135,7 @@ class _Between:
     def interruption(self, before: AttemptStarted, after: AttemptStarted) -> Interruption:
         """Return the interruption between two attempts that both finished a step."""
         first_step_s = (after.time_s or 0.0) - (after.step_s or 0.0)  # when the first step began
-        parts_s = after.detected_s + after.formed_s + after.built_s + after.restored_s + after.first_step_s
-        last_step_s = (after.time_s or 0.0) - parts_s
+        last_step_s = (after.time_s or 0.0) - after.ready_in_s
         since_s = last_step_s  # when the run learned that it needs another attempt
         if self.command_s is not None:
             since_s = self.command_s
