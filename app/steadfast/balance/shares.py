@@ -130,9 +130,7 @@ def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
     STEADFAST_LABEL holds a machine's labels, separated by commas. The last label is the device.
     """
     own = [label for label in os.environ.get(LABEL, "").split(",") if label]
-    device_name = "cpu"
-    if device.type == "cuda":
-        device_name = torch.cuda.get_device_name(device)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     own.append(device_name)
     # Only a worker knows the labels of its machine.
     labels: list[Any] = [None] * world.size

@@ -256,9 +256,7 @@ class Recorder:
         """Write a step's figures, and show the figures every `_SHOW_EVERY_S` seconds."""
         total_steps = self._worker.num_steps
         # If both counts are equal, every token is a sample.
-        unit = "tok"
-        if stats.count == stats.num_samples:
-            unit = "samples"
+        unit = "samples" if stats.count == stats.num_samples else "tok"
         log = events.Log(
             attempt=self._world.attempt,
             step=stats.step,
