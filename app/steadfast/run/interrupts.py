@@ -87,7 +87,7 @@ class Interrupts:
                 return signal.getsignal(number)
             return set_handler(number, handler)
 
-        signal.signal = set_other_handler
+        signal.signal = set_other_handler  # type: ignore[assignment]
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             yield
