@@ -62,24 +62,30 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
     verbose = "-v" in arguments or "--verbose" in arguments
     try:
         exit_code = _run(arguments, started_s)
-        if sys.stdout:  # None in a process that was started with a closed stdout
-            sys.stdout.flush()
+        # A reader that has left is noticed here. The flush at the interpreter's end could no longer change the exit
+        # code.
+        sys.stdout.flush()
         return exit_code
     except SteadfastError as error:
         said = f"error: {error}"
         if verbose:
             said = "".join(traceback.format_exception(error)) + said
+        # All ranks may fail with this error at once, but only one of them should report it.
         if of_torchrun():
             end_rank(error, said)
         print(printable(said), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_STOPPED
+    # Any other exception is an error of this program or of the user's code, so its traceback is shown.
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left():
             return _EXIT_PIPE
         if of_torchrun():
-            end_rank(error, "".join(traceback.format_exception(error)) if verbose else traceback_of(error))
+            text = "".join(traceback.format_exception(error))
+            if not verbose:
+                text = traceback_of(error)
+            end_rank(error, text)
         raise
 
 
@@ -88,6 +94,7 @@ def _reader_has_left() -> bool:
 
     If so, further output is discarded.
     """
+    # The mask 0 asks for no events, but poll always reports errors. A pipe without a reader is the error POLLERR.
     output = select.poll()
     output.register(sys.stdout, 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):

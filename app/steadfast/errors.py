@@ -37,15 +37,14 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        known = [part for part in (self.where, self.path, self.what) if part]
-        return ": ".join(known)
+        return ": ".join(filter(None, (self.where, self.path, self.what)))
 
 
 class ConfigError(UsageError):
     """All problems of a configuration at once."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
+        super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
@@ -93,6 +92,8 @@ def as_exception(error: BaseException) -> Exception:
     The traceback is kept. Handlers of `Exception` miss SystemExit, KeyboardInterrupt and the user's own BaseExceptions,
     so a worker would exit without reporting them.
     """
+    # The text is read even of an error that is returned as it is. An error whose __str__ raises is replaced, because
+    # everything that reports the error would raise too.
     try:
         told = str(error)
         if isinstance(error, Exception):
@@ -100,4 +101,7 @@ def as_exception(error: BaseException) -> Exception:
     except Exception as unprintable:
         told = f"its text cannot be read: {type(unprintable).__name__} in __str__"
     name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
-    return UserExit(f"{name} in your own code{f' ({told})' if told else ''}").with_traceback(error.__traceback__)
+    message = f"{name} in your own code"
+    if told:
+        message += f" ({told})"
+    return UserExit(message).with_traceback(error.__traceback__)

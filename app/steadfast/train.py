@@ -62,8 +62,8 @@ def train(
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
-    recorder = Recorder(config, directory, runtime, world, plan, worker)
-    recorder.begin(restored, timer, snapshots)
+    recorder = Recorder(config, directory, runtime, world, worker)
+    recorder.begin(plan, restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
     def save(step: int, ending: Outcome | None = None) -> None:

@@ -103,12 +103,12 @@ def test_on_a_cpu_tensors_are_counted() -> None:
 
 def test_the_number_of_a_run_is_in_one_place(directory: RunDirectory) -> None:
     config = start(directory, "auto")
-    assert directory.batch(config).num_microbatches == 12  # the most that there may be
+    assert directory.batch(config.batch).num_microbatches == 12  # the most that there may be
     directory.write_microbatch_size(4)
-    assert directory.batch(config).samples_per_microbatch == 4
-    assert directory.batch(config).num_microbatches == 3
+    assert directory.batch(config.batch).samples_per_microbatch == 4
+    assert directory.batch(config.batch).num_microbatches == 3
     given = start(directory, 2)
-    assert directory.batch(given).samples_per_microbatch == 2
+    assert directory.batch(given.batch).samples_per_microbatch == 2
     directory.clear()
     assert directory.microbatch_size() is None
 

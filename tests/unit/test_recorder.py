@@ -27,13 +27,16 @@ _MOST_BYTES = 100_000  # one float a step would take over six times as much
 @pytest.fixture
 def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
     """Return the recorder of a rank that does not lead."""
-    monkeypatch.setattr(recorder, "_meters", lambda config, worker: Meters())
+    monkeypatch.setattr(recorder, "_meters", lambda worker, tf32: Meters())
     monkeypatch.setattr(recorder, "Profiler", Mock())
     worker = Mock(precision=Mock(device=torch.device("cpu")), units_per_sample=1)
-    config, world, plan = Mock(spec=Config), Mock(leader=False, attempt=1), Plan.even(4, 2, 2)
+    config, world = Mock(spec=Config), Mock(leader=False, attempt=1)
     config.weights_digest_every = config.profile = None
+    config.precision = Mock(tf32=False)
     config.logging = Mock(every_steps=50, gradient_norms_every=None)
-    return recorder.Recorder(config, RunDirectory(LocalStore(tmp_path)), Mock(), world, plan, worker)
+    follower = recorder.Recorder(config, RunDirectory(LocalStore(tmp_path)), Mock(), world, worker)
+    follower.begin(Plan.even(4, 2, 2), Mock(), Mock(), Mock())
+    return follower
 
 
 def test_rank_that_logs_nothing_gathers_nothing(follower: recorder.Recorder) -> None:

@@ -62,12 +62,14 @@ class SpeedBalance(Balance):
         self._stopwatch.forwarded()
 
     def payload(self) -> list[float]:
+        # The control channel adds up the payloads of all ranks, so each rank fills its own place only.
         payload = [0.0] * self._world.size
         payload[self._world.rank] = self._stopwatch.take_s()
         return payload
 
     def on_result(self, step: int, payload: list[float]) -> None:
-        # Until the new shares are in force, the measurements are those of the old shares.
+        # Until the new shares are in force, the measurements are those of the old shares. The policy would compare with
+        # the old shares, and propose the same change again.
         if step < self._changed_from:
             return
         shares = self._plan.shares_at(step + 1)
@@ -111,10 +113,12 @@ def build_balance(
         return SpeedBalance(plan, num_ahead, world, runtime)
     labels_by_rank = _labels(world, runtime.device)
     weights = [_weight(rank, labels, wanted) for rank, labels in enumerate(labels_by_rank)]
+    # A replica is as fast as its slowest rank.
     of_replicas = [
         min(weights[first : first + world.replica_size]) for first in range(0, world.size, world.replica_size)
     ]
     shares = fastest_shares(of_replicas, sum(even), world.replica_size)
+    # No step of this attempt has been read yet, so the change may begin with the first step of the run.
     plan.change(1, shares)
     publish_once(events.Shares(step=1, before=even, after=shares, weights=tuple(weights)), runtime, world)
     return Balance()
@@ -126,7 +130,9 @@ def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
     STEADFAST_LABEL holds a machine's labels, separated by commas. The last label is the device.
     """
     own = [label for label in os.environ.get(LABEL, "").split(",") if label]
-    own.append(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    own.append(device_name)
+    # Only a worker knows the labels of its machine.
     labels: list[Any] = [None] * world.size
     dist.all_gather_object(labels, tuple(own), group=world.groups.control)
     return labels

@@ -75,6 +75,7 @@ class Stopwatch:
                 wholes.append(self._clock.between_s(began, ended))
                 forwards.append(self._clock.between_s(began, forwarded))
         if wholes:
+            # A clock may be too coarse to measure a short forward.
             self._forwards_in_whole = median(wholes) / max(median(forwards), 1e-9)
             return median(wholes)
         # With one microbatch per step none is whole. The time of its forward is then scaled by the last known ratio.

@@ -61,7 +61,7 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
     if config is None:
         return
     # With `batch.microbatch_size=auto` only the run itself knows the size in use.
-    batch = directory.batch(config)
+    batch = directory.batch(config.batch)
     if largest > batch.num_microbatches:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "

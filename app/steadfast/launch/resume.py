@@ -109,18 +109,18 @@ def _compare_with_finished(
     """
     numeric = [change for change in changes if stored and _trains_otherwise(change, stored, directory)]
     if numeric and not return_finished:
-        raise RunConflict(finished_otherwise(config, directory.uri, summary, _listed(numeric)))
+        raise RunConflict(finished_otherwise(config.run, directory.uri, summary, _listed(numeric)))
     if stored is None:
         say(f"{directory.uri} has no config.yaml: the configurations were not compared")
     for change in changes:
         if not change.free:
             say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
-    say(already_finished(config, directory.uri, summary))
+    say(already_finished(config.run, directory.uri, summary))
 
 
 def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
     if change.key == "batch.microbatch_size":  # auto keeps the number that the run has chosen
-        return change.new not in ("auto", directory.batch(stored).microbatch_size)
+        return change.new not in ("auto", directory.batch(stored.batch).microbatch_size)
     return change.numeric
 
 

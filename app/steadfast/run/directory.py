@@ -50,6 +50,8 @@ def place_of_data(path: str) -> str:
 
     A path that exists in the working directory is used as it is. Otherwise the path is looked up where runs are stored.
     """
+    # A path that leads nowhere is returned as it is. It may be a name on Hugging Face's hub, and if not, the message
+    # about the missing data names what the user wrote.
     below = str(runs_root() / path)
     for place in (path, below):
         if Path(place).exists() or glob(place, recursive=True):
@@ -106,6 +108,7 @@ class RunDirectory:
     @property
     def name(self) -> str:
         """Return the run's name, which is the last part of its location."""
+        # Options of a bucket follow its path after a question mark.
         return self.uri.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def __truediv__(self, name: str) -> str:
@@ -116,6 +119,7 @@ class RunDirectory:
 
         Returns True if the directory was empty. Raises UsageError if writing fails.
         """
+        # The test file would make any directory look used, so the directory is listed before the test.
         try:
             new = not self.store.list("")
             self.store.commit(_PROBE, b"")
@@ -215,19 +219,26 @@ class RunDirectory:
         except OSError as error:
             raise StorageError(f"{self / _MICROBATCH} cannot be written: {error.strerror or error}") from error
 
-    def batch(self, config: Config) -> BatchConfig:
+    def batch(self, batch: BatchConfig) -> BatchConfig:
         """Return the section `batch` with the chosen microbatch size.
 
         If no size is chosen yet, the section is returned as it is.
         """
-        size = self.microbatch_size() if config.batch.microbatch_size == "auto" else None
-        return config.batch if size is None else config.batch.with_microbatches_of(size)
+        if batch.microbatch_size != "auto":
+            return batch
+        size = self.microbatch_size()
+        if size is None:
+            return batch
+        return batch.with_microbatches_of(size)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None if it is missing or invalid."""
-        found = read_json(self.store, _SUMMARY) or {}
-        is_ours = is_count(found.get("step")) and isinstance(found.get("metrics"), dict) and "status" in found
-        return found if is_ours else None
+        found = read_json(self.store, _SUMMARY)
+        # The folder may be the user's, and have a file of this name that no run has written.
+        match found:
+            case {"step": step, "metrics": dict(), "status": _} if is_count(step):
+                return found
+        return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_json(self.store, _SUMMARY, summary)
@@ -282,6 +293,7 @@ class RunDirectory:
             raise StorageError(f"{self / _CONFIG} cannot be read: {error.strerror or error}") from error
         if not text.strip():  # an empty file would mean a run of defaults
             raise StorageError(f"{self / _CONFIG} is empty. Restore the file, or choose another run.name")
+        # An earlier release may have written the file, with names of keys that a new configuration may no longer use.
         return parse_config(text, self / _CONFIG, former_names=True)
 
     def write_config(self, config: Config) -> None:
@@ -316,7 +328,9 @@ def find_run(name: str, storage: str = "runs") -> RunDirectory:
     """
     places = [name]
     if "://" not in name:
-        below = f"{storage}/{name}" if "://" in storage else str(runs_root() / storage / name)
+        below = str(runs_root() / storage / name)
+        if "://" in storage:
+            below = f"{storage}/{name}"
         places = [str(Path.cwd() / name), str(runs_root() / name), below]
     for place in places:
         directory = RunDirectory.at(place)

@@ -7,6 +7,7 @@ ends with its unit: `_s` seconds, `_ms` milliseconds, `_bytes` bytes. A field th
 import re
 import time
 from collections.abc import Mapping
+from itertools import starmap
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,6 +37,7 @@ class Event(BaseModel):
 
     def stamped(self) -> Self:
         """Return the event with the current time, unless the event has one."""
+        # Ray may repeat the call that publishes an event. A restarted coordinator recognizes the event by its time.
         if self.time_s is not None:
             return self
         return self.model_copy(update={"time_s": round(time.time(), 4)})
@@ -46,12 +48,8 @@ class Event(BaseModel):
 
     def fields(self) -> dict[str, Any]:
         """Return the fields except name, time and attempt."""
-        fields: dict[str, Any] = {}
-        for name, value in self:
-            if name == self.spread:
-                fields.update(value)
-            else:
-                fields[name] = value
+        fields: dict[str, Any] = dict(self)
+        fields.update(fields.pop(self.spread, {}))
         return {name: value for name, value in fields.items() if name not in _HEAD and value is not None}
 
     def to_line(self) -> dict[str, Any]:
@@ -140,10 +138,17 @@ class AttemptStarted(Event):
     gpus: tuple[str, ...] | None = None  # names of the GPUs by rank, if the ranks train on GPUs
     num_samples: int | None = None  # samples of the dataset, including held-out samples
 
+    @property
+    def ready_in_s(self) -> float:
+        """Return the seconds of all phases, up to the end of the first step."""
+        return self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
+
     def line(self, verbose: bool = False) -> str:
-        origin = f"step {self.step} restored from {self.source}" if self.step else "from step 0"
-        ready_s = self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
-        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin} | ready in {ready_s:.1f} s"
+        origin = "from step 0"
+        if self.step:
+            origin = f"step {self.step} restored from {self.source}"
+        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin}"
+        line += f" | ready in {self.ready_in_s:.1f} s"
         if verbose:
             line += f" | detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
             line += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"
@@ -206,8 +211,11 @@ class ModelSharded(Event):
 
     def line(self, verbose: bool = False) -> str:
         units = [f"{count} x {kind}" for kind, count in self.layers.items()]
-        rest = "the rest" if units else "the whole model; a method blocks() makes each layer a unit of its own"
-        return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join([*units, rest])}"
+        if units:
+            units.append("the rest")
+        else:
+            units.append("the whole model; a method blocks() makes each layer a unit of its own")
+        return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join(units)}"
 
 
 class NotCompiled(Event):
@@ -280,13 +288,15 @@ class AttemptEnded(Event):
     checkpoint_s: float | None = None  # seconds in which training waited for a checkpoint
 
     def line(self, verbose: bool = False) -> str:
-        after = f" after step {self.step}" if self.step is not None else ""
-        return f"attempt {self.attempt} ended{after}: {self.cause}"
+        if self.step is None:
+            return f"attempt {self.attempt} ended: {self.cause}"
+        return f"attempt {self.attempt} ended after step {self.step}: {self.cause}"
 
 
 class Log(Event):
     """Figures since the last log step, as means and medians."""
 
+    # `metrics.jsonl` has these lines. In `events.jsonl` they would outnumber all other events.
     kept = False
 
     step: int  # last step in the figures
@@ -316,21 +326,20 @@ class Log(Event):
 
     def line(self, verbose: bool = False) -> str:
         rate = self.samples_per_s if self.unit == "samples" else self.units_per_s
-        return joined(
-            [
-                f"step {self.step}/{self.total_steps} {100 * self.step // self.total_steps}%",
-                f"loss {number(self.loss)}",
-                in_words(self.metrics),
-                f"lr {self.lr:.1e}".replace("e-0", "e-"),
-                f"{self.step_ms:.0f} ms",
-                f"data wait {self.data_wait:.0%}",
-                f"{compact(rate)} {self.unit}/s",
-                f"mfu {self.mfu:.1%}" if self.mfu else "",
-                size(self.memory_bytes),
-                plural(self.world_size, "worker"),
-                f"eta {duration(self.eta_s)}",
-            ]
-        )
+        parts = [
+            f"step {self.step}/{self.total_steps} {100 * self.step // self.total_steps}%",
+            f"loss {number(self.loss)}",
+            in_words(self.metrics),
+            # Python writes at least two digits of an exponent, but a learning rate needs only one.
+            f"lr {self.lr:.1e}".replace("e-0", "e-"),
+            f"{self.step_ms:.0f} ms",
+            f"data wait {self.data_wait:.0%}",
+            f"{compact(rate)} {self.unit}/s",
+        ]
+        if self.mfu:
+            parts.append(f"mfu {self.mfu:.1%}")
+        parts += [size(self.memory_bytes), plural(self.world_size, "worker"), f"eta {duration(self.eta_s)}"]
+        return joined(parts)
 
 
 class Profile(Event):
@@ -391,8 +400,10 @@ class Checkpoint(Event):
     not_deleted: str | None = None  # reason why an older checkpoint could not be deleted
 
     def line(self, verbose: bool = False) -> str:
-        stays = f"older ones cannot be deleted: {self.not_deleted}" if self.not_deleted else ""
-        return joined([super().line(), stays])
+        line = super().line()
+        if self.not_deleted:
+            line += f" | older ones cannot be deleted: {self.not_deleted}"
+        return line
 
 
 class CheckpointFailed(Event):
@@ -408,8 +419,10 @@ class CheckpointFailed(Event):
     needed_bytes: int  # bytes that the checkpoint needs, 0 if unknown
 
     def line(self, verbose: bool = False) -> str:
-        needed = f" ({size(self.needed_bytes)} are needed)" if self.needed_bytes else ""
-        return super().line() + needed
+        line = super().line()
+        if self.needed_bytes:
+            line += f" ({size(self.needed_bytes)} are needed)"
+        return line
 
 
 class NotSaved(Event):
@@ -494,10 +507,13 @@ class Failure(Event):
     traceback: str | None = None  # traceback of the exception
 
     def line(self, verbose: bool = False) -> str:
+        # No worker is named under torchrun, or if the run as a whole has failed.
         if self.member is None:
             return f"failure: {self.error}"
-        where = f" on node {node_name(self.node)}" if self.node is not None else ""
-        return f"failure ({self.kind}) of worker {self.member}{where}: {self.error}"
+        worker = f"worker {self.member}"
+        if self.node is not None:
+            worker += f" on node {node_name(self.node)}"
+        return f"failure ({self.kind}) of {worker}: {self.error}"
 
 
 class Preemption(Event):
@@ -555,6 +571,7 @@ class Hang(Event):
         what = "slow" if self.guess == "slow" else "stuck"
         line = f"rank {ranks} {what} in {self.phase} after step {self.step} for {self.seconds:.1f} s"
         if self.ends_s is not None:
+            # The guess "all wait" is shown as it is.
             waiting = {"stuck": "the other ranks wait", "slow": "no rank waits for it"}.get(self.guess, self.guess)
             line += f", {waiting}; the attempt ends after {self.ends_s:.0f} s"
         return f"{line}; stacks in {self.stacks}"
@@ -678,7 +695,8 @@ class Shares(Event):
             return f"shares stay even {self.after}: under {self.parallel} every worker runs the same number"
         change = f"shares {self.before} -> {self.after} from step {self.step}"
         if self.weights is not None:
-            return f"{change}: weights {', '.join(f'{weight:g}' for weight in self.weights)}"
+            weights = ", ".join(f"{weight:g}" for weight in self.weights)
+            return f"{change}: weights {weights}"
         times_ms = self.microbatch_ms or (1.0,)
         slower = max(times_ms) / min(times_ms)
         if slower < 1.05:
@@ -757,6 +775,7 @@ class Finished(Event):
     summary: Mapping[str, Any]  # contents of `summary.json`, whose entries are fields of the line themselves
 
 
+# All events are direct subclasses, so a new class needs no entry here.
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
 _HEAD = Event.model_fields.keys()
 _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes", "world_size", "mfu"}
@@ -776,11 +795,13 @@ def parse_event(line: Mapping[str, Any]) -> Event | None:
         fields[kind.spread] = {key: value for key, value in line.items() if key not in own}
     try:
         event = kind.model_validate(fields)
-        return event if all(_is_plausible(name, value) for name, value in event) else None
     # Another release wrote the line, and its event had other fields. Fields that this release does not know are
     # ignored.
     except ValidationError:
         return None
+    if not all(starmap(_is_plausible, event)):
+        return None
+    return event
 
 
 def _is_plausible(name: str, value: Any) -> bool:
@@ -789,6 +810,7 @@ def _is_plausible(name: str, value: Any) -> bool:
     Readers may then compute with the value.
     """
     match value:
+        # This case comes first, because Python counts true and false as ints.
         case bool():
             return True
         case int() | float() if name.endswith(("_s", "_ms")):

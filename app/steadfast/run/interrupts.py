@@ -24,9 +24,7 @@ _SAME_S = 0.5
 class Interrupts:
     """Context that handles stop signals.
 
-    The first signal calls `on_stop`. A second signal calls `on_abort`, which has three seconds, and ends the process. A
-    SIGHUP that is ignored, as under `nohup`, stays ignored. In threads other than the main thread the context installs
-    no handlers, because Python delivers signals to the main thread only.
+    The first signal calls `on_stop`. A second signal calls `on_abort`, which has three seconds, and ends the process.
 
     Args:
         of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
@@ -58,9 +56,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Self:
+        # Python delivers signals to the main thread, and refuses handlers that another thread installs.
         if threading.current_thread() is threading.main_thread():
             self._former = {number: signal.getsignal(number) for number in _SIGNALS}
             for number, former in self._former.items():
+                # A SIGHUP that is ignored, as under `nohup`, stays ignored.
                 if number != signal.SIGHUP or former != signal.SIG_IGN:
                     signal.signal(number, self._handle)
         return self
@@ -81,9 +81,13 @@ class Interrupts:
         if self._former[signal.SIGHUP] != signal.SIG_IGN:
             blocked.add(signal.SIGHUP)
         set_handler = signal.signal
-        signal.signal = lambda number, handler: (  # type: ignore[assignment]
-            signal.getsignal(number) if number in self._former else set_handler(number, handler)
-        )
+
+        def set_other_handler(number: int, handler: Any) -> Any:
+            if number in self._former:
+                return signal.getsignal(number)
+            return set_handler(number, handler)
+
+        signal.signal = set_other_handler  # type: ignore[assignment]
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             yield
@@ -93,6 +97,7 @@ class Interrupts:
                 # Ray's C++ code installs a handler by sigaction, which Python does not notice. After a SIGTERM Ray's
                 # handler prints a stack and, three seconds later, aborts the process by SIGALRM.
                 signal.signal(number, signal.getsignal(number))
+            # A signal that arrived meanwhile is delivered now, so the handlers had to be in place before.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
             if self.stopping:
                 signal.alarm(0)
@@ -113,7 +118,7 @@ class Interrupts:
                 raise KeyboardInterrupt
             sys.stderr.write("stopped at once; the last checkpoint holds\n")
             # os._exit replaces sys.exit, because a collective or an RPC may block the interpreter while its peer is
-            # silent.
+            # silent. The same may happen to `on_abort`, hence the timer.
             threading.Timer(_ABORT_S, os._exit, (EXIT_STOPPED,)).start()
             self.on_abort()
             os._exit(EXIT_STOPPED)
@@ -130,13 +135,12 @@ def stop_by_signals() -> None:
 
 
 def outlive_sigterm() -> None:
-    """Ignore SIGTERM if this process was started in `Interrupts.spared`.
-
-    The process inherited SIGTERM as blocked. A handler that does nothing replaces the block: the user's subprocesses
-    would inherit the block, and then SIGTERM could not end the subprocesses.
-    """
+    """Ignore SIGTERM if this process was started in `Interrupts.spared`."""
+    # The process inherited SIGTERM as blocked. A handler that does nothing replaces the block: the user's subprocesses
+    # would inherit the block, and then SIGTERM could not end the subprocesses.
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         signal.signal(signal.SIGTERM, lambda *_: None)
+        # A new program begins without this handler, but a forked child that runs no new program keeps the handler.
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         unblock_sigterm()
 
@@ -151,6 +155,8 @@ def _leave_terminal() -> None:
 
     Otherwise each line of output would raise an error.
     """
+    # A closed terminal is a character device that no longer answers as a terminal. Files and pipes are no such devices,
+    # and keep the output.
     for number in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):

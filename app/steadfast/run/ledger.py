@@ -83,6 +83,7 @@ class Ledger:
         """
         start, stop = self._plan.positions(step)
         if step in self._plan.skip:
+            # The samples are not used, but the step keeps their positions, so that other steps have the same samples.
             num_samples = 0
             mark: dict[str, Any] = {"skipped": True, "positions": (start, stop)}
         else:
@@ -93,8 +94,7 @@ class Ledger:
         self._write([{**self._line(planned, StepTimes(0.0, time.time())), "loss": None, **mark}])
 
     def _line(self, stats: StepStats, times: StepTimes) -> dict[str, Any]:
-        waits_s = {"data_s": times.data_s} | {f"{act}_s": seconds for act, seconds in times.acts_s.items()}
-        return {
+        line: dict[str, Any] = {
             "step": stats.step,
             "attempt": self._attempt,
             "world_size": len(self._plan.shares),
@@ -104,11 +104,16 @@ class Ledger:
             "loss": stats.loss,
             "step_s": round(times.step_s, 6),
             "time_s": round(times.ended_s, 4),
-            **({"overflow": True} if stats.overflowed else {}),
-            **({"weights": stats.weights} if stats.weights else {}),
-            # Most steps have no waits, and a run may have millions of lines, so short waits are left out.
-            **{name: round(seconds, 4) for name, seconds in waits_s.items() if seconds >= _SHORTEST_S},
         }
+        if stats.overflowed:
+            line["overflow"] = True
+        if stats.weights:
+            line["weights"] = stats.weights
+        # Most steps have no waits, and a run may have millions of lines, so short waits are left out.
+        for name, seconds in {"data": times.data_s, **times.acts_s}.items():
+            if seconds >= _SHORTEST_S:
+                line[f"{name}_s"] = round(seconds, 4)
+        return line
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._stream is not None:
@@ -181,9 +186,10 @@ def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
     """
     step, num_samples = 0, 0
     for line in read_lines(store, STEPS):
-        # The line may belong to any attempt, because a later attempt may have repeated earlier steps.
+        # The line may belong to any attempt, because a later attempt may have repeated earlier steps. A skipped step
+        # uses no samples but takes their positions, so its case comes first.
         match line:
-            case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:  # a skipped step
+            case {"step": int(found), "positions": [int(start), int(stop)]} if found >= step:
                 step, num_samples = found, stop - start
             case {"step": int(found), "num_samples": int(found_samples)} if found >= step:
                 step, num_samples = found, found_samples
@@ -204,7 +210,8 @@ _COLUMNS = ("step", "attempt", "num_samples", "step_s", "time_s")
 # Optional columns: a line without the column counts as 0.
 _OPTIONAL = ("world_size", "data_s", *(f"{act}_s" for act in ACTS))
 _CHUNK = 2**20  # steps in an array
-# A step may be repeated, so these values of the valid line are kept for each step; 0 if the step has no line.
+# A step may be repeated, so these values of the valid line are kept for each step; 0 if the step has no line. A run may
+# have millions of steps, so the values take only 16 bytes.
 _STEP = np.dtype([("attempt", np.uint32), ("samples", np.uint32), ("step_s", np.float32), ("data_s", np.float32)])
 # A smaller block is parsed by Python, because importing pyarrow takes longer than parsing the block.
 _WORTH_AN_IMPORT_BYTES = 2**20
@@ -269,7 +276,7 @@ class Totals:
         if not len(lines):
             return
         steps = lines[:, 0].astype(np.int64)
-        # Consecutive steps of one attempt are added at once.
+        # Consecutive steps of one attempt are added at once, but steps of two chunks are not.
         breaks = (np.diff(steps) != 1) | (np.diff(lines[:, 1]) != 0) | (steps[1:] % _CHUNK == 0)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(lines)]
         for start, stop in pairwise(bounds):
@@ -279,6 +286,7 @@ class Totals:
         number, offset = divmod(first_step, _CHUNK)
         if number not in self._chunks:
             self._chunks[number] = np.zeros(_CHUNK, _STEP)
+        # This is a view, so assignments to `known` change the chunk.
         known = self._chunks[number][offset : offset + len(lines)]
         attempt = int(lines[0, 1])
         span = self.spans.setdefault(attempt, Span())
@@ -300,10 +308,12 @@ class Totals:
         """Move the seconds of these steps from productive to repeated."""
         for attempt in np.unique(steps["attempt"][steps["attempt"] > 0]).tolist():
             redone = steps[steps["attempt"] == attempt]
+            # A chunk has a million steps, whose sum would be inexact in the single precision of each step.
             seconds = float(redone["step_s"].sum(dtype=np.float64))
             span = self.spans[attempt]
             span.productive_s -= seconds
             span.redone_s += seconds
+            # These seconds are a part of `seconds`, so they are in `redone_s` already.
             span.data_s -= float(redone["data_s"].sum(dtype=np.float64))
 
     def _add_times(self, span: Span, lines: NDArray[np.float64]) -> None:
@@ -316,6 +326,7 @@ class Totals:
         span.world_size = max(span.world_size, int(lines[:, 5].max()))
         for act, seconds in zip(ACTS, lines[:, 7:].sum(axis=0).tolist(), strict=True):
             span.acts_s[act] += seconds
+        # A time before the first command gives -1. `_add_time` ignores it.
         commands = np.searchsorted(self.starts_s, times_s, side="right") - 1
         for command in np.unique(commands).tolist():
             self._add_time(command, float(times_s[commands == command].max()))
@@ -341,9 +352,10 @@ def numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDAr
         rows: list[list[float]] = []
         for line in decode(block):
             row = [line.get(name, math.nan) for name in (*names, *optional)]
-            if all(is_number(value) for value in row):
+            if all(map(is_number, row)):
                 rows.append(row)
         table = np.array(rows, np.float64).reshape(-1, len(names) + len(optional))
+    # Both ways of parsing give NaN for a number that a line lacks.
     table = table[np.isfinite(table[:, : len(names)]).all(axis=1)]
     return np.nan_to_num(table, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -351,12 +363,12 @@ def numbers(block: bytes, names: Sequence[str], optional: Sequence[str]) -> NDAr
 def _numbers_at_once(block: bytes, names: Sequence[str]) -> NDArray[np.float64] | None:
     """Parse the lines with pyarrow, ten times as fast.
 
-    The result has NaN if a line lacks a name. Returns None if a line cannot be parsed.
+    Returns None if a line cannot be parsed.
     """
     import pyarrow
     from pyarrow import json as arrow
 
-    schema = pyarrow.schema([(name, pyarrow.float64()) for name in names])
+    schema = pyarrow.schema(dict.fromkeys(names, pyarrow.float64()))
     options = arrow.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     try:
         # A worker has one core, so pyarrow gets one thread.

@@ -35,7 +35,8 @@ _STALE_S = 20.0
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
 
-# Two threads of a process write the lease: one renews the lease, another begins attempts.
+# Two threads of a process write the lease: one renews the lease, another begins attempts. The lock is reentrant,
+# because the renewing thread already holds the lock when it calls `_write`.
 _write_lock = threading.RLock()
 
 
@@ -58,6 +59,7 @@ class Owner:
 
         The command has released its claim, or its process on this host has ended.
         """
+        # The number of an ended process may belong to another one by now. Then only the age of the lease counts.
         return not self.renewed or (self.host == socket.gethostname() and not psutil.pid_exists(self.pid))
 
     @property
@@ -197,6 +199,8 @@ def read_owner(store: Store, name: str = _OWNER) -> Owner | None:
 
     Raises OSError if storage cannot be read.
     """
+    # The run directory may hold any text. A file that describes no owner counts as none, even if it is nested so deeply
+    # that the parser gives up.
     try:
         return _parse(json.loads(read_document(store, name)))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
@@ -227,12 +231,16 @@ def _parse(fields: dict[str, Any]) -> Owner:
     owner = Owner(**fields)
     wanted = (int, str, str, int, int | float)
     for value, kind in zip(fields.values(), wanted, strict=True):
+        # Python counts true and false as ints.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{value!r} is no {kind}")
+    # The search for a process with a larger number would raise an OverflowError.
     if owner.attempt < 0 or not 0 < owner.pid < 2**31:
         raise ValueError(f"attempt {owner.attempt}, pid {owner.pid}")
     # Owners are compared with the next one that is read, and NaN differs from itself, so the time must be finite.
-    return owner if math.isfinite(owner.renewed) else replace(owner, renewed=-1.0)
+    if not math.isfinite(owner.renewed):
+        return replace(owner, renewed=-1.0)
+    return owner
 
 
 def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
@@ -243,6 +251,7 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
     watch = _Watch()
     longest_s = _FIRST_DELAY_S
     _wait_for_owner(store, token, watch, say)
+    # A rival that was killed while it claimed holds up this command for the length of a lease.
     deadline = time.monotonic() + 2 * _STALE_S
     while time.monotonic() < deadline:
         began = time.monotonic()
@@ -255,6 +264,7 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
                 # The number of attempts continues, so that storage refuses late writes of the last command as older.
                 attempt = last.attempt if last else 0
                 owner = replace(claimant, attempt=attempt, renewed=time.time())
+                # The secret is written first, so that a run with an owner has a secret.
                 if last is None or not read_key(store):
                     write_key(store)
                 write_json(store, _OWNER, owner.to_line())

@@ -40,7 +40,9 @@ class Background:
         """
         self._last = last
         self._calls.put(None)
-        self._thread.join(0 if self._is_late() else _LIMIT_S)
+        # A call that is late has used up the time in which the thread could end.
+        if not self._is_late():
+            self._thread.join(_LIMIT_S)
         if self._thread.is_alive():
             self._turn_off(f"it has not closed within {_LIMIT_S:.0f} s, and its last figures may be missing")
 
@@ -53,6 +55,7 @@ class Background:
             self._make(self._last, time.monotonic())
 
     def _make(self, call: Callable[[], object], submitted_s: float) -> None:
+        # The time counts from the submission, so that calls in a queue that only grows are late too.
         self._waiting_since_s = submitted_s
         try:
             call()

@@ -18,6 +18,7 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
         directory: a directory of the code, by default the current one.
     """
     # The command calls this before any worker exists, so it imports no heavy package and makes no CUDA context.
+    # With all tags excluded, git describes a commit by its hash alone.
     describe = ("git", "-C", str(directory or Path.cwd()), "describe", "--always", "--abbrev=40", "--exclude=*")
     gpus = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
@@ -42,8 +43,9 @@ def ray_version() -> str | None:
 def output_of(*command: str) -> str | None:
     """Return the output of a command, or None if the command fails.
 
-    A missing command and a command that runs for more than ten seconds (nvidia-smi may hang) also count as failed.
+    A missing command and a command that runs for more than ten seconds also count as failed.
     """
+    # The time is limited because nvidia-smi may hang.
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

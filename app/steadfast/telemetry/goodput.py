@@ -51,10 +51,13 @@ def goodput(totals: Totals) -> dict[str, float]:
     result.
     """
     wall_s = _wall_s(totals)
+    share = 0.0
+    if wall_s:
+        share = round(totals.productive_s / wall_s, 4)
     return {
         "wall_s": round(wall_s, 3),
         "stall_s": round(_stall_s(totals), 3),
-        "goodput": round(totals.productive_s / wall_s, 4) if wall_s else 0.0,
+        "goodput": share,
     }
 
 
@@ -155,18 +158,22 @@ class TimeLedger:
             category = "start-up"
             if before is not None:
                 again = self._add_end(before[0], before[1].world_size or 1, account, cursor, span.first_s)
-                category = "start-up" if again else "re-forming"
+                if not again:
+                    category = "re-forming"
             self._add_start(attempt, span, account, cursor, category)
             _add_steps(span, account, cursor)
             account.ended_s = cursor.now_s
             before = attempt, span
         if before is None:
             self.accounts.append(Account(0, 1, start_s))
-            cursor.spend_until(end_s, "start-up", self.accounts[-1], 1)
+            cursor.spend_until(end_s, "start-up", self.accounts[-1])
         else:
             account = self.accounts[-1]
-            again = self._add_end(before[0], account.world_size, account, cursor, end_s)
-            cursor.spend_until(end_s, "start-up" if again else "idle", account, account.world_size)
+            category = "idle"
+            # The command has restarted, and has ended before its next step.
+            if self._add_end(before[0], account.world_size, account, cursor, end_s):
+                category = "start-up"
+            cursor.spend_until(end_s, category, account)
         self.accounts[-1].ended_s = cursor.now_s
 
     def _add_end(self, attempt: int, num_ranks: int, account: Account, cursor: "_Cursor", until_s: float) -> bool:
@@ -178,6 +185,7 @@ class TimeLedger:
         last_step_s = cursor.now_s
         ended = self._ended.get(attempt)
         if ended is not None and ended.time_s is not None:
+            # No line of the ledger follows the acts after the last step, so the event has their seconds.
             for act in ACTS:
                 seconds = getattr(ended, f"{act}_s") or 0.0
                 cursor.spend_until(min(cursor.now_s + seconds, ended.time_s), _CATEGORY_OF_ACT[act], account, num_ranks)
@@ -201,6 +209,7 @@ class TimeLedger:
             held_s = ready_s - started.restored_s
             formed_s = held_s - started.built_s
             self._add_shortage(formed_s, category, account, cursor)
+            # The event is written shortly after the first step has ended, so its phases may reach into this step.
             cursor.spend_until(min(held_s, stepping_s), category, account)
             restore = "restore" if started.step else category
             cursor.spend_until(min(ready_s, stepping_s), restore, account)

@@ -118,19 +118,24 @@ class _Between:
     def kind(self) -> Kind:
         if self.command_s is not None:
             return "restart"
-        return "resize" if self.ended and self.ended.cause == "resized" else "failure"
+        if self.ended and self.ended.cause == "resized":
+            return "resize"
+        return "failure"
 
     def pending(self, before: AttemptStarted) -> Interruption:
-        known_s = [self.ended.time_s if self.ended else None, self.again_s, self.command_s]
-        told_s = self.told[-1].time_s if self.told else None
-        first_s = min((time_s for time_s in known_s if time_s), default=told_s or 0.0)
+        ends_s = [self.again_s, self.command_s]
+        if self.ended:
+            ends_s.append(self.ended.time_s)
+        first_s = min(filter(None, ends_s), default=0.0)
+        # torchrun records a failure, but no end of the attempt.
+        if not first_s and self.told:
+            first_s = self.told[-1].time_s or 0.0
         return Interruption(self.kind, first_s, self._causes(), before.attempt)
 
     def interruption(self, before: AttemptStarted, after: AttemptStarted) -> Interruption:
         """Return the interruption between two attempts that both finished a step."""
         first_step_s = (after.time_s or 0.0) - (after.step_s or 0.0)  # when the first step began
-        parts_s = after.detected_s + after.formed_s + after.built_s + after.restored_s + after.first_step_s
-        last_step_s = (after.time_s or 0.0) - parts_s
+        last_step_s = (after.time_s or 0.0) - after.ready_in_s
         since_s = last_step_s  # when the run learned that it needs another attempt
         if self.command_s is not None:
             since_s = self.command_s
@@ -139,8 +144,15 @@ class _Between:
         elif self.ended and self.ended.time_s:
             since_s = self.ended.time_s
         causes = self._causes()
+        # Without a preemption or a change of the bounds, only the sizes of the two worlds tell what has happened.
         if self.kind == "resize" and not causes:
-            causes = ("a worker joined" if after.world_size > before.world_size else "a worker left",)
+            causes = ("a worker left",)
+            if after.world_size > before.world_size:
+                causes = ("a worker joined",)
+        # A new command and a change of the world that all workers agree on need no detection.
+        detected_s = None
+        if self.kind == "failure":
+            detected_s = max(0.0, since_s - last_step_s)
         pending = self.pending(before)
         return replace(
             pending,
@@ -150,7 +162,7 @@ class _Between:
             step=after.step,
             workers=(before.world_size, after.world_size),
             source=after.source,
-            detected_s=max(0.0, since_s - last_step_s) if self.kind == "failure" else None,
+            detected_s=detected_s,
             back_s=max(0.0, first_step_s - since_s),
             lost_steps=self.lost_steps,
         )
@@ -171,9 +183,13 @@ def _in_words(event: Event) -> str:
         case Failure(member=None):
             return _first_line(event.error)
         case Failure():
-            where = f" on node {node_name(event.node)}" if event.node else ""
-            what = "loss" if event.kind == "worker" else event.kind or "failure"
-            return f"{what} of worker {event.member}{where}: {_first_line(event.error)}"
+            worker = f"worker {event.member}"
+            if event.node:
+                worker += f" on node {node_name(event.node)}"
+            what = event.kind or "failure"
+            if event.kind == "worker":
+                what = "loss"
+            return f"{what} of {worker}: {_first_line(event.error)}"
         case ForwardsShrunk():
             return f"out of memory: a forward pass now takes at most {plural(event.forward_size, 'sample')}"
         case Preemption():
@@ -184,8 +200,10 @@ def _in_words(event: Event) -> str:
             return f"rolled back: {event.cause}"
         case ProcessRestarted():
             return f"{event.process} has died"
+        case RunStarted(again=True, launcher="torchrun"):
+            return "torchrun has restarted its ranks"
         case RunStarted(again=True):
-            return "torchrun has restarted its ranks" if event.launcher == "torchrun" else "the command restarted"
+            return "the command restarted"
     return "the command was run again"
 
 

@@ -27,8 +27,10 @@ def write_memory_history(
 
     Return the event to publish, None if nothing was written.
     """
-    out_of_memory = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
-    if device.type != "cuda" or not config.memory_history or not out_of_memory:
+    if device.type != "cuda" or not config.memory_history:
+        return None
+    # A step that runs out of memory raises another exception from torch's, which then is the cause.
+    if not isinstance(error, torch.OutOfMemoryError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
         return None
     name = f"memory-attempt-{world.attempt}-rank-{world.rank}.pickle"
     try:
@@ -36,6 +38,7 @@ def write_memory_history(
         spool.path.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(spool.path / name))
         spool.close()
+    # The caller reports the error of the step next, and another error would hide it.
     except (OSError, RuntimeError, MemoryError) as failed:
         _log.warning("cannot write the memory history of rank %s: %s", world.rank, failed)
         return None

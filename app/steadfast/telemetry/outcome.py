@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from steadfast.config import Config
+from steadfast.config import RunConfig
 from steadfast.units import compact, duration, in_words, joined, plural
 
 Summary = Mapping[str, Any]
@@ -41,19 +41,21 @@ def result(summary: Summary) -> list[str]:
     return [f"{name:<10}  {text}" for name, text in told.items() if text]
 
 
-def already_finished(config: Config, path: str, summary: Summary) -> str:
+def already_finished(run: RunConfig, path: str, summary: Summary) -> str:
     """Return the message for a run that has no steps left."""
-    return f"{_reached(path, summary)}\nExtend it with {_extension(config, summary)}, or choose another run.name"
+    return f"{_reached(path, summary)}\nExtend it with {_extension(run, summary)}, or choose another run.name"
 
 
-def finished_otherwise(config: Config, path: str, summary: Summary, differences: str) -> str:
+def finished_otherwise(run: RunConfig, path: str, summary: Summary, differences: str) -> str:
     """Return the message for a run that finished with other values."""
-    done, asked = summary["step"], config.run.steps
-    fewer = f"\nrun.steps={asked} is fewer than the {done} steps that are done." if asked and asked < done else ""
+    done = summary["step"]
+    fewer = ""
+    if run.steps and run.steps < done:
+        fewer = f"\nrun.steps={run.steps} is fewer than the {done} steps that are done."
     return (
         f"{_reached(path, summary)}. It was trained with other values:\n{differences}{fewer}\n"
-        f"Choose another run.name to train with the new values, or add {_extension(config, summary)} to continue this "
-        "run with them"
+        f"Choose another run.name to train with the new values, or add {_extension(run, summary)} to continue this run "
+        "with them"
     )
 
 
@@ -62,8 +64,9 @@ def _reached(path: str, summary: Summary) -> str:
     return joined([done, in_words(summary["metrics"]), summary.get("ended_early") or ""])
 
 
-def _extension(config: Config, summary: Summary) -> str:
+def _extension(run: RunConfig, summary: Summary) -> str:
     """Return an override that makes the run longer."""
-    if config.run.epochs:
-        return f"run.epochs={2 * config.run.epochs}"
+    # A configuration has only one of the two lengths.
+    if run.epochs:
+        return f"run.epochs={2 * run.epochs}"
     return f"run.steps={2 * summary['step']}"

@@ -24,6 +24,7 @@ class Past:
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
         """Read the events so far, before the attempt's first step."""
+        # One pass over the events answers all questions, because the first step waits for this reading.
         committed, num_nodes = 0, 1
 
         def noted() -> Iterator[Event]:

@@ -56,6 +56,7 @@ class Profiler:
         self._step = step
         self._profile.step()
         written, self._written = self._written, []
+        # After its last recording torch's profiler would still cost time in each step.
         if self._num_left == 0:
             self.close()
         return written
@@ -65,6 +66,7 @@ class Profiler:
         if self._profile is None:
             return
         ended, self._profile = self._profile, None
+        # torch would write the steps recorded so far as a complete recording.
         ended.on_trace_ready = None
         ended.stop()
 

@@ -52,13 +52,12 @@ class Recorder:
 
     # Every rank has a recorder, so that `train` needs no condition. Only the leader's recorder writes results.
     def __init__(
-        self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, plan: Plan, worker: WorkerState
+        self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, worker: WorkerState
     ) -> None:
         self._config = config
         self._directory = directory
         self._runtime = runtime
         self._world = world
-        self._plan = plan
         self._worker = worker
         self._metrics: dict[str, float] = {}  # of the last validation in this attempt
         self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # steps finished on this rank, but not on all ranks yet
@@ -71,32 +70,34 @@ class Recorder:
         self._committed = worker.writer.committed  # newest checkpointed step that this rank knows of
         self._past = Past()
         self._trackers = Trackers([])
-        self._meters = _meters(config, worker)
+        self._meters = _meters(worker, config.precision.tf32)
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
         worker.close_later(self._profiler.close)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
         self._digest_trigger = worker.trigger("weights_digest", config.weights_digest_every)
-        self._ledger = Ledger(directory.store, world.attempt, plan, world.leader)
-        worker.close_later(self._ledger.close)
-        if world.leader:
-            self._figures = open_stream(directory.store, METRICS)
-            worker.close_later(self._figures.close)
 
-    def begin(self, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
+    def begin(self, plan: Plan, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
         """Record the start of the attempt, before its first step.
 
         The leader publishes the restored state, damaged copies, refused snapshots, and facts about model and GPUs that
         affect the run.
         """
+        self._plan = plan
+        self._ledger = Ledger(self._directory.store, self._world.attempt, plan, self._world.leader)
+        self._worker.close_later(self._ledger.close)
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
         if not self._world.leader:
             return
+        self._figures = open_stream(self._directory.store, METRICS)
+        self._worker.close_later(self._figures.close)
         self._past = Past.read(self._directory)
         # A checkpoint of an earlier process is known only from its event.
-        known = max(self._committed, self._past.committed)
-        self._committed = restored.step if restored.source == "checkpoint" else known
+        self._committed = max(self._committed, self._past.committed)
+        if restored.source == "checkpoint":
+            # Newer checkpoints are damaged, or have the update of a step that is skipped now. They are never restored.
+            self._committed = restored.step
         timer.measure_detection(self._directory)
         if snapshots.refused is not None:
             self._publish(snapshots.refused)
@@ -104,6 +105,7 @@ class Recorder:
         self._tell_of_nothing_to_compare()
         # Trackers drop the figures of earlier attempts from the first step on, which is only known now.
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
+        # The lambda looks up the trackers only when it is called, because `end` removes them from the recorder.
         self._worker.close_later(lambda: self._trackers.leave())
         self._trackers.begin(self._config, restored.step, self._past)
         for step, why in restored.damaged.items():
@@ -188,12 +190,14 @@ class Recorder:
         Its loss is only known after the next exchange between ranks.
         """
         if self._world.leader and self._digest_trigger.due(result.step):
-            # The digest cannot wait: when the step's line is written, later steps have changed the weights.
+            # The digest cannot wait: when the step's line is written, later steps have changed the weights. Other ranks
+            # wait for the leader meanwhile, and the mark shows the watchdog what the leader does.
             self._world.progress.mark("digest")
             self._digests[result.step] = weights_digest(self._worker.model)
         self._world.progress.enter("collective", result.step)
         self._ran[result.step] = result, StepTimes(result.seconds, time.time(), result.data_s, self._new_acts_s())
         for profile in self._profiler.step(result.step):
+            # Any rank may be profiled, so its event does not depend on the leader.
             self._runtime.publish(profile.of_attempt(self._world.attempt))
         for event in self._worker.compiled.news():
             self._publish(event)
@@ -214,9 +218,12 @@ class Recorder:
 
     def _new_acts_s(self) -> dict[str, float]:
         """Return the seconds that each act between steps took since the last call."""
-        before = self._acts_s
-        self._acts_s = {act: self._world.progress.spent_s(act) for act in ACTS}
-        return {act: seconds - before[act] for act, seconds in self._acts_s.items()}
+        new_s = {}
+        for act in ACTS:
+            spent_s = self._world.progress.spent_s(act)
+            new_s[act] = spent_s - self._acts_s[act]
+            self._acts_s[act] = spent_s
+        return new_s
 
     def commit(self, steps: Iterable[StepStats]) -> None:
         """Write the ledger lines and figures of steps that all ranks have finished."""
@@ -248,7 +255,8 @@ class Recorder:
     def _log(self, stats: StepStats, lr: float) -> None:
         """Write a step's figures, and show the figures every `_SHOW_EVERY_S` seconds."""
         total_steps = self._worker.num_steps
-        at_risk = self._at_risk(stats.step)
+        # If both counts are equal, every token is a sample.
+        unit = "samples" if stats.count == stats.num_samples else "tok"
         log = events.Log(
             attempt=self._world.attempt,
             step=stats.step,
@@ -256,11 +264,11 @@ class Recorder:
             loss=stats.loss,
             lr=lr,
             grad_norm=stats.grad_norm,
-            unit="samples" if stats.count == stats.num_samples else "tok",
+            unit=unit,
             memory_bytes=_memory_bytes(self._worker.precision.device),
             world_size=self._world.size,
             metrics=stats.metrics,
-            at_risk=at_risk,
+            at_risk=self._at_risk(stats.step),
             **self._meters.snapshot(total_steps - stats.step),
         )
         self._figures.write([log.stamped().to_line()])
@@ -273,6 +281,7 @@ class Recorder:
         if self._snapshots is None:
             return {}
         at_risk = self._snapshots.at_risk(step, self._committed)._asdict()
+        # Before the first snapshot a loss costs more than later in the attempt, so the event waits for the snapshot.
         if events.Snapshot.name in self._told_once:
             self._tell_once(events.AtRisk(step=step, **at_risk))
         return at_risk
@@ -353,6 +362,7 @@ class Recorder:
             self._world.groups.gate()
         if self._world.leader:
             summary = self._summary(outcome, hashes)
+            # The sample is code of the task, which may fail, so the summary is written without the sample first.
             self._directory.write_summary(summary)
             sample = _sample(self._worker.task, whole, self._worker.precision.device)
             if sample:
@@ -368,18 +378,23 @@ class Recorder:
         # since other ranks wait for it.
         totals = read_totals(self._directory, lambda: self._world.progress.mark("end"))
         newest = Catalog(self._directory.store).newest()
+        tokens = last_checkpoint = None
+        if units > 1:
+            tokens = totals.samples * units
+        if newest:
+            last_checkpoint = self._directory / path_of(newest)
         return {
             "status": outcome.kind,
             "ended_early": self._worker.hooks.ended_early or None,
             "step": outcome.step,
             "samples": totals.samples,
-            "tokens": totals.samples * units if units > 1 else None,
+            "tokens": tokens,
             "metrics": self._metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": totals.num_lost,
             **goodput(totals),
-            "last_checkpoint": self._directory / path_of(newest) if newest else None,
+            "last_checkpoint": last_checkpoint,
         }
 
     def _publish(self, event: events.Event) -> None:
@@ -398,15 +413,15 @@ def _sample(task: Task, model: nn.Module | None, device: torch.device) -> str | 
     return text
 
 
-def _meters(config: Config, worker: WorkerState) -> Meters:
+def _meters(worker: WorkerState, tf32: bool) -> Meters:
     flops_of = getattr(worker.model, "flops_per_sample", None)
     flops_per_sample = flops_of() if flops_of else None
-    dtype = worker.precision.compute_dtype
-    return Meters(flops_per_sample, total_peak_flops(worker.gpus, dtype, config.precision.tf32))
+    return Meters(flops_per_sample, total_peak_flops(worker.gpus, worker.precision.compute_dtype, tf32))
 
 
 def _memory_bytes(device: torch.device) -> int:
     """Return the peak memory of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux counts `ru_maxrss` in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

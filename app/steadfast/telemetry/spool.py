@@ -43,6 +43,7 @@ class Spool:
             if path.is_symlink() or not path.is_file():
                 continue
             with contextlib.suppress(FileNotFoundError):  # the library may delete its files at any time
+                # A file that grows after this line is copied again later, because the noted size is the earlier one.
                 found = path.stat()
                 now = found.st_size, found.st_mtime_ns
                 if self._uploaded.get(path) != now:

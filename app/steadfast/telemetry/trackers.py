@@ -80,6 +80,7 @@ class OwnTracker:
         self._tracker = self._build()
 
     def _end(self) -> None:
+        # There is no tracker if `_build` has raised.
         if self._tracker is not None:
             self._tracker.close()
 
@@ -131,6 +132,7 @@ class Trackers:
 
     def begin(self, config: Config, step: int, past: Past) -> None:
         """Store configuration and interruptions of the run, before an attempt's first step."""
+        # `cluster.env` may hold secrets.
         public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
         self.text(step, "configuration", dump_config(public))
         counts: dict[str, float] = {
@@ -151,6 +153,7 @@ class Trackers:
 
         The next attempt does not wait for a slow service.
         """
+        # This is no daemon thread, so a process that ends waits until the last figures are written.
         if self._trackers:
             Thread(target=self.close, name="trackers").start()
 
@@ -181,9 +184,6 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
         except ConfigError:
             raise
         except Exception as error:
-            _warn(getattr(config, "target", config.kind), error)
+            name = getattr(config, "target", config.kind)
+            _log.warning("%s is off until the next attempt, training goes on: %s", name, error)
     return Trackers(trackers)
-
-
-def _warn(name: str, error: Exception) -> None:
-    _log.warning("%s is off until the next attempt, training goes on: %s", name, error)

@@ -43,6 +43,7 @@ class WandbTracker:
         self._wandb = importlib.import_module("wandb")
         self._holds = _open_here.acquire()
         self._spool.path.mkdir(parents=True, exist_ok=True)
+        # W&B would otherwise print its own lines among those of the run, and send the worker's output to its service.
         settings = self._wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=_FLUSH_S)
         self._run = self._wandb.init(
             id=_id_of(store),
@@ -66,7 +67,10 @@ class WandbTracker:
         """
         if config.mode != "auto":
             return config.mode
-        return os.environ.get("WANDB_MODE") or ("online" if self._wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE")
+        if mode:
+            return mode
+        return "online" if self._wandb.api.api_key else "offline"
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self._log(step, lambda: dict(values))
@@ -86,6 +90,7 @@ class WandbTracker:
             if self._run is not None:
                 self._run.finish()
         finally:
+            # The lock is not held if W&B could not be imported.
             if self._holds:
                 _open_here.release()
             self._spool.close()
