@@ -5,7 +5,7 @@ import time
 STARTED_S = time.time()
 
 from steadfast.launch.ranks import expect_end, of_torchrun  # noqa: E402 - a start's time includes these imports
-from steadfast.run.interrupts import EXIT_STOPPED, stop_by_signals  # noqa: E402
+from steadfast.run.interrupts import EXIT_STOPPED, stop_by_signals, stop_requested  # noqa: E402
 
 
 def main() -> int:
@@ -17,9 +17,15 @@ def main() -> int:
         stop_by_signals()
     try:
         from steadfast.cli import main as run
+
+        return run(STARTED_S)
     except KeyboardInterrupt:
         return EXIT_STOPPED
-    return run(STARTED_S)
+    except Exception:
+        # An import that a signal has interrupted may fail in other ways.
+        if stop_requested():
+            return EXIT_STOPPED
+        raise
 
 
 if __name__ == "__main__":

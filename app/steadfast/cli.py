@@ -15,7 +15,7 @@ from steadfast.commands import VERBS
 from steadfast.commands.options import is_override, unknown_verb
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.launch.ranks import end_rank, of_torchrun, traceback_of
-from steadfast.run.interrupts import EXIT_STOPPED
+from steadfast.run.interrupts import EXIT_STOPPED, stop_requested
 from steadfast.units import printable
 
 _HELP_WIDTH = 100
@@ -67,6 +67,8 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return exit_code
     except SteadfastError as error:
+        if stop_requested():
+            return EXIT_STOPPED
         said = f"error: {error}"
         if verbose:
             said = "".join(traceback.format_exception(error)) + said

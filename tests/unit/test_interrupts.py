@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from steadfast.run.interrupts import Interrupts
+from tests.command import ROOT
 
 
 def test_the_second_signal_raises_where_the_process_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +188,7 @@ def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_st
 COMMAND = """
 import pty, os, sys, time
 from steadfast.run.interrupts import Interrupts
+from tests.command import ROOT
 with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
     with interrupts.spared():
         print("ready", flush=True)
@@ -213,3 +215,16 @@ def test_a_run_whose_terminal_goes_away_comes_to_its_end(tmp_path: Path, startin
     os.close(terminal)  # the kernel tells all in the foreground
     _, status = os.waitpid(pid, 0)
     assert (status, end.read_text()) == (0, "stopped in order")
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGTERM, "raise ImportError('half imported')"), (signal.SIGINT, "mlp = object")]
+)
+def test_a_signal_that_an_import_has_swallowed_still_stops_the_command(
+    tmp_path: Path, number: signal.Signals, ending: str
+) -> None:
+    swallows = f"import os\ntry: os.kill(os.getpid(), {int(number)})\nexcept BaseException: pass\n{ending}\n"
+    (tmp_path / "swallows.py").write_text(swallows)
+    options = ["--config", "ddp.yaml", "model={target: 'swallows:mlp'}", f"run.storage={tmp_path}/runs"]
+    ended = subprocess.run([sys.executable, ROOT / "main.py", *options], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, "half imported" in ended.stderr) == (3, False), ended.stderr

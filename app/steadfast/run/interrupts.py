@@ -19,6 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the termina
 _ABORT_S = 3.0
 # A terminal and a launcher may both deliver the same Ctrl-C. A user does not press Ctrl-C twice within this time.
 _SAME_S = 0.5
+_requested = threading.Event()  # by a signal before `Interrupts`
 
 
 class Interrupts:
@@ -63,6 +64,8 @@ class Interrupts:
                 # A SIGHUP that is ignored, as under `nohup`, stays ignored.
                 if number != signal.SIGHUP or former != signal.SIG_IGN:
                     signal.signal(number, self._handle)
+            if self._of_process and stop_requested():
+                self._first_s = time.monotonic()
         return self
 
     @contextlib.contextmanager
@@ -125,13 +128,25 @@ class Interrupts:
 
 
 def stop_by_signals() -> None:
-    """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does.
+    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, and keep the request.
 
     The handlers apply until `Interrupts` replaces them. A SIGHUP that is ignored stays ignored.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    for number in _SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _request_stop)
+
+
+def stop_requested() -> bool:
+    """Return whether a signal has arrived before `Interrupts` handled signals."""
+    return _requested.is_set()
+
+
+def _request_stop(number: int, frame: FrameType | None) -> None:
+    # The exception alone is not enough. It may arrive during an import in C code, as of numpy by torch, which discards
+    # the exception and leaves a half imported module.
+    _requested.set()
+    raise KeyboardInterrupt
 
 
 def outlive_sigterm() -> None:
