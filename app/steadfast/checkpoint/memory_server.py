@@ -109,10 +109,10 @@ class MemoryServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             packet = connection.recv(PACKET_BYTES)
+            # An empty packet means that the worker has closed its connection.
             if packet:
-                answer, descriptor = self._answer(json.loads(packet), connection.fileno())
-                sent = [descriptor] if descriptor is not None else []
-                socket.send_fds(connection, [json.dumps(answer).encode()], sent)
+                answer, descriptors = self._answer(json.loads(packet), connection.fileno())
+                socket.send_fds(connection, [json.dumps(answer).encode()], descriptors)
                 return
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the worker is gone, or the peer is not a worker of this program
@@ -126,7 +126,8 @@ class MemoryServer:
         if not self._connections:
             self._alone_since_s = time.monotonic()
 
-    def _answer(self, request: Message, writer: int) -> tuple[Message, int | None]:
+    def _answer(self, request: Message, writer: int) -> tuple[Message, list[int]]:
+        """Carry out a request; return the answer and the descriptors to send along."""
         match request["verb"]:
             case "take":
                 return self._take(int(request["bytes"]), request.get("mapped", ()), writer)
@@ -141,14 +142,14 @@ class MemoryServer:
             case "give back":
                 self._give_back(writer)
             case "open":
-                return {}, self._buffers[request["buffer"]].descriptor
+                return {}, [self._buffers[request["buffer"]].descriptor]
             case "keep":
                 self._release_others(request["snapshots"])
             case "end":
                 self._over = True
-        return {"buffers": self._listed()}, None
+        return {"buffers": self._listed()}, []
 
-    def _take(self, num_bytes: int, mapped: Sequence[int], writer: int) -> tuple[Message, int | None]:
+    def _take(self, num_bytes: int, mapped: Sequence[int], writer: int) -> tuple[Message, list[int]]:
         try:
             if not self._free_buffers(num_bytes):
                 # The free buffers have sizes for another sharding of the state.
@@ -156,13 +157,17 @@ class MemoryServer:
                     os.close(self._buffers.pop(number).descriptor)
                 self._make(num_bytes)
         except OSError as error:
-            return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, None
+            return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, []
         free = self._free_buffers(num_bytes)
+        number = free[0]
         # A mapped buffer is preferred, because a worker takes longer to map and pin a buffer than to fill it.
-        number = next((each for each in free if each in mapped), free[0])
+        for each in free:
+            if each in mapped:
+                number = each
+                break
         buffer = self._buffers[number]
         buffer.writer = writer
-        return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, buffer.descriptor
+        return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, [buffer.descriptor]
 
     def _free_buffers(self, num_bytes: int) -> list[int]:
         fitting = []
@@ -240,6 +245,7 @@ def _allocate(num_bytes: int) -> int:
     descriptor = os.memfd_create("steadfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Allocated now, because a page that is missing when a worker writes to it would kill the worker.
+        # The call refuses a length of 0.
         os.posix_fallocate(descriptor, 0, max(1, num_bytes))
         # Sealed, because a page that is cut off under a worker's mapping would kill the worker.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -275,10 +281,14 @@ def _started(pid: int) -> str:
     It distinguishes the process from a later one with the same number.
     """
     try:
+        # The name of the command may itself contain spaces and brackets, so the fields begin after the last bracket.
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" else fields[18]
+    # A process that has ended keeps its number until its parent asks for its exit status.
+    if state in "ZX":
+        return ""
+    return fields[18]
 
 
 def server_name(uri: str, key: str) -> str:
@@ -320,6 +330,7 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
     os.setsid()
     if os.fork():
         return
+    # A file system cannot be unmounted while it has the working directory of a process.
     os.chdir("/")
     # Service managers send these signals to all processes of a service, while the command may still need the snapshots.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
