@@ -113,6 +113,7 @@ class SampleOrder:
     """Split into training and validation samples, with the order of each."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int) -> None:
+        self.seed = seed
         num_validation = 0
         if validation_fraction > 0:
             num_validation = max(1, round(num_samples * validation_fraction))
@@ -150,14 +151,13 @@ class OwnOrder(SampleOrder):
         `name` is the order's name in errors. Raises DataError if the order cannot be used.
         """
         super().__init__(num_samples, validation_fraction, seed)
-        self._seed = seed
         self._order = order
         self._name = name
         self._try_out()
 
     def train(self, positions: Int64s) -> Int64s:
         epoch, place = np.divmod(positions, self.num_train)
-        ids = np.asarray(self._order(self._seed, epoch, place, self.num_train))
+        ids = np.asarray(self._order(self.seed, epoch, place, self.num_train))
         if ids.shape != positions.shape or ids.dtype.kind not in "iu":
             self._refuse(
                 f"returned {ids.dtype} {ids.shape} for {len(positions)} positions; expected int64 {positions.shape}"
