@@ -176,7 +176,7 @@ def _materialize(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except torch.OutOfMemoryError:
-        raise  # too little memory is no fault of the optimizer, and has an answer of its own
+        raise  # too little memory is no fault of the optimizer
     except Exception as error:
         what = "the model's parameters"
         if any(map(is_sharded, lent)):

@@ -43,6 +43,7 @@ class Loader(yaml.SafeLoader):
         self._depth -= 1
         if node is None:
             return None
+        # The tree holds all nodes, so the id of a node stays its own.
         if not isinstance(event, yaml.AliasEvent):
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for _, _, child in _children(node))
         elif id(node) not in self._sizes:
@@ -76,7 +77,9 @@ class Loader(yaml.SafeLoader):
         if ":" in text or (is_int and not _DECIMAL.fullmatch(text)):
             return text
         try:
-            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+            if is_int:
+                return self.construct_yaml_int(node)
+            return self.construct_yaml_float(node)
         except (ValueError, OverflowError):
             _refuse(f"a number of {len(text)} characters", node)
 
@@ -103,6 +106,7 @@ def read_text(path: Path, file: str) -> str:
 
     `file` names the file in errors. Raises ConfigError if the file is too long or not UTF-8.
     """
+    # One byte more than the limit shows that a file is too long, without reading all of a huge file.
     with path.open("rb") as stream:
         return decoded(stream.read(_MOST_BYTES + 1), file)
 
@@ -167,7 +171,9 @@ class Document:
         while written not in self._lines:
             written = written[:-1]
         line = self._lines[written]
-        where = "override" if line == OVERRIDE else f"{self._file}:{line}"
+        where = f"{self._file}:{line}"
+        if line == OVERRIDE:
+            where = "override"
         self._found.append((line, Problem(where, ".".join(path), what)))
 
     def problems(self) -> list[Problem]:
@@ -202,14 +208,16 @@ class Document:
             self._lines[*path, name] = line
             # YAML silently uses the last of two equal keys, so the user would search at the first key for a long time.
             if name in first_lines:
-                first_line = first_lines[name]
-                where = f", first on line {first_line}" if first_line != line else ""
-                self.problem((*path, name), f"given twice{where}")
+                what = "given twice"
+                if first_lines[name] != line:
+                    what = f"given twice, first on line {first_lines[name]}"
+                self.problem((*path, name), what)
             first_lines.setdefault(name, line)
             self._note_lines(value, (*path, name), all_on)
 
     def _section_to_override(self, path: Keys) -> dict[Any, Any]:
         section: dict[Any, Any] = self.tree
+        # A value in the place of a section is replaced, as an override has precedence over the file.
         for depth, name in enumerate(path, 1):
             if not isinstance(section.get(name), dict):
                 section[name] = {}
@@ -219,13 +227,17 @@ class Document:
 
 
 def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
+    place = file
     mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark else None
+    if mark:
+        place = f"{file}:{mark.line + 1}"
     what = getattr(error, "problem", None) or str(error)
+    # This error comes from PyYAML's reader, which knows a position and no line.
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
+        place = f"{file}:{line}"
         what = f"a character that no text has, {error.character!a}"
-    return Problem(f"{file}:{line}" if line else file, "", f"not valid YAML: {what}")
+    return Problem(place, "", f"not valid YAML: {what}")
 
 
 def _refuse(what: str, place: Any) -> NoReturn:
@@ -237,8 +249,13 @@ def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
     name = path[-1]
     if name in ("kind", "target"):
         # The new kind would not know the keys of the former kind. A section with a target may omit its kind.
-        former = section.get("kind", "target" if "target" in section else None)
-        new = value if name == "kind" else "target"
+        former = None
+        if "target" in section:
+            former = "target"
+        former = section.get("kind", former)
+        new = "target"
+        if name == "kind":
+            new = value
         if former is not None and former != new:
             section.clear()
 

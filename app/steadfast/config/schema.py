@@ -85,6 +85,7 @@ class RunConfig(Section):
             num_train: number of training samples.
             ends: ends of the run before it was extended, oldest first.
         """
+        # Positions count from 0, so the last position of the run is one less than the number of its samples.
         return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
 
     def num_samples(self, num_train: int) -> int | None:
@@ -93,7 +94,9 @@ class RunConfig(Section):
         Returns None for a run counted in steps.
         """
         # A run counted in epochs ends with the last sample of the last epoch, so its last step may be short.
-        return None if self.steps else (self.epochs or 0) * num_train
+        if self.steps:
+            return None
+        return (self.epochs or 0) * num_train
 
 
 class ClusterConfig(Section):
@@ -165,7 +168,10 @@ class BatchConfig(Section):
 
         Further workers would have no microbatch.
         """
-        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
+        # An automatic size is not known yet, and may be as small as one sample.
+        size = 1
+        if self.microbatch_size != "auto":
+            size = self.microbatch_size
         return -(-self.global_size // size)
 
     @property
@@ -355,7 +361,9 @@ class DataConfig(LoaderConfig):
     @property
     def held_out_fraction(self) -> float:
         """Return the share of the training data that is held out."""
-        return 0.0 if self.has_own_validation else self.validation_fraction
+        if self.has_own_validation:
+            return 0.0
+        return self.validation_fraction
 
     @property
     def has_own_validation(self) -> bool:
@@ -805,7 +813,17 @@ def _kind_of_validation(section: dict[str, Any]) -> str:
     """Return the default kind of a section `data.validation`."""
     if "target" in section:
         return "target"
-    return "held_out" if set(section) == {"collate"} else "text"
+    # A collate function alone names no data, so it is for the samples that are held out.
+    if set(section) == {"collate"}:
+        return "held_out"
+    return "text"
+
+
+def _with_kind(section: Any) -> Any:
+    """Return an item of a list of sections, with the kind of a target filled in."""
+    if isinstance(section, dict) and "target" in section:
+        return {"kind": "target", **section}
+    return section
 
 
 class Config(Section):
@@ -839,7 +857,11 @@ class Config(Section):
     @property
     def weights_digest_every(self) -> Every | None:
         """Return how often the ledger gets a digest of the weights, None for never."""
-        return self.logging.weights_digest_every or (Every(100, "steps") if self.run.exact else None)
+        every = self.logging.weights_digest_every
+        # The weights of two exact runs must be equal, so their ledgers get digests for `compare` by default.
+        if every is None and self.run.exact:
+            return Every(100, "steps")
+        return every
 
     @property
     def replica_size(self) -> int:
@@ -847,7 +869,10 @@ class Config(Section):
 
         The number of workers of a world is a multiple of it.
         """
-        return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+        if isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size is not None:
+            return self.parallel.shard_size
+        # Without a `shard_size` all workers of a world are one replica, so a world may have any size.
+        return 1
 
     def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
         """Return the possible sizes of a world within `bounds`.
@@ -888,25 +913,28 @@ class Config(Section):
     @classmethod
     def kind_may_be_left_out(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in missing kinds: "target" for a target, else the default."""
+        # Pydantic selects the member of a union by its kind, so the kind must be there before the validation.
         complete = dict(tree)
         for name, field in cls.model_fields.items():
             section = tree.get(name)
             if field.discriminator and isinstance(section, dict):
-                kind = "target" if "target" in section else field.default.kind
+                kind = field.default.kind
+                if "target" in section:
+                    kind = "target"
                 complete[name] = {"kind": kind, **section}
         data = complete.get("data")
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
             own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
             # Otherwise the model would be validated on samples of another size than its training samples, without an
             # error.
-            sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
-            complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}
+            if own["kind"] == data["kind"]:
+                for name in ("context_length", "image_size"):
+                    if name in data:
+                        own.setdefault(name, data[name])
+            complete["data"] = {**data, "validation": own}
         for name in _LISTS:
             if isinstance(tree.get(name), list):
-                complete[name] = []
-                for section in tree[name]:
-                    is_target = isinstance(section, dict) and "target" in section
-                    complete[name].append({"kind": "target", **section} if is_target else section)
+                complete[name] = list(map(_with_kind, tree[name]))
         return complete
 
     @field_validator("parallel")

@@ -36,8 +36,8 @@ def json_line(value: Any) -> str:
 
 def _finite(value: Any) -> Any:
     match value:
-        case float():
-            return value if math.isfinite(value) else None
+        case float() if not math.isfinite(value):
+            return None
         case dict():
             return {key: _finite(each) for key, each in value.items()}
         case list() | tuple():
@@ -51,4 +51,7 @@ def read_json(store: Store, name: str) -> dict[str, Any] | None:
         value = json.loads(read_document(store, name))
     except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    # Other values were not written by this program.
+    if not isinstance(value, dict):
+        return None
+    return value

@@ -26,7 +26,9 @@ class FileStream:
         self._file = path.open("ab", buffering=0)
         # A line that the last writer left unfinished gets an end first. Otherwise the next line would be spoiled too.
         last_byte = LocalStore(path.parent).read(path.name, -1)
-        self._backlog = b"" if last_byte in (b"", b"\n") else b"\n"
+        self._backlog = b""
+        if last_byte not in (b"", b"\n"):
+            self._backlog = b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:
         self._backlog += _encode(lines)
@@ -123,6 +125,7 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
         start = 0
         rest = b""
         too_long = False  # whether `data` begins within a line that is too long
+        # A segment may be deleted between the listing and the read, if the run directory is deleted.
         with contextlib.suppress(FileNotFoundError):
             while data := store.read(part, start, _BLOCK_BYTES):
                 start += len(data)
@@ -185,6 +188,7 @@ def _parts(store: Store, name: str) -> list[str]:
 
 
 def _encode(lines: Iterable[Line]) -> bytes:
+    # Without spaces a line is a tenth shorter, and the ledger has a line for every step.
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 

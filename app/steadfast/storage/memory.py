@@ -16,7 +16,9 @@ class MemoryStore:
 
     def list(self, folder: str) -> list[str]:
         self.operations.append(("list", folder))
-        prefix = f"{folder}/" if folder else ""
+        prefix = ""
+        if folder:
+            prefix = f"{folder}/"
         found = set()
         for name in self.files:
             if name.startswith(prefix):

@@ -70,6 +70,7 @@ class Task(Protocol):
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the losses of tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    # A sum, because microbatches with few unmasked tokens would count too much in a mean of means.
     return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -92,13 +93,14 @@ class LanguageModeling:
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum the losses of the tokens in a batch.
 
-        Inputs and targets are int64 (microbatch, context). In a mapping, `labels` are aligned with their tokens, and
-        each label is predicted from the tokens before it.
+        Inputs and targets are int64 (microbatch, context). In a mapping, each of the `labels` is predicted from the
+        tokens before it.
         """
         if self._chunk_tokens is not None:
             return self._loss_in_chunks(model, batch, self._chunk_tokens)
         inputs, targets = _parts(batch)
         logits = _called(model, inputs)
+        # Labels in a mapping are aligned with their tokens, but the logits at a token are for the next one.
         if isinstance(batch, Mapping):
             logits, targets = logits[:, :-1], targets[:, 1:]
         return Sums(self.summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
@@ -216,15 +218,23 @@ def _parts(batch: Batch) -> tuple[Any, Tensor]:
             raise DataError(
                 f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own may work without labels"
             )
-        targets = batch["labels"]
-        # Names and other texts of a sample are not passed to the model.
-        return {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}, targets
+        named: dict[str, Tensor] = {}
+        for name, part in batch.items():
+            # Names and other texts of a sample are not passed to the model. With the labels, a model of Hugging Face
+            # would compute a mean loss of its own.
+            if name != "labels" and isinstance(part, Tensor):
+                named[name] = part
+        return named, batch["labels"]
     inputs, targets = batch
     return inputs, targets
 
 
 def _called(model: nn.Module, inputs: Any) -> Tensor:
-    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    if isinstance(inputs, dict):
+        outputs = model(**inputs)
+    else:
+        outputs = model(inputs)
+    # A model of Hugging Face returns an object that holds its logits beside other tensors.
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
 
@@ -235,7 +245,9 @@ def _head_of(model: nn.Module) -> nn.Linear:
     Raises UsageError if the model does not name the layer.
     """
     method: Any = getattr(model, "get_output_embeddings", None)
-    head = method() if callable(method) else None
+    head = None
+    if callable(method):
+        head = method()
     if not isinstance(head, nn.Linear):
         raise UsageError(
             f"task.chunk_tokens: {type(model).__name__} has no method get_output_embeddings() that returns the "
