@@ -79,9 +79,7 @@ def in_ranges(noun: str, numbers: Sequence[int]) -> str:
 def node_name(node: str) -> str:
     """Shorten Ray's id of a node, and return a host's name whole."""
     # Eight of the id's 56 digits are enough to identify a node.
-    if _LONG_ID.fullmatch(node):
-        return node[:8]
-    return node
+    return node[:8] if _LONG_ID.fullmatch(node) else node
 
 
 def joined(parts: Iterable[str]) -> str:

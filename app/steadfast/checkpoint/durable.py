@@ -78,6 +78,7 @@ class Checkpoints:
 
     def _owning_command(self) -> str:
         """Return the token of this attempt's command, "" if unknown."""
+        # Storage may not answer now. Without the token `_check_owner` still compares the attempts.
         with contextlib.suppress(OSError):
             owner = read_owner(self._catalog.store)
             if owner and owner.attempt == self.world.attempt:
@@ -259,9 +260,7 @@ class Checkpoints:
         files = {}
         store = self.world.groups.store
         keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self.world.replica_size)]
-        awaited = [_DONE.format(pending.step)]
-        if self.world.leader:
-            awaited = keys
+        awaited = keys if self.world.leader else [_DONE.format(pending.step)]
         try:
             store.set(keys[self.world.rank], json.dumps([name, digest.sha256, digest.bytes]))
             while not store.check(awaited):

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# The longest packet is the list of all buffers.
 PACKET_BYTES = 2**17
 _TICK_S = 0.5
 _END_S = 2.0  # time to wait for the answer to `end`
@@ -88,6 +89,7 @@ class MemoryServer:
                     self._serve(self._connections[key.fd])
 
     def _is_done(self) -> bool:
+        # This process is detached (see `main`), so the system does not report torchrun's end to it.
         pid, started = self._watched
         # The watched process may have ended before this process began.
         if pid and (not started or _started(pid) != started):
@@ -221,10 +223,8 @@ def free_bytes() -> int:
 
 
 def _file_cache_bytes(statistics: str) -> int:
-    """Return the bytes of a container's file cache from its `memory.stat`.
-
-    The kernel counts them as used, but frees them on demand.
-    """
+    """Return the bytes of a container's file cache from its `memory.stat`."""
+    # The kernel counts the cache as used, but frees it on demand.
     num_bytes = 0
     for line in statistics.splitlines():
         name, _, number = line.partition(" ")
@@ -276,10 +276,7 @@ def user_of(connection: socket.socket) -> int:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, "" if there is none.
-
-    It distinguishes the process from a later one with the same number.
-    """
+    """Return the start time of a process, "" if there is none."""
     try:
         # The name of the command may itself contain spaces and brackets, so the fields begin after the last bracket.
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -288,6 +285,7 @@ def _started(pid: int) -> str:
     # A process that has ended keeps its number until its parent asks for its exit status.
     if state in "ZX":
         return ""
+    # The start time distinguishes the process from a later one with the same number.
     return fields[18]
 
 

@@ -44,9 +44,7 @@ def restore(
     world = checkpoints.world
     world.progress.enter("restore")
     groups = world.groups
-    held_step = _NONE
-    if held.step is not None:
-        held_step = held.step
+    held_step = _NONE if held.step is None else held.step
     living: list[int] = gather_numbers(held_step, groups.control).tolist()
     newest = newest_whole(living, world.replica_size)
     # A step ends only when all ranks have done it. So a living worker's step is at least as new as any checkpoint, and

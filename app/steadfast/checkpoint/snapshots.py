@@ -268,10 +268,8 @@ class Snapshots:
         return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
     def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
-        """Copy a sharded state for a following world, and wait.
-
-        The next world then need not read storage. A collective.
-        """
+        """Copy a sharded state for a following world, and wait. A collective."""
+        # The next world then need not read storage. Under DDP it finds the state in the survivors.
         if self._replicated or outcome.kind != "resized":
             return None
         self._finish()
@@ -313,6 +311,7 @@ class Snapshots:
     def _send(self, copy: _Copy, num_bytes: int, group: dist.ProcessGroup) -> None:
         world = self._world
         assert self._memory is not None
+        # Parts of a sharded state differ in size, so each rank asks for the lengths of all.
         lengths = gather_numbers(num_bytes, world.groups.control)
         incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
         outgoing = [0] * world.size
@@ -407,9 +406,7 @@ class Snapshots:
         world = self._world
         assert self._memory is not None
         # The ranks of a node have the same files in its memory, and share the reading.
-        peers: tuple[int, ...] = (world.rank,)
-        if self._memory.lasting:
-            peers = self.nodes[world.node]
+        peers = self.nodes[world.node] if self._memory.lasting else (world.rank,)
         keys: set[_Key] = set()
         for rank in peers:
             for key in answers[rank]:

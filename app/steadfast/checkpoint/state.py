@@ -32,9 +32,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module, trainable_only: bool) -> None:
         self._model = model
-        self._left_out: dict[str, Tensor] = {}
-        if trainable_only:
-            self._left_out = frozen_parameters(model)
+        self._left_out = frozen_parameters(model) if trainable_only else {}
 
     def state_dict(self) -> Tensors:
         state: Tensors = dict(self._model.state_dict())

@@ -127,6 +127,7 @@ class Writer:
     def drop(self) -> None:
         """Give up all uncommitted writes."""
         with self._changed:
+            # The thread may be writing this state, and looks at the mark before each chunk and before the commit.
             if self._under_way is not None:
                 self._under_way.dropped = True
             self._waiting = None

@@ -20,6 +20,7 @@ def describe(sections: Iterable[str]) -> str:
 
     The other kinds of each section are added as comments.
     """
+    # The default of run.name is the stem of the file's name.
     config = parse_config("", "run.yaml")
     lines: list[str] = []
     for name in sections:
@@ -43,9 +44,7 @@ def describe(sections: Iterable[str]) -> str:
 
 def _keys(section: type[Section], value: Section | None) -> Iterator[str]:
     """Yield the description and default of each key of a section."""
-    known: dict[str, Any] = {}
-    if value is not None:
-        known = value.model_dump(mode="json")
+    known = {} if value is None else value.model_dump(mode="json")
     # The kind is inherited in some sections, so the order of fields does not always put the kind first.
     for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] != "kind"):
         if field.description:

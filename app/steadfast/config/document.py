@@ -36,6 +36,7 @@ class Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        # PyYAML composes nodes recursively, so a file that is nested deeply would exhaust Python's stack.
         if self._depth > _DEEPEST:
             _refuse(f"nested more than {_DEEPEST} deep", event)
         self._depth += 1
@@ -61,18 +62,14 @@ class Loader(yaml.SafeLoader):
             _refuse(f"not a valid {node.tag.rpartition(':')[2]}", node)
 
     def construct_date(self, node: yaml.ScalarNode) -> str:
-        """Return the text of a date.
-
-        No key takes a date, and users name runs after the day.
-        """
+        """Return the text of a date."""
+        # No key takes a date, and users name runs after the day.
         return str(self.construct_scalar(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return an int or float, or text for an ambiguous number.
-
-        YAML 1.1 reads 1:30 in base 60 and 010 in base 8, so both stay text.
-        """
+        """Return an int or float, or text for an ambiguous number."""
         text = str(self.construct_scalar(node))
+        # YAML 1.1 reads 1:30 in base 60 and 010 in base 8, so both stay text.
         is_int = node.tag.endswith(":int")
         if ":" in text or (is_int and not _DECIMAL.fullmatch(text)):
             return text
@@ -163,17 +160,13 @@ class Document:
                 self.problem(path, "must be given as section.key=value")
 
     def problem(self, path: Keys, what: str) -> None:
-        """Record a problem of a key, at the key's line.
-
-        A key that the configuration does not contain is reported at the line of its section.
-        """
+        """Record a problem of a key, at the key's line."""
+        # A key that the configuration does not contain has no line, so the line of its section is taken.
         written = path
         while written not in self._lines:
             written = written[:-1]
         line = self._lines[written]
-        where = f"{self._file}:{line}"
-        if line == OVERRIDE:
-            where = "override"
+        where = "override" if line == OVERRIDE else f"{self._file}:{line}"
         self._found.append((line, Problem(where, ".".join(path), what)))
 
     def problems(self) -> list[Problem]:
@@ -249,13 +242,9 @@ def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
     name = path[-1]
     if name in ("kind", "target"):
         # The new kind would not know the keys of the former kind. A section with a target may omit its kind.
-        former = None
-        if "target" in section:
-            former = "target"
-        former = section.get("kind", former)
-        new = "target"
-        if name == "kind":
-            new = value
+        implied = "target" if "target" in section else None
+        former = section.get("kind", implied)
+        new = value if name == "kind" else "target"
         if former is not None and former != new:
             section.clear()
 

@@ -118,6 +118,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
     for error in errors:
         path, section = _locate(error["loc"])
         match error["type"]:
+            # YAML allows a number as a key, which pydantic reports as invalid.
             case "extra_forbidden" | "invalid_key":
                 document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
             case "missing":

@@ -169,9 +169,7 @@ class BatchConfig(Section):
         Further workers would have no microbatch.
         """
         # An automatic size is not known yet, and may be as small as one sample.
-        size = 1
-        if self.microbatch_size != "auto":
-            size = self.microbatch_size
+        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
         return -(-self.global_size // size)
 
     @property
@@ -213,6 +211,7 @@ class GptConfig(Section):
     @field_validator("num_heads")
     @classmethod
     def heads_divide_embed_dim(cls, num_heads: int, info: ValidationInfo) -> int:
+        # An `embed_dim` that is invalid itself is missing here. Any number divides 0, so there is no second error.
         embed_dim = info.data.get("embed_dim", 0)
         if embed_dim % num_heads:
             raise ValueError(f"must divide model.embed_dim ({embed_dim})")
@@ -431,6 +430,7 @@ class GroupedConfig(OptimizerConfig):
 
 
 class AdamWConfig(GroupedConfig):
+    # These defaults are usual for language models. torch's own are a decay of 0.01 and betas of 0.9 and 0.999.
     kind: Literal["adamw"] = "adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """decoupled weight decay, applied to matrices only"""
@@ -462,6 +462,7 @@ class SgdConfig(GroupedConfig):
     @field_validator("nesterov")
     @classmethod
     def nesterov_needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        # torch would refuse this too, but only once workers have been started.
         if nesterov and not info.data.get("momentum"):
             raise ValueError("needs optimizer.momentum above 0")
         return nesterov
@@ -594,6 +595,7 @@ class DataParallelConfig(Section):
     kind: Literal["data_parallel"] = "data_parallel"
 
 
+# The defaults are those of torch's GradScaler.
 class LossScaleConfig(Section):
     initial: PositiveFloat = 65536.0
     """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
@@ -890,6 +892,7 @@ class Config(Section):
     def targets(self) -> dict[str, str]:
         """Return the targets of the user's own code, by key."""
         found = {}
+        # A section with a target is itself a Target, but in `data` its parts may be targets too.
         for name, section in self:
             if isinstance(section, Target):
                 found[f"{name}.target"] = section.target
@@ -918,9 +921,7 @@ class Config(Section):
         for name, field in cls.model_fields.items():
             section = tree.get(name)
             if field.discriminator and isinstance(section, dict):
-                kind = field.default.kind
-                if "target" in section:
-                    kind = "target"
+                kind = "target" if "target" in section else field.default.kind
                 complete[name] = {"kind": kind, **section}
         data = complete.get("data")
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
@@ -947,6 +948,8 @@ class Config(Section):
     @field_validator("parallel", "precision", "compile")
     @classmethod
     def exact_sums_are_those_of_ddp(cls, section: Any, info: ValidationInfo) -> Any:
+        # A section that is invalid itself is missing from `info.data`. Its default takes its place here and below, so
+        # that one mistake does not cause a second error.
         if not info.data.get("run", RunConfig()).exact:
             return section
         if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
@@ -1009,6 +1012,7 @@ class Config(Section):
     @field_validator("data")
     @classmethod
     def data_context_fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        # A model or data of another kind may have no context at all.
         limit = getattr(info.data.get("model"), "context_length", None)
         found = getattr(data, "context_length", 0)
         if limit is not None and found > limit:
@@ -1021,6 +1025,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def some_world_has_whole_replicas(self) -> Self:
+        # This rule needs the finished configuration, because `world_sizes` reads several sections.
         bounds = self.scaling.num_workers
         if not self.world_sizes(bounds):
             context = {"key": "parallel.shard_size", "bounds": list(bounds), "limit": self.batch.num_microbatches}

@@ -45,6 +45,7 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
         module = _import(name)
     except (Exception, SystemExit) as error:  # the import runs the user's code, which may be a script that exits
         raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
+    # Unlike `getattr`, an attrgetter follows dots, as in "module:Class.method".
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
@@ -120,9 +121,7 @@ def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 
 def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
     """Return why the import of the module `name` failed."""
-    missing = None
-    if isinstance(error, ImportError):
-        missing = error.name
+    missing = error.name if isinstance(error, ImportError) else None
     # Only a part of the target's own path means that the target is missing. Otherwise its module was found, and an
     # import within the module has failed.
     if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):

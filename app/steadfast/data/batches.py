@@ -111,10 +111,8 @@ def _layout_of(items: Any, outer: str) -> list[Leaf]:
 
 
 def _has_parts(sample: Any) -> bool:
-    """Return whether a sample is a tuple, a dataclass or a list of objects.
-
-    A list of numbers is one value, because datasets store tokens in lists.
-    """
+    """Return whether a sample is a tuple, a dataclass or a list of objects."""
+    # A list of numbers is one value, because datasets store tokens in lists.
     if isinstance(sample, list):
         return not all(isinstance(part, float | int) for part in sample)
     return isinstance(sample, tuple) or (is_dataclass(sample) and not isinstance(sample, type))

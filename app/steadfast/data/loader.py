@@ -45,10 +45,7 @@ class Fetched(NamedTuple):
 
 
 class Loader:
-    """Fetch training microbatches ahead, and validation microbatches on demand.
-
-    One DataLoader fetches training microbatches. Validation is rare, so its microbatches are fetched in place.
-    """
+    """Fetch training microbatches ahead, and validation microbatches on demand."""
 
     def __init__(
         self,
@@ -110,17 +107,19 @@ class Loader:
 
         Raises DataError if samples cannot be batched.
         """
+        # Validation is rare, so it has no loader processes of its own.
         return self._fetch_in_place(self._validation, microbatches)
 
     def check_validation(self, size: int) -> None:
         """Check that validation samples can be stacked without a collate function.
 
         The check is needed if only training has a function that makes batches. It reads one microbatch of `size`
-        samples of training and validation. Without the check the run would fail at its first validation.
+        samples of training and validation.
 
         Raises:
             DataError: the samples cannot be stacked, or lack entries that training batches have by name.
         """
+        # Without the check the run would fail at its first validation, perhaps after hours.
         if self._collate is None or self._validation_collate is not None or not self.num_validation:
             return
         # At least two samples are read, because a single sample can always be stacked.
@@ -154,10 +153,8 @@ class Loader:
         return fetched
 
     def digest(self, start: int, stop: int) -> int:
-        """Return the samples digest of training positions [start, stop).
-
-        The digest follows from the order alone, so nothing is fetched.
-        """
+        """Return the samples digest of training positions [start, stop)."""
+        # The digest follows from the order alone, so nothing is fetched.
         return self._train.digest(start, stop)
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -242,6 +239,7 @@ class _Microbatches:
         except SystemExit as error:
             # SystemExit would end a loader process without reporting the exception.
             raise as_exception(error) from None
+        # The samples of a pad are counted in a microbatch with a weight.
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
         return Fetched(microbatch, batch, len(ids), int(keys.sum()))

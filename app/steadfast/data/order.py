@@ -174,12 +174,11 @@ class OwnOrder(SampleOrder):
         return self.num_train + positions % self.num_validation
 
     def _try_out(self) -> None:
-        """Check that the order is a pure function, element by element.
-
-        The test uses positions around the end of an epoch.
-        """
+        """Check that the order is a pure function, element by element."""
+        # Around the end of an epoch the test also finds an order that takes all positions of a call for one epoch.
         positions = np.arange(max(0, self.num_train - _NUM_TRIED // 2), self.num_train + _NUM_TRIED // 2)
         found = self.train(positions)
+        # The second call has its parts in the other order, so that a function with a memory gives itself away.
         half = len(positions) // 2
         parts = np.concatenate([self.train(positions[half:]), self.train(positions[:half])])
         differ = np.flatnonzero(np.roll(parts, half) != found)
@@ -244,10 +243,8 @@ def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
 
 
 def keyed_hash(*words: int) -> int:
-    """Return a 64-bit hash of integers that is the same on every machine.
-
-    Python's own hash differs between processes.
-    """
+    """Return a 64-bit hash of integers that is the same on every machine."""
+    # Python does not promise that its own hash stays the same in another version.
     key = 0
     for word in words:
         key = (key + word + int(_GOLDEN_GAMMA)) & _WORD_MASK

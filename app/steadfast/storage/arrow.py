@@ -162,9 +162,7 @@ class ArrowStore:
             number = errno.ENOENT
             message = os.strerror(errno.ENOENT)
         elif number is None:
-            number = errno.EIO
-            if _DENIED.search(message):
-                number = errno.EACCES
+            number = errno.EACCES if _DENIED.search(message) else errno.EIO
         place, _, _ = self.uri.partition("?")
         return OSError(number, message, f"{place.rstrip('/')}/{name}")
 

@@ -27,10 +27,8 @@ def read_document(store: Store, name: str) -> bytes:
 
 
 def json_line(value: Any) -> str:
-    """Return JSON in one line.
-
-    JSON has no NaN or infinities, so null takes their place.
-    """
+    """Return JSON in one line, with null for NaN and infinities."""
+    # Python would write NaN, which is no JSON and which other programs refuse.
     return json.dumps(_finite(value), allow_nan=False)
 
 

@@ -26,9 +26,7 @@ class FileStream:
         self._file = path.open("ab", buffering=0)
         # A line that the last writer left unfinished gets an end first. Otherwise the next line would be spoiled too.
         last_byte = LocalStore(path.parent).read(path.name, -1)
-        self._backlog = b""
-        if last_byte not in (b"", b"\n"):
-            self._backlog = b"\n"
+        self._backlog = b"" if last_byte in (b"", b"\n") else b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:
         self._backlog += _encode(lines)
@@ -125,7 +123,7 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
         start = 0
         rest = b""
         too_long = False  # whether `data` begins within a line that is too long
-        # A segment may be deleted between the listing and the read, if the run directory is deleted.
+        # A stream without a line may have no file yet.
         with contextlib.suppress(FileNotFoundError):
             while data := store.read(part, start, _BLOCK_BYTES):
                 start += len(data)
@@ -188,7 +186,7 @@ def _parts(store: Store, name: str) -> list[str]:
 
 
 def _encode(lines: Iterable[Line]) -> bytes:
-    # Without spaces a line is a tenth shorter, and the ledger has a line for every step.
+    # The ledger has a line for every step of a run, so spaces are left out.
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 

@@ -16,9 +16,7 @@ class MemoryStore:
 
     def list(self, folder: str) -> list[str]:
         self.operations.append(("list", folder))
-        prefix = ""
-        if folder:
-            prefix = f"{folder}/"
+        prefix = f"{folder}/" if folder else ""
         found = set()
         for name in self.files:
             if name.startswith(prefix):

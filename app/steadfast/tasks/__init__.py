@@ -164,6 +164,7 @@ class Classification:
         """Sum the losses of the samples in a batch; targets are int64 (microbatch,)."""
         logits, targets = _forward(model, batch)
         loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        # The number stays on the device, because reading it would make the host wait in every step.
         num_correct = (logits.argmax(-1) == targets).sum()
         return Sums(loss_sum, len(targets), {"accuracy": num_correct})
 
@@ -245,9 +246,7 @@ def _head_of(model: nn.Module) -> nn.Linear:
     Raises UsageError if the model does not name the layer.
     """
     method: Any = getattr(model, "get_output_embeddings", None)
-    head = None
-    if callable(method):
-        head = method()
+    head = method() if callable(method) else None
     if not isinstance(head, nn.Linear):
         raise UsageError(
             f"task.chunk_tokens: {type(model).__name__} has no method get_output_embeddings() that returns the "

@@ -138,6 +138,7 @@ def _takes(method: Any, num_arguments: int) -> bool:
     """Return whether a method accepts this number of positional arguments."""
     if not callable(method):
         return False
+    # A method may have further arguments with defaults, so its parameters are bound rather than counted.
     try:
         inspect.signature(method).bind(*[None] * num_arguments)
     except TypeError:
