@@ -206,7 +206,10 @@ class MemoryServer:
                     label["sha256"] = sha256_of(buffer.descriptor, num_labelled(label["files"]))
 
     def _listed(self) -> dict[int, Message]:
-        return {number: {"bytes": each.num_bytes, "label": each.label} for number, each in self._buffers.items()}
+        listed: dict[int, Message] = {}
+        for number, buffer in self._buffers.items():
+            listed[number] = {"bytes": buffer.num_bytes, "label": buffer.label}
+        return listed
 
 
 def free_bytes() -> int:

@@ -186,7 +186,7 @@ class SharedMemory:
 
     def take(self, num_bytes: int) -> Buffer:
         answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes, "mapped": list(self._mapped)}, num_bytes)
-        # The system frees memory only when nobody maps it, so buffers that the server has closed are unmapped.
+        # Linux frees memory only when no process maps it, so buffers that the server has closed are unmapped.
         for gone in self._mapped.keys() - set(answer["there"]):
             del self._mapped[gone]
         number = int(answer["buffer"])

@@ -29,11 +29,7 @@ class Restored:
 
 
 def restore(
-    state: State,
-    held: HeldState,
-    load_initial: Callable[[], None],
-    checkpoints: Checkpoints,
-    snapshots: Snapshots,
+    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
 ) -> Restored:
     """Fill every rank with the newest complete state, in place. A collective.
 
@@ -65,7 +61,7 @@ def restore(
             return Restored(copied.step, "snapshot", age_s=stored.age_s)
     found, damaged = checkpoints.find()
     if found is None:
-        # Without a holder of the whole state there is nobody to copy from, so every rank loads its own part.
+        # If no rank can hold the whole state, there is no rank to copy from, so every rank loads its own part.
         if checkpoints.replicated:
             _copy_initial(state, held, load_initial, living, groups)
         else:

@@ -213,7 +213,7 @@ def _shard_of(name: str, entry: dict[str, Any], box: Any) -> tuple[Shard, int]:
     shape, offset = box
     start, stop = entry["data_offsets"]
     tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
-    # A foreign file may have lengths that differ. The first line has found that, so `zip` need not raise.
+    # A foreign file may have lengths that differ. The next line records that, so `zip` need not raise.
     lies_within = len(offset) == len(shape) == tensor.dim()
     for first, own, whole in zip(offset, tensor.shape, shape, strict=False):
         lies_within = lies_within and 0 <= first <= first + own <= whole

@@ -436,7 +436,7 @@ class Snapshots:
                     sources.setdefault(rank, (holder, num_bytes))
         self._whole = newest
         needed = {(newest, rank) for rank in sources}
-        everywhere = all(needed <= answer.keys() for answer in answers)
+        everywhere = all(map(needed.issubset, answers))
         return Found(newest, sources, everywhere)
 
     def load(self, found: Found, state: State) -> None:
@@ -572,7 +572,7 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
             if place.node == node:
                 free.append(place.free_bytes)
                 held.append(place.held_bytes)
-        # The ranks of a node measure one after another, so their numbers differ. Memory of former copies is used again.
+        # The ranks of a node measure at different moments, so their numbers differ. Memory of former copies is used again.
         there_bytes = min(free) + max(held)
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             error = f"copies of the state need {size(needed_bytes)} of a node's memory"

@@ -185,7 +185,7 @@ class Writer:
                     needed = pending.buffer.num_bytes
                     self._news.append(CheckpointFailed(step=pending.step, error=self.refused, needed_bytes=needed))
             except BaseException as error:
-                # Nobody waits for this thread, so the training thread raises the error, by `news` or `wait`.
+                # No code joins this thread, so the training thread raises the error, by `news` or `wait`.
                 self._error = error
                 return
             with self._changed:
