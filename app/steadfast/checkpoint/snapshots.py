@@ -293,8 +293,8 @@ class Snapshots:
             if self._whole is None:
                 self._whole = max((label.snapshot for label in self._stored().values()), default=None)
             return True
-        # The ranks answer together, because a rank that began alone would wait in the transfer for ever. Once no copy is
-        # in progress, the last one is whole if every rank has kept its part.
+        # The ranks answer together, because a rank that began alone would wait in the transfer for ever. Once no copy
+        # is in progress, the last one is whole if every rank has kept its part.
         control = self._world.groups.control
         if any_rank(self._copy is not None, control):
             return False
@@ -572,7 +572,8 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
             if place.node == node:
                 free.append(place.free_bytes)
                 held.append(place.held_bytes)
-        # The ranks of a node measure at different moments, so their numbers differ. Memory of former copies is used again.
+        # The ranks of a node measure at different moments, so their numbers differ. Memory of former copies is used
+        # again.
         there_bytes = min(free) + max(held)
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             error = f"copies of the state need {size(needed_bytes)} of a node's memory"

@@ -256,7 +256,7 @@ class _Microbatches:
     def not_finite(self, start: int, stop: int) -> list[int]:
         ids, keys = self._ordered(start, stop)
         found = []
-        # Each sample is read alone, with its own random numbers, so that a sample of its microbatch can be named.
+        # Each sample is read alone, because a batch does not show which of its samples holds the number.
         for position, (index, key) in enumerate(zip(ids.tolist(), keys.tolist(), strict=True), start):
             with contextlib.suppress(Exception):  # a sample that raises is not reported here
                 sample = self._sample(position, index, key)

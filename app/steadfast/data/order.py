@@ -178,7 +178,7 @@ class OwnOrder(SampleOrder):
         # Around the end of an epoch the test also finds an order that takes all positions of a call for one epoch.
         positions = np.arange(max(0, self.num_train - _NUM_TRIED // 2), self.num_train + _NUM_TRIED // 2)
         found = self.train(positions)
-        # The second call has its parts in the other order, so that a function with a memory gives itself away.
+        # The second time the parts come in the other order, in which a function with a memory returns other samples.
         half = len(positions) // 2
         parts = np.concatenate([self.train(positions[half:]), self.train(positions[:half])])
         differ = np.flatnonzero(np.roll(parts, half) != found)
