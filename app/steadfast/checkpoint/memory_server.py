@@ -157,7 +157,8 @@ class MemoryServer:
                 # The free buffers have sizes for another sharding of the state.
                 for number in self._free_buffers(0):
                     os.close(self._buffers.pop(number).descriptor)
-                self._make(num_bytes)
+                self._num_made += 1
+                self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
         except OSError as error:
             return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, []
         free = self._free_buffers(num_bytes)
@@ -178,10 +179,6 @@ class MemoryServer:
             if buffer.free and (not num_bytes or num_bytes <= buffer.num_bytes <= _MOST_TOO_LARGE * num_bytes):
                 fitting.append(number)
         return fitting
-
-    def _make(self, num_bytes: int) -> None:
-        self._num_made += 1
-        self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
 
     def _give_back(self, writer: int) -> None:
         for buffer in self._buffers.values():
