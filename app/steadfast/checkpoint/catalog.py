@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
@@ -36,7 +36,7 @@ class Catalog:
     """
 
     store: Store
-    retention: CheckpointConfig = CheckpointConfig()  # which checkpoints `retire` keeps
+    retention: CheckpointConfig = field(default_factory=CheckpointConfig)  # which checkpoints `retire` keeps
 
     def location(self, step: int) -> str:
         """Return the path or URI of a checkpoint, for messages."""

@@ -179,11 +179,10 @@ class Snapshots:
         sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
         if not sends and not lasting:
             return
+        writers = list(range(world.replica_size))
         if self._replicated:
             # All ranks of a node hold the same state, so one of them makes the node's copy.
             writers = [ranks[0] for ranks in self.nodes.values()]
-        else:
-            writers = list(range(world.replica_size))
         backups: list[int] = []
         if sends:
             backups = [backup_rank(rank, nodes) for rank in range(world.size)]

@@ -161,9 +161,8 @@ class Every:
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
         if match:
-            count: int | float = float(match[1])
-            if count.is_integer():
-                count = int(count)
+            number = float(match[1])
+            count: int | float = int(number) if number.is_integer() else number
             # A step cannot be divided. Half an epoch or half a minute is valid.
             if count > 0 and (isinstance(count, int) or match[2] != "step"):
                 return cls(count, cast(Unit, f"{match[2]}s"))

@@ -231,10 +231,7 @@ def _parts(batch: Batch) -> tuple[Any, Tensor]:
 
 
 def _called(model: nn.Module, inputs: Any) -> Tensor:
-    if isinstance(inputs, dict):
-        outputs = model(**inputs)
-    else:
-        outputs = model(inputs)
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     # A model of Hugging Face returns an object that holds its logits beside other tensors.
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
