@@ -24,9 +24,8 @@ def build_copies(device: torch.device, dtype: torch.dtype) -> Copies:
 
     def copy(tensor: Tensor) -> Tensor:
         # With pinned memory, which loaders use for a GPU, the host does not wait for the copy.
-        if tensor.is_floating_point():
-            return tensor.to(device, dtype, non_blocking=True)
-        return tensor.to(device, non_blocking=True)
+        wanted = dtype if tensor.is_floating_point() else None
+        return tensor.to(device, wanted, non_blocking=True)
 
     if device.type == "cuda":
         return StreamCopies(device, copy)
