@@ -33,6 +33,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         # A default can break a rule as well, once the user sets another field of the section.
         validate_default=True,
+        # The text below a key is its description in the output of `config` and in docs/reference.md.
         use_attribute_docstrings=True,
         protected_namespaces=(),
         # The arguments of a target may be infinite. This format loads back as an equal value.
@@ -157,6 +158,7 @@ class Every:
     @classmethod
     def parse(cls, value: Any) -> "Every":
         """Parse a period such as "200 steps", "1 epoch" or "2.5 minutes"."""
+        # Defaults are periods already, and are validated as well.
         if isinstance(value, Every):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
@@ -175,6 +177,7 @@ class Every:
         return text
 
 
+# A period is written as text, because config.yaml must load back as an equal configuration.
 Interval = Annotated[
     Every, PlainValidator(Every.parse), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "period"})
 ]

@@ -171,6 +171,7 @@ class Document:
 
     def problems(self) -> list[Problem]:
         """Return every problem, from the top of the file to the overrides."""
+        # The sort is stable, so problems of one line stay in the order in which they were found.
         return [problem for _, problem in sorted(self._found, key=itemgetter(0))]
 
     def _read(self, text: str, path: Keys, line: int | None = None) -> Any:

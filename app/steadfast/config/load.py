@@ -71,6 +71,7 @@ def parse_config(
     names of keys are read too. Raises ConfigError.
     """
     document = Document(text, file)
+    # Before the overrides, which come from the user of this version and must have its names.
     if former_names:
         _rename_keys(document.tree)
     document.override(overrides)
@@ -108,6 +109,7 @@ def _rename_keys(tree: dict[str, Any]) -> None:
 def dump_config(config: Config) -> str:
     """Return the configuration as YAML that loads back equal."""
     tree = config.model_dump(mode="json")
+    # Unsorted, because the schema lists the keys in the order in which a reader needs them.
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
