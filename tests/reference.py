@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from steadfast.config.base import Section
-from steadfast.config.describe import default_of, kinds_in
+from steadfast.config.base import Section, kinds_in
+from steadfast.config.describe import default_of
 from steadfast.config.schema import Config
 
 _HEAD = """\

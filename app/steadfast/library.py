@@ -25,9 +25,12 @@ from steadfast.checkpoint.weights import read_whole
 from steadfast.config import (
     CollateConfig,
     Config,
+    CoupledConfig,
     DataConfig,
     HeldOut,
+    OptimizerConfig,
     SamplesConfig,
+    ScalingConfig,
     Target,
     TargetData,
     TargetOptimizer,
@@ -38,6 +41,7 @@ from steadfast.config import (
 from steadfast.config.target import live_targets
 from steadfast.config.variables import given_variables, taken_variables
 from steadfast.data import Dataset
+from steadfast.data.datasets import Collate
 from steadfast.data.order import Order
 from steadfast.data.randomness import kept_randomness
 from steadfast.errors import TrainingError, UsageError
@@ -120,21 +124,21 @@ def fit(
     elif overrides:
         raise UsageError("overrides need a configuration file; to change a Config, pass a changed copy of it")
     objects = _Objects()
-    config = config.model_copy(
-        update={
-            **objects.model(model),
-            **objects.data(config.data, dataset, validation, collate, validation_collate, order),
-            **objects.task(config, task),
-            **objects.optimizer(config, optimizer),
-            **objects.schedule(schedule),
-            "hooks": (*config.hooks, *objects.hooks(hooks)),
-        }
-    )
+    sections: dict[str, Any] = {**objects.model(model)}
+    data = objects.samples(config.data, dataset, collate)
+    data = objects.validation(data, validation, validation_collate)
+    sections["data"] = objects.order(data, order)
+    sections |= objects.task(config.task, task)
+    sections |= objects.optimizer(config.optimizer, optimizer)
+    sections |= objects.schedule(schedule)
+    sections["hooks"] = (*config.hooks, *objects.hooks(hooks))
+    config = config.model_copy(update=sections)
     with _only_call():
         taken_variables(config.cluster, os.environ)  # called for its error if a variable is missing
+        # This process is a worker too, so it gets the variables that the configuration gives to workers.
         os.environ.update(given_variables(config.cluster))
-        place = _place(config)
-        _check_num_workers(config, place)
+        place = _place(config.scaling)
+        _check_num_workers(config.scaling, place)
         # The path is resolved here once, because the user's code may change the working directory.
         directory = RunDirectory.of(config)
         # Training seeds the random generators. Without `kept_randomness` a hyperparameter search that draws a learning
@@ -144,6 +148,7 @@ def fit(
                 console.stage("starting", started_s)
             if isinstance(model, nn.Module):
                 _take_weights_of_first(model, place)
+            # A second Ctrl-C must end the training, but not the notebook.
             interrupts = Interrupts(of_process=False)
             ending = train_here(config, directory, place, started_s, started_s, console, interrupts, return_finished)
             return _result(config, directory, place, ending)
@@ -156,7 +161,8 @@ def _only_call() -> Iterator[None]:
     Raises:
         UsageError: another call is training.
     """
-    # The registered objects of a call and torch's process group belong to the whole process.
+    # The registered objects of a call and torch's process group belong to the whole process. Waiting is no answer: a
+    # call from a hook of the running call would wait for itself.
     if not _training.acquire(blocking=False):
         raise UsageError(
             "another fit is training in this process: wait until it has returned, or start one process for each call"
@@ -170,11 +176,11 @@ def _only_call() -> Iterator[None]:
 class _Objects:
     """Gives live objects target names for the configuration.
 
-    Each method returns the updated sections, empty without an object. `callables` holds, for each name, the callable
-    that `load_target` finds under it.
+    Each method returns the updated sections, unchanged or empty without an object.
     """
 
     def __init__(self) -> None:
+        # The callable that `load_target` finds under each name.
         self.callables: dict[str, Callable[..., Any]] = {}
 
     def model(self, given: nn.Module | Callable[[], nn.Module] | None) -> dict[str, Target]:
@@ -188,71 +194,89 @@ class _Objects:
         name = self._name("model", given, lambda **_: _copied(given))
         return {"model": Target(target=name, args={"parameters": _digest(given)})}
 
-    def data(
-        self,
-        config: DataConfig,
-        dataset: Dataset | None,
-        validation: Dataset | None,
-        collate: Callable[[list[Any]], Any] | None,
-        validation_collate: Callable[[list[Any]], Any] | None,
-        order: Order | Literal["shuffled", "sequential"] | None,
-    ) -> dict[str, DataConfig]:
-        """Return the section `data` with the given objects.
+    def samples(self, config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
+        """Return the section `data` with this dataset and its collate function.
 
         Raises:
-            UsageError: the data are text or tokens and take no collate function, or the order is unknown.
+            UsageError: the data are text or tokens and take no collate function.
         """
         if dataset is not None:
             # Keys that all data sections share, such as `validation_fraction`, keep their values.
-            kept = {name: getattr(config, name) for name in SamplesConfig.model_fields if hasattr(config, name)}
+            kept: dict[str, Any] = {}
+            for name in SamplesConfig.model_fields:
+                if hasattr(config, name):
+                    kept[name] = getattr(config, name)
             config = TargetData(target=self._name("data", dataset, partial(_itself, dataset)), **kept)
+        if collate is None:
+            return config
+        # Text and tokens are read in whole batches, so there is nothing to collate.
+        if not isinstance(config, SamplesConfig):
+            raise UsageError(
+                "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
+            )
+        return config.model_copy(update={"collate": Target(target=self._name("data.collate", collate, collate))})
+
+    def validation(self, config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
+        """Return the section `data` with this dataset and collate function for validation.
+
+        Raises:
+            UsageError: the data for validation are text or tokens and take no collate function.
+        """
         update: dict[str, Any] = {}
-        if validation is not None:
-            target = self._name("data.validation", validation, partial(_itself, validation))
+        if dataset is not None:
+            target = self._name("data.validation", dataset, partial(_itself, dataset))
             update["validation"] = ValidationTarget(target=target)
         if collate is not None:
-            if not isinstance(config, SamplesConfig):
-                raise UsageError(
-                    "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
-                )
-            update["collate"] = Target(target=self._name("data.collate", collate, collate))
-        if validation_collate is not None:
             held_out = update.get("validation") or config.validation or HeldOut()
             if not isinstance(held_out, CollateConfig):
                 raise UsageError(
                     "validation_collate needs a validation dataset of samples: held-out samples, an image folder, a "
                     "Hugging Face dataset or your own (validation=)"
                 )
-            own = Target(target=self._name("data.validation.collate", validation_collate, validation_collate))
+            own = Target(target=self._name("data.validation.collate", collate, collate))
             update["validation"] = held_out.model_copy(update={"collate": own})
-        if callable(order):
-            update["order"] = Target(target=self._name("data.order", order, order))
-        elif order is not None:
-            if order not in ("shuffled", "sequential"):
-                raise UsageError(f'order={order!r}: must be "shuffled", "sequential" or a function')
-            update["order"] = order
-        return {"data": config.model_copy(update=update)}
+        return config.model_copy(update=update)
 
-    def task(self, config: Config, given: Any) -> dict[str, TargetTask]:
+    def order(self, config: DataConfig, given: Order | Literal["shuffled", "sequential"] | None) -> DataConfig:
+        """Return the section `data` with this order.
+
+        Raises:
+            UsageError: the order is unknown.
+        """
+        if given is None:
+            return config
+        if callable(given):
+            return config.model_copy(update={"order": Target(target=self._name("data.order", given, given))})
+        # `model_copy` does not validate, so an unknown order would be found only when the data are read.
+        if given not in ("shuffled", "sequential"):
+            raise UsageError(f'order={given!r}: must be "shuffled", "sequential" or a function')
+        return config.model_copy(update={"order": given})
+
+    def task(self, config: CoupledConfig, given: Any) -> dict[str, TargetTask]:
         """Return the section `task` for an object, a class or a loss function."""
         if given is None:
             return {}
-        build = given
-        if not isinstance(given, type):
-            build = partial(_itself, given if hasattr(given, "loss") else SimpleNamespace(loss=given))
-        return {"task": TargetTask(target=self._name("task", given, build), coupled=config.task.coupled)}
+        if isinstance(given, type):
+            build: Callable[..., Any] = given
+        elif hasattr(given, "loss"):
+            build = partial(_itself, given)
+        else:
+            build = partial(_itself, SimpleNamespace(loss=given))
+        return {"task": TargetTask(target=self._name("task", given, build), coupled=config.coupled)}
 
-    def optimizer(self, config: Config, given: Callable[..., Any] | None) -> dict[str, TargetOptimizer]:
+    def optimizer(self, config: OptimizerConfig, given: Callable[..., Any] | None) -> dict[str, TargetOptimizer]:
         """Return the section `optimizer` for a callable."""
         if given is None:
             return {}
         # These keys exist for every kind of optimizer, so their values are kept.
-        of_any = {"lr": config.optimizer.lr, "max_grad_norm": config.optimizer.max_grad_norm}
+        of_any = {"lr": config.lr, "max_grad_norm": config.max_grad_norm}
         return {"optimizer": TargetOptimizer(target=self._name("optimizer", given, given), **of_any)}
 
     def schedule(self, given: Callable[..., float] | None) -> dict[str, Target]:
         """Return the section `schedule` for a function."""
-        return {} if given is None else {"schedule": Target(target=self._name("schedule", given, given))}
+        if given is None:
+            return {}
+        return {"schedule": Target(target=self._name("schedule", given, given))}
 
     def hooks(self, given: Sequence[Any]) -> list[Target]:
         """Return an entry of `hooks` for each object or class."""
@@ -266,6 +290,7 @@ class _Objects:
         # A partial has no name of its own.
         own = given.func if isinstance(given, partial) else given
         name = getattr(own, "__name__", type(own).__name__)
+        # The angle brackets keep the name apart from every import path: a resume without the object is refused.
         target = f"<live {key}>:{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
         self.callables[target] = found
         return target
@@ -296,14 +321,13 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of a model's weights."""
+    # The values are left out, because the same program builds other random weights each time without a seed.
     shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
-def _place(config: Config) -> Place:
+def _place(scaling: ScalingConfig) -> Place:
     """Return the device, rank and store of this process.
-
-    Each call uses keys of its own in the store, because it would read the answers of an earlier call otherwise.
 
     Raises:
         UsageError: a process group exists, or gradients are disabled.
@@ -316,21 +340,25 @@ def _place(config: Config) -> Place:
         raise UsageError("fit was called within torch.no_grad() or torch.inference_mode(); call fit outside of it")
     number = next(_calls)
     if not under_torchrun():
-        return Place(torchrun_device(config.scaling.gpus_per_worker), dist.HashStore())
-    place = _torchruns_place(config.scaling.gpus_per_worker)
+        return Place(torchrun_device(scaling.gpus_per_worker), dist.HashStore())
+    place = _torchruns_place(scaling.gpus_per_worker)
+    # A call would read the answers of an earlier call without keys of its own in the store.
     return Place(place.device, dist.PrefixStore(f"fit-{number}", place.store), place.rank, place.world_size)
 
 
-def _check_num_workers(config: Config, place: Place) -> None:
+def _check_num_workers(scaling: ScalingConfig, place: Place) -> None:
     """Check that the configuration allows the number of processes.
 
     Raises:
         UsageError: `scaling.num_workers` is set and excludes this number.
     """
-    low, high = config.scaling.num_workers
-    if "num_workers" not in config.scaling.model_fields_set or low <= place.world_size <= high:
+    low, high = scaling.num_workers
+    # The default range is meant for Ray, so only a range that the user has given is an error here.
+    if "num_workers" not in scaling.model_fields_set or low <= place.world_size <= high:
         return
-    wanted = low if low == high else [low, high]
+    wanted = f"[{low}, {high}]"
+    if low == high:
+        wanted = str(low)
     raise UsageError(
         f"scaling.num_workers={wanted}, found {place.world_size}: fit trains in the processes of torchrun, or without "
         f"torchrun in a single process. Start the program by torchrun --nproc-per-node {low}, or train by main.py "
@@ -375,10 +403,12 @@ def _result(config: Config, directory: RunDirectory, place: Place, ending: Endin
     summary = json.loads(place.store.get(key))
     if summary is None:
         raise TrainingError("stopped before the first step")
-    model = None
-    if strategy_of(config.parallel).survivors_hold_all:
-        model = ending.worker.model if ending.worker else _model_of(config, directory, place.device)
-    return Result(summary, model, directory.uri)
+    if not strategy_of(config.parallel).survivors_hold_all:
+        return Result(summary, None, directory.uri)
+    # A run that was finished before this call has built no worker, so its model is in a checkpoint only.
+    if ending.worker is None:
+        return Result(summary, _model_of(config, directory, place.device), directory.uri)
+    return Result(summary, ending.worker.model, directory.uri)
 
 
 def _model_of(config: Config, directory: RunDirectory, device: torch.device) -> nn.Module:

@@ -1,7 +1,10 @@
 """Save a worker's state when an exception ends the run or the worker."""
 
 import contextlib
+from dataclasses import dataclass
 
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Fingerprints
 from steadfast.checkpoint.parts import Parts
 from steadfast.checkpoint.state import State, flatten
 from steadfast.checkpoint.writer import Superseded
@@ -31,60 +34,74 @@ def announce_end(world: World, error: BaseException) -> None:
             world.groups.store.set(_ENDS, "")
 
 
-def rescue(
-    config: Config,
-    runtime: Runtime,
-    world: World,
-    worker: WorkerState,
-    directory: RunDirectory,
-    error: BaseException,
-    raised: bool,
-) -> None:
-    """Write a checkpoint of the newest held step, or record why not.
+@dataclass(frozen=True)
+class Rescue:
+    """Saves the state of a worker after an exception."""
 
-    Each rank writes its own part of the state. If parts of that step are missing, the ranks write the copies in the
-    memory of the nodes.
+    config: Config
+    runtime: Runtime
+    worker: WorkerState
+    directory: RunDirectory
 
-    Args:
-        error: the exception that ended the attempt for this worker.
-        raised: whether `Runtime.failed` raised the error. If False, and the worker's own code failed, the run continues
-            without this worker; if False, and the worker lost a peer, the run has ended.
-    """
-    parallel = build_parallel(config.parallel, world, worker.precision)
-    is_peer = is_peer_loss(error)
-    if is_peer:
-        # A run that continues restores the state of survivors or the copies in memory, and needs no checkpoint.
-        wanted = not raised or _announced(world) or _stopping(runtime)
-    else:
-        wanted = _is_trusted(error, world, parallel) and (raised or not parallel.survivors_hold_all)
-    step = worker.step
-    if not wanted or not step or step == worker.writer.committed:
-        return
-    ends_run = raised or is_peer
-    parts = Parts(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
-    reason = ""
-    try:
-        parts.begin(worker.command)
-        state = worker.last_state()
-        if not _is_finite(state, worker):
-            reason = "some of the weights are not finite"
-        elif reason := _save(parts, step, state, world, at_once=not is_peer, others_follow=ends_run):
-            memory = worker.memory(directory) if ends_run else None
-            if memory is not None and (event := parts.save_copies(memory, state)):
-                runtime.publish(event.of_attempt(world.attempt))
-    except Superseded:
-        return  # the command that has taken over the run may be writing the same steps
-    except (StorageError, OSError) as refused:
-        reason = str(refused)
-    for news in parts.news():
-        runtime.publish(news.of_attempt(world.attempt))
-    if reason and ends_run:
-        runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
+    def save(self, world: World, error: BaseException, raised: bool) -> None:
+        """Write a checkpoint of the newest held step, or record why not.
+
+        Each rank writes its own part of the state. If parts of that step are missing, the ranks write the copies in the
+        memory of the nodes.
+
+        Args:
+            error: the exception that ended the attempt for this worker.
+            raised: whether `Runtime.failed` raised the error. If False, and the worker's own code failed, the run
+                continues without this worker; if False, and the worker lost a peer, the run has ended.
+        """
+        worker = self.worker
+        parallel = build_parallel(self.config.parallel, world, worker.precision)
+        is_peer = is_peer_loss(error)
+        if is_peer:
+            # A run that continues restores the state of survivors or the copies in memory, and needs no checkpoint.
+            wanted = not raised or _announced(world) or _stopping(self.runtime)
+        else:
+            # Under DDP a run that continues has the same state on its survivors, so this worker's is not needed.
+            wanted = _is_trusted(error, world, parallel) and (raised or not parallel.survivors_hold_all)
+        step = worker.step
+        if not wanted or not step or step == worker.writer.committed:
+            return
+        ends_run = raised or is_peer
+        catalog = Catalog(self.directory.store, self.config.checkpoint)
+        fingerprints = Fingerprints(worker.fingerprint, worker.base)
+        parts = Parts(catalog, world, parallel, worker.writer, fingerprints)
+        try:
+            parts.begin(worker.command)
+            state = worker.last_state()
+            if _is_finite(state, worker):
+                # The rank that raised commits first. The others have lost it as a peer, and wait for its commit.
+                reason = _save(parts, step, state, at_once=not is_peer, others_follow=ends_run)
+                if reason and ends_run:
+                    self._save_copies(parts, state)
+            else:
+                reason = "some of the weights are not finite"
+        except Superseded:
+            return  # the command that has taken over the run may be writing the same steps
+        except (StorageError, OSError) as refused:
+            reason = str(refused)
+        for news in parts.news():
+            self.runtime.publish(news.of_attempt(world.attempt))
+        if reason and ends_run:
+            self.runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
+
+    def _save_copies(self, parts: Parts, state: State) -> None:
+        memory = self.worker.memory(self.directory)
+        if memory is None:
+            return
+        event = parts.save_copies(memory, state)
+        if event is not None:
+            self.runtime.publish(event.of_attempt(parts.world.attempt))
 
 
-def _save(parts: Parts, step: int, state: State, world: World, at_once: bool, others_follow: bool) -> str:
+def _save(parts: Parts, step: int, state: State, at_once: bool, others_follow: bool) -> str:
     """Save the state of `step` with all ranks; return "" or the obstacle."""
-    if world.progress.phase == "update":
+    # An optimizer writes the weights one after another, so an interrupted update leaves a mixture of two steps.
+    if parts.world.progress.phase == "update":
         return "the exception came while the weights were being updated"
     if parts.save_part(step, state, _LIMIT_S, at_once, others_follow):
         return ""
@@ -116,7 +133,9 @@ def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
 
 def _is_finite(state: State, worker: WorkerState) -> bool:
     # Only parameters are checked, because a buffer such as a mask may hold infinities.
-    names = {name for name, _ in worker.model.named_parameters()}
-    learned = [tensor for name, tensor in state["model"].items() if name in names]
-    learned += flatten(state.get("optimizer", {})).values()
+    weights = state["model"]
+    learned = list(flatten(state.get("optimizer", {})).values())
+    for name, _ in worker.model.named_parameters():
+        if name in weights:
+            learned.append(weights[name])
     return all(bool(local(tensor).isfinite().all()) for tensor in learned)

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 
 from steadfast.balance.shares import build_balance
-from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.components.microbatch_size import fix_microbatch_size
@@ -42,12 +43,14 @@ def train(
     # Build. `worker` keeps objects of the process across attempts; everything else belongs to this attempt.
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
-    checkpoints = Checkpoints(config, directory, world, worker.fingerprint, parallel, worker.writer, worker.base)
-    snapshots = Snapshots(world, worker.memory(directory), parallel, state, worker.fingerprint + worker.base)
+    catalog = Catalog(directory.store, config.checkpoint)
+    fingerprints = Fingerprints(worker.fingerprint, worker.base)
+    checkpoints = Checkpoints(catalog, world, parallel, worker.writer, fingerprints)
+    snapshots = Snapshots(world, worker.memory(directory), parallel, state, "".join(fingerprints))
     timer.mark("built")
 
     # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.
-    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
+    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
@@ -70,7 +73,7 @@ def train(
         recorder.commit(guard.accept(control.drain()))  # the last message shows whether this state is finite
         probes.enter("checkpoint")
         worker.hooks.on_checkpoint()
-        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending)
+        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
     periodic = Periodic(world.leader, worker.num_steps)

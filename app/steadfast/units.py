@@ -13,26 +13,24 @@ _LONG_ID = re.compile("[0-9a-f]{9,}")
 
 
 def printable(text: str) -> str:
-    """Replace control characters, except newlines and tabs.
-
-    The text may come from another user, who could send commands to the terminal.
-    """
+    """Replace control characters, except newlines and tabs."""
+    # The text may come from another user, who could otherwise send commands to the terminal.
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def number(value: float) -> str:
-    """Format a number with four digits: 2.413, 2.000.
-
-    The width stays the same from line to line.
-    """
-    # The format `#` keeps trailing zeros, but also leaves a point after a number of four digits.
+    """Format a number with four digits: 2.413, 2.000."""
+    # The format `#` keeps trailing zeros, so that columns of log lines stay below each other. It also leaves a point
+    # after a number of four digits.
     return f"{value:#.4g}".rstrip(".")
 
 
 def compact(value: float) -> str:
     """Format a count with a decimal suffix: 812, 39.8k, 1.2M."""
     unit, suffix = pick_unit_and_suffix(int(value), ["", "k", "M", "G", "T"], 1000)
-    return f"{value / unit:.1f}{suffix}" if suffix else f"{value:.0f}"
+    if not suffix:
+        return f"{value:.0f}"
+    return f"{value / unit:.1f}{suffix}"
 
 
 def size(num_bytes: float) -> str:
@@ -54,7 +52,9 @@ def duration(seconds: float) -> str:
 
 def plural(count: float, noun: str) -> str:
     """Format a count with its noun: 1 worker, 4 workers."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}s"
 
 
 def in_ranges(noun: str, numbers: Sequence[int]) -> str:
@@ -65,21 +65,26 @@ def in_ranges(noun: str, numbers: Sequence[int]) -> str:
             parts[-1].append(each)
         else:
             parts.append([each])
-    ranges = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
-    return f"{noun if len(numbers) == 1 else noun + 's'} {', '.join(ranges)}"
+    ranges: list[str] = []
+    for part in parts:
+        if len(part) == 1:
+            ranges.append(str(part[0]))
+        else:
+            ranges.append(f"{part[0]}-{part[-1]}")
+    if len(numbers) != 1:
+        noun += "s"
+    return f"{noun} {', '.join(ranges)}"
 
 
 def node_name(node: str) -> str:
-    """Shorten Ray's id of a node.
-
-    Eight of the id's 56 digits identify the node. A host's name is returned whole.
-    """
+    """Shorten Ray's id of a node, and return a host's name whole."""
+    # Eight of the id's 56 digits are enough to identify a node.
     return node[:8] if _LONG_ID.fullmatch(node) else node
 
 
 def joined(parts: Iterable[str]) -> str:
     """Join the parts of a console line, without empty parts."""
-    return " | ".join(part for part in parts if part)
+    return " | ".join(filter(None, parts))
 
 
 def in_words(metrics: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ from steadfast.config import Config
 from steadfast.errors import as_exception
 from steadfast.faults.corruption import Corrupted
 from steadfast.parallel import arrange
-from steadfast.rescue import announce_end, rescue
+from steadfast.rescue import Rescue, announce_end
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
 from steadfast.telemetry.startup import StartupTimer
@@ -46,6 +46,7 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
 
 def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, directory: RunDirectory) -> Outcome | None:
     """Train in one world after another; return None if no longer needed."""
+    rescue = Rescue(config, runtime, worker, directory)
     while True:
         timer = StartupTimer()
         world = runtime.next_world()
@@ -75,12 +76,12 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             except Exception:
                 announce_end(world, error)
                 world.groups.abort()  # the other ranks need not wait for storage
-                rescue(config, runtime, world, worker, directory, error, raised=True)
+                rescue.save(world, error, raised=True)
                 raise
             else:
                 if not trains_on:
                     world.groups.abort()
-                    rescue(config, runtime, world, worker, directory, error, raised=False)
+                    rescue.save(world, error, raised=False)
             finally:
                 world.groups.abort()
                 _clear_frames(error)

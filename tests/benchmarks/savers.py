@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.shards import StagingBuffer
 from steadfast.checkpoint.state import NamedOptimizer, app_state, flatten
 from steadfast.checkpoint.writer import Writer
@@ -32,7 +33,6 @@ from steadfast.models.gpt import Gpt
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.run import events
-from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
@@ -85,7 +85,7 @@ class Ours:
         self._writer = Writer()
         world = World(0, 1, 1, cast(Groups, None))
         parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
-        self._checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(folder)), world, "", parallel, self._writer)
+        self._checkpoints = Checkpoints(Catalog(LocalStore(folder)), world, parallel, self._writer, Fingerprints(""))
 
     def save(self) -> float:
         self._step += 1

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import flatten, sha256
@@ -41,13 +42,14 @@ def written_or_read(
         world = arrange(world, config.parallel)
         parallel = build_parallel(config.parallel, world, worker.precision)
         _, state = worker.prepare(Amendments(), parallel)
-        checkpoints = Checkpoints(config, RunDirectory.of(config), world, "data", parallel, worker.writer)
+        catalog = Catalog(RunDirectory.of(config).store)
+        checkpoints = Checkpoints(catalog, world, parallel, worker.writer, Fingerprints("data"))
         if writes:
             fill(state)
             checkpoints.save(7, state, {}, Outcome("finished", 7))
         else:
             snapshots = Snapshots(world, None, parallel, state)
-            restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, parallel, world)
+            restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
             assert restored.step == 7
         return {part: sha256(tensors) for part, tensors in state.items()}
     finally:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.node_memory import ProcessMemory
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import HeldState
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, DdpConfig
+from steadfast.config import DdpConfig
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
-from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.world.groups import PeerLost
 from steadfast.world.runtime import Outcome, form_world
@@ -59,9 +59,9 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
             return replica.step, float(replica.weights[0]), "left"
         state = {"model": {"w": replica.weights}}
         parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
-        checkpoints = Checkpoints(Config(), RunDirectory(LocalStore(Path(path))), world, "", parallel, Writer())
+        checkpoints = Checkpoints(Catalog(LocalStore(Path(path))), world, parallel, Writer(), Fingerprints(""))
         snapshots = Snapshots(world, None, parallel, state)
-        restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
+        restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots)
         return replica.step, float(replica.weights[0]), restored.source
     except (RuntimeError, PeerLost):
         return replica.step, float(replica.weights[0]), "lost"
@@ -103,12 +103,13 @@ def come_back(
     memory, writer = Changing() if changing else Lasting(), Writer()
     replica = Replica(NO_STATE, member.number)
     state = {"model": {"w": replica.weights}}
-    directory = RunDirectory(LocalStore(Path(path)))
+    catalog = Catalog(LocalStore(Path(path)))
     for number in range(2):
         world = form_world(member.store, member.number, 3, attempt + number, CPU)
         try:
             parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
-            checkpoints = Checkpoints(Config(), directory, world, "", parallel, writer if known else Writer())
+            known_writer = writer if known else Writer()
+            checkpoints = Checkpoints(catalog, world, parallel, known_writer, Fingerprints(""))
             if number == 1 and other == "model":
                 state = {"model": {"w": replica.weights, "b": torch.zeros(1)}}
             if number == 1 and other == "hooks":
@@ -116,7 +117,7 @@ def come_back(
             data = "others" if number == 1 and other == "data" else "data"
             snapshots = Snapshots(world, memory, parallel, state, data)
             if number == 1:
-                restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots, parallel, world)
+                restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots)
                 assert restored.source == "start" or float(replica.weights[0]) == restored.step
                 assert snapshots.damaged == ({copied: f"on {world.node}: changed"} if changing else {})
                 return restored.step, restored.source, restored.age_s

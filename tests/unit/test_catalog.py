@@ -43,7 +43,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def catalog(store: MemoryStore) -> Catalog:
-    return Catalog(store)
+    return Catalog(store, LAST_TWO)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(catalog: Catalog) -> None:
@@ -126,7 +126,7 @@ def test_the_last_ones_stay_and_what_was_never_committed_goes(catalog: Catalog) 
     for step in (3, 5, 7):
         newest = commit(catalog, step)
     catalog.write(9, "a", [b"under way"])
-    catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+    catalog.retire(newest, NOTHING, go_on)
     assert catalog.steps() == [9, 7, 5]
     assert catalog.quarantined() == {}
 
@@ -136,7 +136,7 @@ def test_nothing_is_deleted_before_its_successor_reads_back(catalog: Catalog, st
         newest = commit(catalog, step)
     del store.files[f"{path_of(7)}/a"]
     with pytest.raises(Damaged, match="a is missing"):
-        catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+        catalog.retire(newest, NOTHING, go_on)
     assert catalog.steps() == [7, 5, 3]
 
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_a_bad_step_went_into_is_deleted(catalog: Catalog) -> 
     commit(catalog, 3)
     commit(catalog, 9)
     newest = commit(catalog, 7, (5,))
-    catalog.retire(newest, LAST_TWO, frozenset({5}), go_on)
+    catalog.retire(newest, frozenset({5}), go_on)
     assert catalog.steps() == [7, 3]
 
 
@@ -154,7 +154,7 @@ def test_what_former_attempts_have_left_in_the_same_folder_goes_and_what_others_
     for attempt in (8, 9, 10):
         catalog.write(7, f"{of_attempt(attempt)}-rank-00001-0001", [b"x"])
     newest = replace(commit(catalog, 7), attempt=9)
-    catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+    catalog.retire(newest, NOTHING, go_on)
     left = [f"{of_attempt(attempt)}-rank-00001-0001" for attempt in (9, 10)]
     assert store.list(path_of(7)) == ["a", *left, "b", "manifest.json"]
 
@@ -165,7 +165,7 @@ def test_a_marker_that_was_being_written_when_the_process_died_goes_and_what_oth
     catalog.quarantine(9, "damaged")
     store.files["checkpoints/.step-00000009.quarantined.json.123"] = b"{"
     store.files["checkpoints/README"] = b"mine"
-    catalog.retire(commit(catalog, 7), LAST_TWO, NOTHING, go_on)
+    catalog.retire(commit(catalog, 7), NOTHING, go_on)
     assert store.list("checkpoints") == ["README", "step-00000007", "step-00000009.quarantined.json"]
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_deleted_keeps_nothing_else(catalog: Catalog, store: Memo
 
     store.delete = refuse
     with pytest.raises(PermissionError, match="step-00000005"):
-        catalog.retire(newest, LAST_TWO, NOTHING, go_on)
+        catalog.retire(newest, NOTHING, go_on)
     assert catalog.steps() == [9, 7, 5]
 
 
@@ -193,7 +193,7 @@ def test_who_is_told_to_stop_deletes_nothing_more(catalog: Catalog) -> None:
         raise Dropped
 
     with pytest.raises(Dropped):
-        catalog.retire(newest, LAST_TWO, NOTHING, stop)
+        catalog.retire(newest, NOTHING, stop)
     assert catalog.steps() == [7, 5, 3]
 
 

@@ -74,7 +74,7 @@ def loader_of(
     dataset: Any, num_workers: int = 0, validation_fraction: float = 0.1, seed: int = 1, **fields: Any
 ) -> Loader:
     config = TargetData(target="a:b", num_workers=num_workers, **fields)
-    return Loader(dataset, SampleOrder(len(dataset), validation_fraction, seed), config, seed, CPU)
+    return Loader(dataset, SampleOrder(len(dataset), validation_fraction, seed), config, CPU)
 
 
 # datasets
@@ -240,7 +240,7 @@ def test_a_users_package_of_the_name_of_ours_is_told_apart(
 def test_fetched_is_the_ordered_samples_with_their_digest() -> None:
     dataset = TextDataset("python-docs", 32)
     order = SampleOrder(len(dataset), 0.1, 1)
-    loader = Loader(dataset, order, TextData(context_length=32), 1, CPU)
+    loader = Loader(dataset, order, TextData(context_length=32), CPU)
     for which, fetch in ((order.train, loader.steps), (order.validation, loader.validation)):
         for fetched in fetch(microbatches(3000, 3050)):
             positions = np.arange(fetched.microbatch.start, fetched.microbatch.stop)
@@ -382,7 +382,7 @@ def ragged(num: int) -> list[torch.Tensor]:
 def loader_with(collate: Target) -> Loader:
     config = TargetData(target="tests.unit.test_data:ragged", args={"num": 40}, collate=collate, validation_fraction=0)
     dataset = build_dataset(config)
-    return Loader(dataset, SampleOrder(40, 0.0, 1), config, 1, CPU)
+    return Loader(dataset, SampleOrder(40, 0.0, 1), config, CPU)
 
 
 def test_a_function_of_the_users_makes_batches_of_ragged_samples_and_draws_the_same_wherever_it_runs() -> None:
@@ -427,7 +427,7 @@ def test_collate_is_for_training_and_validation_has_its_own(validation: Any, exp
         own = {"validation": ValidationTarget(target="tests.unit.test_data:numbers")}
         expected = [100, 101]
     config = TargetData(target="a:b", order="sequential", validation_fraction=0.2, collate=DOUBLED, **own)
-    loader = Loader(range(10), build_order(config, 10, 1), config, 1, CPU)
+    loader = Loader(range(10), build_order(config, 10, 1), config, CPU)
     loader.check_validation(4)
     assert next(loader.steps(microbatches(0, 2))).batch.tolist() == [0, 2]
     assert next(loader.validation(microbatches(0, 2))).batch.tolist() == expected
@@ -440,16 +440,16 @@ def numbers() -> list[int]:
 def test_validation_samples_that_cannot_be_stacked_are_told_at_the_start() -> None:
     collate = Target(target="tests.unit.test_data:pad")
     config = TargetData(target="a:b", collate=collate, validation_fraction=0.5)
-    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), config, 1, CPU)
+    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), config, CPU)
     missing = r"data\.validation\.collate is missing, and data\.collate is for training only"
     for size in (1, 4):
         with pytest.raises(DataError, match=rf"^{missing}: sample \d+ is .* as data\.validation\.collate"):
             loader.check_validation(size)
     same = [torch.arange(3)] * 40
     with pytest.raises(DataError, match=rf"^{missing}: .* lack ids, noise, which training batches have"):
-        Loader(same, SampleOrder(40, 0.5, 1), config, 1, CPU).check_validation(4)
+        Loader(same, SampleOrder(40, 0.5, 1), config, CPU).check_validation(4)
     given = config.model_copy(update={"validation": HeldOut(collate=collate)})
-    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), given, 1, CPU)
+    loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), given, CPU)
     loader.check_validation(4)
     assert set(next(loader.validation(microbatches(0, 4))).batch) == {"ids", "noise"}
 
@@ -535,7 +535,7 @@ def test_data_of_their_own_are_validated_on_in_order_and_nothing_is_held_out() -
     own = ValidationTarget(target="tests.unit.test_data:ragged", args={"num": 4})
     config = TargetData(target="builtins:range", args={}, validation=own)
     assert config.held_out_fraction == 0
-    loader = Loader(list(range(50)), SampleOrder(50, config.held_out_fraction, 1), config, 1, CPU)
+    loader = Loader(list(range(50)), SampleOrder(50, config.held_out_fraction, 1), config, CPU)
     assert loader.num_validation == 4
     sizes = [fetched.batch.shape for fetched in loader.validation(microbatches(0, 1, 1))]
     assert sizes == [(1, 1)]
@@ -580,7 +580,7 @@ class Spoilt:
 
 
 def test_samples_that_are_not_finite_are_found_by_reading_them_again() -> None:
-    loader = Loader(Spoilt(), SampleOrder(40, 0.0, 1), TargetData(target="here:data"), 1, CPU)
+    loader = Loader(Spoilt(), SampleOrder(40, 0.0, 1), TargetData(target="here:data"), CPU)
     assert sorted(loader.ids(0, 40)) == list(range(40))
     before = torch.get_rng_state()
     assert sorted(loader.not_finite(0, 40)) == [11, 13]

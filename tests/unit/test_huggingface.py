@@ -44,7 +44,7 @@ def test_a_sample_is_a_mapping_of_its_columns(saved: str) -> None:
 def test_mappings_go_through_the_loader_with_another_split_to_validate_on(saved: str) -> None:
     config = HuggingFaceData(path=saved, validation=ValidationHuggingFace(path=saved, split="test"))
     dataset = build_dataset(config)
-    loader = Loader(dataset, SampleOrder(10, 0.0, 1), config, 1, CPU)
+    loader = Loader(dataset, SampleOrder(10, 0.0, 1), config, CPU)
     (fetched,) = loader.steps(microbatches(0, 8))
     assert fetched.batch["tokens"].shape == (8, 2)
     assert torch.equal(fetched.batch["tokens"][:, 0], fetched.batch["label"])
@@ -59,7 +59,7 @@ def test_ragged_rows_are_padded_by_a_function_of_ones_own(tmp_path: Path) -> Non
     datasets.Dataset.from_dict({"tokens": [[1] * length for length in range(1, 9)]}).save_to_disk(tmp_path / "ragged")
     collate = Target(target="tests.unit.test_huggingface:padded")
     config = HuggingFaceData(path=str(tmp_path / "ragged"), collate=collate)
-    loader = Loader(build_dataset(config), SampleOrder(8, 0.0, 1), config, 1, CPU)
+    loader = Loader(build_dataset(config), SampleOrder(8, 0.0, 1), config, CPU)
     (fetched,) = loader.steps(microbatches(0, 8))
     assert sorted(fetched.batch.sum(1).tolist()) == list(range(1, 9))
 

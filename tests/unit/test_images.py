@@ -71,7 +71,7 @@ def test_images_go_through_the_loader_and_to_its_processes(tmp_path: Path) -> No
     config = ImageFolderData(path=write_images(tmp_path), image_size=16, num_workers=0)
     dataset: Any = build_dataset(config)
     assert pickle.loads(pickle.dumps(dataset)).classes == ["a", "b"]
-    loader = Loader(dataset, SampleOrder(8, 0.25, 1), config, 1, CPU)
+    loader = Loader(dataset, SampleOrder(8, 0.25, 1), config, CPU)
     (fetched,) = loader.steps(microbatches(0, 6))
     images, labels = fetched.batch
     assert (images.shape, labels.dtype) == ((6, 3, 16, 16), torch.int64)

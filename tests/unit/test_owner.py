@@ -16,10 +16,10 @@ import torch
 
 import steadfast.run.owner
 from steadfast.checkpoint.catalog import Catalog
-from steadfast.checkpoint.durable import Checkpoints
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.manifest import FileDigest
 from steadfast.checkpoint.writer import Superseded, Writer
-from steadfast.config import Config, DdpConfig
+from steadfast.config import DdpConfig
 from steadfast.errors import RunConflict, StorageError
 from steadfast.launch.resume import release_run
 from steadfast.parallel.precision import Precision
@@ -265,7 +265,7 @@ def test_a_command_commits_nothing_into_the_run_of_another_of_the_same_name(tmp_
     assert Ownership.claim(directory.store).next_attempt() == 1
     world = World(0, 1, 1, cast(Any, None))
     parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
-    checkpoints = Checkpoints(Config(), directory, world, "", parallel, Writer())
+    checkpoints = Checkpoints(Catalog(directory.store), world, parallel, Writer(), Fingerprints(""))
     if what != "nothing":
         shutil.rmtree(tmp_path / "run")
     if what == "began anew":

@@ -8,14 +8,14 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from steadfast.checkpoint.retention import steps_to_keep
 from steadfast.config import CheckpointConfig
 from steadfast.errors import StorageError
-from steadfast.storage import Bytes, Read, Store
+from steadfast.storage import Bytes, Read, Store, join
 from steadfast.storage.documents import read_document, read_json
 
 _FOLDER = "checkpoints"
@@ -36,6 +36,11 @@ class Catalog:
     """
 
     store: Store
+    retention: CheckpointConfig = field(default_factory=CheckpointConfig)  # which checkpoints `retire` keeps
+
+    def location(self, step: int) -> str:
+        """Return the path or URI of a checkpoint, for messages."""
+        return join(self.store.uri, path_of(step))
 
     def steps(self) -> list[int]:
         """List steps of folders that are not quarantined, newest first.
@@ -89,13 +94,17 @@ class Catalog:
     def verify(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Compare files, by default all, with their digests. Raises Damaged."""
         folder = path_of(manifest.step)
+        if names is None:
+            names = manifest.files
+        # Threads read and hash several files at once, because both release the GIL. A result must be read for the error
+        # of its thread to be raised, hence the list.
         with ThreadPoolExecutor(4) as threads:
-            chosen = manifest.files if names is None else names
-            list(threads.map(lambda name: self._verify_file(f"{folder}/{name}", manifest.files[name]), chosen))
+            list(threads.map(lambda name: self._verify_file(f"{folder}/{name}", manifest.files[name]), names))
 
     def _verify_file(self, name: str, expected: FileDigest) -> None:
         digest = hashlib.sha256()
         num_bytes = 0
+        # A file may be larger than the memory that is left beside training, so it is read in pieces.
         try:
             while chunk := self.store.read(name, num_bytes, _READ_BYTES):
                 digest.update(chunk)
@@ -133,9 +142,7 @@ class Catalog:
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
-    def retire(
-        self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int], check: Callable[[], None]
-    ) -> None:
+    def retire(self, newest: Manifest, skip: frozenset[int], check: Callable[[], None]) -> None:
         """Delete the checkpoints that retention does not keep.
 
         `check` is called before each deletion and may raise. Raises Damaged if `newest` is damaged, and OSError if a
@@ -144,7 +151,7 @@ class Catalog:
         # No checkpoint is deleted before its successor has been read back.
         self.verify(newest)
         refused: OSError | None = None
-        for names in self._outdated(newest, config, skip):
+        for names in self._outdated(newest, skip):
             check()
             try:
                 for name in names:
@@ -154,18 +161,19 @@ class Catalog:
         if refused:
             raise refused
 
-    def _outdated(self, newest: Manifest, config: CheckpointConfig, skip: frozenset[int]) -> list[list[str]]:
+    def _outdated(self, newest: Manifest, skip: frozenset[int]) -> list[list[str]]:
         """Return the names to delete: each list holds one checkpoint's, in order."""
         manifests: dict[int, Manifest | None] = {}
         valid: list[Manifest] = []
         for step in reversed(self.steps()):
             manifests[step] = None
             with contextlib.suppress(Damaged, StorageError):
+                # A manifest of another version is unknown to this program, so its checkpoint counts as uncommitted.
                 manifests[step] = manifest = self.manifest(step)
                 # A checkpoint that contains the update of a step left out since then is useless.
                 if manifest and manifest.skipped == skipped_up_to(step, skip):
                     valid.append(manifest)
-        keep = {newest.step, *steps_to_keep(config, valid, skip)}
+        keep = {newest.step, *steps_to_keep(self.retention, valid, skip)}
         outdated = []
         for step, found in manifests.items():
             # A step without a manifest was never committed; if it is newer, it is still being written.

@@ -10,16 +10,14 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of, skipped_up_to
+from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_up_to
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import OPTIONAL, load_shards, shards_of, shards_to_write
 from steadfast.checkpoint.state import State
 from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
-from steadfast.config import Config
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
 from steadfast.run import events
-from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_owner
 from steadfast.world.control import any_rank, gather_numbers
 from steadfast.world.runtime import Outcome, World
@@ -35,6 +33,13 @@ class Stored(NamedTuple):
     age_s: float  # lower bound; inf if there is none
 
 
+class Fingerprints(NamedTuple):
+    """Digests of the data and weights that a checkpoint needs and does not hold."""
+
+    dataset: str
+    base: str = ""  # sha256 of the frozen parameters, if checkpoints leave them out
+
+
 class Checkpoints:
     """Finds, loads and saves checkpoints in one attempt.
 
@@ -42,39 +47,28 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        config: Config,
-        directory: RunDirectory,
-        world: World,
-        dataset: str,
-        parallel: Parallel,
-        writer: Writer,
-        base: str = "",
+        self, catalog: Catalog, world: World, parallel: Parallel, writer: Writer, fingerprints: Fingerprints
     ) -> None:
-        self._config = config.checkpoint
-        self._limit_s = config.recovery.wait_s
-        self._directory = directory
-        self._catalog = Catalog(directory.store)
-        self._world = world
-        self._dataset = dataset  # fingerprint of the dataset
-        self._base = base  # sha256 of the frozen parameters, if checkpoints leave them out
+        self._catalog = catalog
+        self.world = world
+        self._fingerprints = fingerprints
         self._newest = 0  # newest step on storage or being written
         self._writer = writer  # belongs to the process, and knows earlier attempts
-        # Under DDP the leader holds the whole state and writes it alone, without waiting for other ranks.
-        self._replicated = parallel.survivors_hold_all
+        # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
+        self.replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
         self._command = self._owning_command() if world.leader else ""
-        writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self._replicated and world.leader)
+        writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self.replicated and world.leader)
 
     def newest(self) -> Stored:
         """Return the newest known checkpoint, verified or not. A collective."""
-        control = self._world.groups.control
+        control = self.world.groups.control
         known = max(gather_numbers(self._writer.committed, control).tolist())
         if known:
             return Stored(int(known), 0.0)
         # No rank of this world has written a checkpoint. If storage does not answer, a snapshot is the best choice.
         newest = [Stored(0, math.inf)]
-        if self._world.leader:
+        if self.world.leader:
             with contextlib.suppress(OSError):
                 candidate = self._candidate({})
                 if candidate is not None:
@@ -84,9 +78,10 @@ class Checkpoints:
 
     def _owning_command(self) -> str:
         """Return the token of this attempt's command, "" if unknown."""
+        # Storage may not answer now. Without the token `_check_owner` still compares the attempts.
         with contextlib.suppress(OSError):
-            owner = read_owner(self._directory.store)
-            if owner and owner.attempt == self._world.attempt:
+            owner = read_owner(self._catalog.store)
+            if owner and owner.attempt == self.world.attempt:
                 return owner.token
         return ""
 
@@ -95,10 +90,13 @@ class Checkpoints:
 
         Raises StorageError if the checkpoint belongs to another dataset or to other frozen parameters.
         """
-        control = self._world.groups.control
+        control = self.world.groups.control
         damaged: dict[int, str] = {}
         while True:
-            candidate = [self._candidate(damaged) if self._world.leader else None]
+            # All ranks must load the same checkpoint, and storage may change between the looks of two ranks.
+            candidate: list[Manifest | None] = [None]
+            if self.world.leader:
+                candidate = [self._candidate(damaged)]
             dist.broadcast_object_list(candidate, src=0, group=control)
             manifest = candidate[0]
             if manifest is None:
@@ -106,16 +104,16 @@ class Checkpoints:
             # A checkpoint is used only after reading it back. Each rank reads a part of the files.
             why = ""
             try:
-                self._catalog.verify(manifest, sorted(manifest.files)[self._world.rank :: self._world.size])
+                self._catalog.verify(manifest, sorted(manifest.files)[self.world.rank :: self.world.size])
             except Damaged as error:
                 why = str(error)
-            whys: list[str] = [""] * self._world.size
+            whys: list[str] = [""] * self.world.size
             dist.all_gather_object(whys, why, group=control)
             if not any(whys):
                 self._newest = manifest.step
                 return manifest, damaged
             damaged[manifest.step] = next(filter(None, whys))
-            if self._world.leader:
+            if self.world.leader:
                 self._catalog.quarantine(manifest.step, damaged[manifest.step])
 
     def _candidate(self, damaged: dict[int, str]) -> Manifest | None:
@@ -127,43 +125,53 @@ class Checkpoints:
                 damaged[step] = str(error)
                 self._catalog.quarantine(step, str(error))
                 continue
-            if manifest is None or manifest.skipped != skipped_up_to(step, self._world.amendments.skip):
+            if manifest is None or manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
                 continue
             # The state would fit the model, but it has seen other samples than the ledger records.
-            if manifest.dataset != self._dataset:
+            if manifest.dataset != self._fingerprints.dataset:
                 raise StorageError(
-                    f"{self._directory / path_of(step)} was written over another dataset than this one. "
+                    f"{self._catalog.location(step)} was written over another dataset than this one. "
                     "Restore the data, or choose another run.name"
                 )
-            manifest.check_base(self._base, self._directory / path_of(step))
+            manifest.check_base(self._fingerprints.base, self._catalog.location(step))
             return manifest
         return None
 
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state`. Raises StorageError for another model."""
-        self._world.progress.enter("load")
+        self.world.progress.enter("load")
         load_shards(self._catalog.readers(manifest), shards_of(state), optional=OPTIONAL)
 
-    def save(self, step: int, state: State, metrics: dict[str, float], ending: Outcome | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: State,
+        metrics: dict[str, float],
+        ending: Outcome | None = None,
+        limit_s: float = math.inf,
+    ) -> None:
         """Copy the state for writing; at an attempt's `ending` also wait.
 
-        Raises StorageError if the run ends, and storage takes longer than recovery.wait_s.
+        Raises StorageError if the run ends, and storage takes longer than `limit_s`.
         """
         if ending is None:
             self._save(step, state, metrics)
             return
-        # The run's last state must reach storage. A following world can restore survivors or snapshots instead.
-        with contextlib.suppress(StorageError) if ending.kind == "resized" else contextlib.nullcontext():
+        try:
             # `_save` skips a state while shards are still being written, so wait for these first.
-            self.wait_for_commit(self._limit_s)
+            self.wait_for_commit(limit_s)
             self._save(step, state, metrics)
-            self.wait_for_commit(self._limit_s)
+            self.wait_for_commit(limit_s)
+        except StorageError:
+            # The run's last state must reach storage. A following world can restore survivors or snapshots instead.
+            if ending.kind != "resized":
+                raise
 
     def _save(self, step: int, state: State, metrics: dict[str, float]) -> None:
         if step == self._newest:
             return
         # Shards are committed once all ranks have written theirs, so all ranks must write the same steps.
-        if not self._replicated and any_rank(self._writer.busy, self._world.groups.control):
+        if not self.replicated and any_rank(self._writer.busy, self.world.groups.control):
             return
         self._newest = step
         if self._writes:
@@ -174,7 +182,7 @@ class Checkpoints:
 
         A sharded state becomes a checkpoint only if all ranks call this.
         """
-        shards = shards_to_write(state, replicas=self._replicated or self._world.leader)
+        shards = shards_to_write(state, replicas=self.replicated or self.world.leader)
         self._writer.put(step, shards, metrics, self)
 
     def reserve(self, state: State) -> None:
@@ -183,7 +191,7 @@ class Checkpoints:
         Touching new memory takes longer than filling it.
         """
         if self._writes:
-            self._writer.reserve(shards_to_write(state, replicas=self._replicated or self._world.leader))
+            self._writer.reserve(shards_to_write(state, replicas=self.replicated or self.world.leader))
 
     def news(self) -> list[events.Event]:
         """Return the events of earlier calls of `save`. See `Writer.news`."""
@@ -191,9 +199,9 @@ class Checkpoints:
 
     def wait_for_commit(self, limit_s: float) -> None:
         """Wait until everything is committed. Raises StorageError after `limit_s`."""
-        if not self._writer.wait(lambda: self._world.progress.mark("checkpoint"), limit_s):
+        if not self._writer.wait(lambda: self.world.progress.mark("checkpoint"), limit_s):
             raise StorageError(
-                f"the checkpoint of step {self._newest} could not be written to {self._directory.uri} in "
+                f"the checkpoint of step {self._newest} could not be written to {self._catalog.store.uri} in "
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
@@ -203,14 +211,14 @@ class Checkpoints:
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         """Write this rank's file, and return its name and digest."""
         # The number differs between all files of a process, so no file overwrites one that a manifest may list.
-        name = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}-{number:04d}.safetensors"
+        name = f"{of_attempt(self.world.attempt)}-rank-{self.world.rank:05d}-{number:04d}.safetensors"
         sha256 = self._catalog.write(pending.step, name, pending.chunks())
         return name, FileDigest(sha256, pending.buffer.num_bytes)
 
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
         """Write the manifest on the leader; return None elsewhere after the commit."""
         files = self._gather_files(pending)
-        if not (self._replicated or self._world.leader):
+        if not (self.replicated or self.world.leader):
             return None
         pending.check()
         self._check_owner(pending.step, attempt)
@@ -221,21 +229,21 @@ class Checkpoints:
     def _manifest(self, step: int, files: dict[str, FileDigest], metrics: dict[str, float]) -> Manifest:
         return Manifest(
             step=step,
-            attempt=self._world.attempt,
-            world_size=self._world.size,
+            attempt=self.world.attempt,
+            world_size=self.world.size,
             time_s=round(time.time(), 3),
-            dataset=self._dataset,
+            dataset=self._fingerprints.dataset,
             files=files,
-            skipped=skipped_up_to(step, self._world.amendments.skip),
+            skipped=skipped_up_to(step, self.world.amendments.skip),
             metrics=metrics,
-            base=self._base,
+            base=self._fingerprints.base,
         )
 
     def _check_owner(self, step: int, attempt: int) -> None:
         """Raise Superseded if another command or a later attempt owns the run."""
         # A process that was cut off may return after another has taken over. Its own attempt may be later than that of
         # the copy, because a leader may write a copy that an earlier attempt had no time to write.
-        owner = read_owner(self._directory.store)
+        owner = read_owner(self._catalog.store)
         if owner and owner.attempt > attempt:
             who = f"attempt {owner.attempt} on {owner.host}"
             raise Superseded(f"{who} has taken over; step {step} is not committed")
@@ -247,18 +255,19 @@ class Checkpoints:
         """Return all ranks' files on the leader; wait for the commit elsewhere."""
         assert pending.file is not None
         name, digest = pending.file
-        if self._replicated:
+        if self.replicated:
             return {name: digest}
         files = {}
-        store = self._world.groups.store
-        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self._world.replica_size)]
+        store = self.world.groups.store
+        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self.world.replica_size)]
+        awaited = keys if self.world.leader else [_DONE.format(pending.step)]
         try:
-            store.set(keys[self._world.rank], json.dumps([name, digest.sha256, digest.bytes]))
-            while not store.check(keys if self._world.leader else [_DONE.format(pending.step)]):
+            store.set(keys[self.world.rank], json.dumps([name, digest.sha256, digest.bytes]))
+            while not store.check(awaited):
                 pending.check()
                 # Polled, because a wait in the store would block all other threads that use the store.
                 time.sleep(_POLL_S)
-            if self._world.leader:
+            if self.world.leader:
                 for key in keys:
                     name, sha256, num_bytes = json.loads(store.get(key))
                     files[name] = FileDigest(sha256, num_bytes)
@@ -269,16 +278,16 @@ class Checkpoints:
     def finish(self, pending: PendingWrite, manifest: Manifest) -> events.Event:
         """Report the commit to all ranks, delete old checkpoints, return the event."""
         seconds = time.monotonic() - pending.began_s
-        if not self._replicated:
+        if not self.replicated:
             with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
-                self._world.groups.store.set(_DONE.format(pending.step), "")
+                self.world.groups.store.set(_DONE.format(pending.step), "")
         not_deleted = None
         try:
-            self._catalog.retire(manifest, self._config, self._world.amendments.skip, pending.check)
+            self._catalog.retire(manifest, self.world.amendments.skip, pending.check)
         except Damaged as error:
             self._catalog.quarantine(pending.step, str(error))
             why = f"{error}, although it was written a moment ago"
-            if self._replicated:
+            if self.replicated:
                 raise OSError(why) from error
             # A retry is impossible, because the other ranks have released their copies.
             return events.CheckpointFailed(step=pending.step, error=why, needed_bytes=0)
@@ -288,7 +297,7 @@ class Checkpoints:
             pass  # another attempt deletes the old checkpoints
         return events.Checkpoint(
             step=pending.step,
-            path=self._directory / path_of(pending.step),
+            path=self._catalog.location(pending.step),
             seconds=round(seconds, 4),
             blocked_s=round(pending.blocked_s, 4),
             bytes=manifest.num_bytes,

@@ -60,7 +60,10 @@ def build_initial(config: Config) -> tuple[nn.Module, Loaded]:
     """
     _seed(config.run.seed)
     model = build_model(config.model)
-    return model, load_initial(model, config.run) if config.checkpoint.trainable_only else Loaded()
+    loaded = Loaded()
+    if config.checkpoint.trainable_only:
+        loaded = load_initial(model, config.run)
+    return model, loaded
 
 
 def build_initial_sharded(config: Config) -> tuple[nn.Module, InitialValues]:
@@ -106,10 +109,13 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
             if name in weights:
                 weights[name] = sharded_like(held, weights[name])
         missing, unexpected = model.load_state_dict(weights, strict=strict)
+        # Without this check a load that is not strict would train random weights if all names have another prefix.
         if len(unexpected) == len(weights):
             raise ValueError(f"none of its names is the model's; it has {', '.join(unexpected[:3])} ...")
     except _REFUSALS as error:
-        remedy = "" if not strict else ". With run.init_strict=false what fits is loaded, and the rest is named"
+        remedy = ""
+        if strict:
+            remedy = ". With run.init_strict=false what fits is loaded, and the rest is named"
         raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}{remedy}") from error
     return Loaded(tuple(missing), tuple(unexpected))
 
@@ -126,13 +132,16 @@ def _files_of(path: Path) -> list[Path]:
             return [path / name]
         index = path / (name + _INDEX)
         if index.is_file():
-            return [path / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            # The index maps each tensor to its file, so most files occur many times.
+            files = set(json.loads(index.read_text())["weight_map"].values())
+            return [path / file for file in sorted(files)]
     raise ValueError(f"the folder holds neither {' nor '.join(_FILES)}, nor an index of one")
 
 
 def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return safetensors.torch.load_file(file)
+    # Without `weights_only` a pickle could run any code. The file may name a GPU that this machine does not have.
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict):
         raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")

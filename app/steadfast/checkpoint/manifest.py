@@ -62,6 +62,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
     Raises ValueError for damage, StorageError for another version.
     """
+    # Damaged bytes may still be JSON of any shape, so an error of any access means damage.
     try:
         content: dict[str, Any] = json.loads(data)
         signature = content.pop("sha256", None)
@@ -84,7 +85,7 @@ def _checked(manifest: Manifest) -> Manifest:
     """Return the manifest if its values are valid. Raises ValueError otherwise."""
     # The digest does not protect from forgery: a program that can write a manifest can also sign one.
     for name, digest in manifest.files.items():
-        # The name must be that of a file in this folder.
+        # The name must be that of a file in this folder: a reader of the checkpoint must not be led out of it.
         if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not _is_count(digest.bytes):
             raise ValueError(name)
     numbers = (manifest.step, manifest.attempt, manifest.world_size, *manifest.skipped)
@@ -99,4 +100,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _digest(content: dict[str, Any]) -> str:
+    # Sorted, so that the digest depends on the values alone and not on the order of keys in the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

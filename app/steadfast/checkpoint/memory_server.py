@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# The longest packet is the list of all buffers.
 PACKET_BYTES = 2**17
 _TICK_S = 0.5
 _END_S = 2.0  # time to wait for the answer to `end`
@@ -88,6 +89,7 @@ class MemoryServer:
                     self._serve(self._connections[key.fd])
 
     def _is_done(self) -> bool:
+        # This process is detached (see `main`), so the system does not report torchrun's end to it.
         pid, started = self._watched
         # The watched process may have ended before this process began.
         if pid and (not started or _started(pid) != started):
@@ -109,10 +111,10 @@ class MemoryServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             packet = connection.recv(PACKET_BYTES)
+            # An empty packet means that the worker has closed its connection.
             if packet:
-                answer, descriptor = self._answer(json.loads(packet), connection.fileno())
-                sent = [descriptor] if descriptor is not None else []
-                socket.send_fds(connection, [json.dumps(answer).encode()], sent)
+                answer, descriptors = self._answer(json.loads(packet), connection.fileno())
+                socket.send_fds(connection, [json.dumps(answer).encode()], descriptors)
                 return
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the worker is gone, or the peer is not a worker of this program
@@ -126,7 +128,8 @@ class MemoryServer:
         if not self._connections:
             self._alone_since_s = time.monotonic()
 
-    def _answer(self, request: Message, writer: int) -> tuple[Message, int | None]:
+    def _answer(self, request: Message, writer: int) -> tuple[Message, list[int]]:
+        """Carry out a request; return the answer and the descriptors to send along."""
         match request["verb"]:
             case "take":
                 return self._take(int(request["bytes"]), request.get("mapped", ()), writer)
@@ -141,28 +144,33 @@ class MemoryServer:
             case "give back":
                 self._give_back(writer)
             case "open":
-                return {}, self._buffers[request["buffer"]].descriptor
+                return {}, [self._buffers[request["buffer"]].descriptor]
             case "keep":
                 self._release_others(request["snapshots"])
             case "end":
                 self._over = True
-        return {"buffers": self._listed()}, None
+        return {"buffers": self._listed()}, []
 
-    def _take(self, num_bytes: int, mapped: Sequence[int], writer: int) -> tuple[Message, int | None]:
+    def _take(self, num_bytes: int, mapped: Sequence[int], writer: int) -> tuple[Message, list[int]]:
         try:
             if not self._free_buffers(num_bytes):
                 # The free buffers have sizes for another sharding of the state.
                 for number in self._free_buffers(0):
                     os.close(self._buffers.pop(number).descriptor)
-                self._make(num_bytes)
+                self._num_made += 1
+                self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
         except OSError as error:
-            return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, None
+            return {"error": f"{num_bytes} bytes of shared memory: {error.strerror}"}, []
         free = self._free_buffers(num_bytes)
+        number = free[0]
         # A mapped buffer is preferred, because a worker takes longer to map and pin a buffer than to fill it.
-        number = next((each for each in free if each in mapped), free[0])
+        for each in free:
+            if each in mapped:
+                number = each
+                break
         buffer = self._buffers[number]
         buffer.writer = writer
-        return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, buffer.descriptor
+        return {"buffer": number, "bytes": buffer.num_bytes, "there": sorted(self._buffers)}, [buffer.descriptor]
 
     def _free_buffers(self, num_bytes: int) -> list[int]:
         fitting = []
@@ -171,10 +179,6 @@ class MemoryServer:
             if buffer.free and (not num_bytes or num_bytes <= buffer.num_bytes <= _MOST_TOO_LARGE * num_bytes):
                 fitting.append(number)
         return fitting
-
-    def _make(self, num_bytes: int) -> None:
-        self._num_made += 1
-        self._buffers[self._num_made] = _Buffer(_allocate(num_bytes), num_bytes)
 
     def _give_back(self, writer: int) -> None:
         for buffer in self._buffers.values():
@@ -199,7 +203,10 @@ class MemoryServer:
                     label["sha256"] = sha256_of(buffer.descriptor, num_labelled(label["files"]))
 
     def _listed(self) -> dict[int, Message]:
-        return {number: {"bytes": each.num_bytes, "label": each.label} for number, each in self._buffers.items()}
+        listed: dict[int, Message] = {}
+        for number, buffer in self._buffers.items():
+            listed[number] = {"bytes": buffer.num_bytes, "label": buffer.label}
+        return listed
 
 
 def free_bytes() -> int:
@@ -216,10 +223,8 @@ def free_bytes() -> int:
 
 
 def _file_cache_bytes(statistics: str) -> int:
-    """Return the bytes of a container's file cache from its `memory.stat`.
-
-    The kernel counts them as used, but frees them on demand.
-    """
+    """Return the bytes of a container's file cache from its `memory.stat`."""
+    # The kernel counts the cache as used, but frees it on demand.
     num_bytes = 0
     for line in statistics.splitlines():
         name, _, number = line.partition(" ")
@@ -240,6 +245,7 @@ def _allocate(num_bytes: int) -> int:
     descriptor = os.memfd_create("steadfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Allocated now, because a page that is missing when a worker writes to it would kill the worker.
+        # The call refuses a length of 0.
         os.posix_fallocate(descriptor, 0, max(1, num_bytes))
         # Sealed, because a page that is cut off under a worker's mapping would kill the worker.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -270,15 +276,17 @@ def user_of(connection: socket.socket) -> int:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, "" if there is none.
-
-    It distinguishes the process from a later one with the same number.
-    """
+    """Return the start time of a process, "" if there is none."""
     try:
+        # The name of the command may itself contain spaces and brackets, so the fields begin after the last bracket.
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" else fields[18]
+    # A process that has ended keeps its number until its parent asks for its exit status.
+    if state in "ZX":
+        return ""
+    # The start time distinguishes the process from a later one with the same number.
+    return fields[18]
 
 
 def server_name(uri: str, key: str) -> str:
@@ -320,6 +328,7 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
     os.setsid()
     if os.fork():
         return
+    # A file system cannot be unmounted while it has the working directory of a process.
     os.chdir("/")
     # Service managers send these signals to all processes of a service, while the command may still need the snapshots.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

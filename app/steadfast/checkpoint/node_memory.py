@@ -122,6 +122,7 @@ class ProcessMemory:
         self._labels: dict[int, Label] = {}
 
     def take(self, num_bytes: int) -> Buffer:
+        # A free tensor is used again, because the system provides the pages of new memory one by one.
         for number, tensor in enumerate(self._tensors):
             if number not in self._labels and number not in self._taken and len(tensor) >= num_bytes:
                 self._taken.add(number)
@@ -142,7 +143,9 @@ class ProcessMemory:
         self._taken.clear()
 
     def keep(self, snapshots: Collection[SnapshotId]) -> None:
-        self._labels = {number: label for number, label in self._labels.items() if label.snapshot in snapshots}
+        for number, label in list(self._labels.items()):
+            if label.snapshot not in snapshots:
+                del self._labels[number]
 
     def stored(self) -> dict[int, Label]:
         return dict(self._labels)
@@ -154,7 +157,7 @@ class ProcessMemory:
         pass  # the copy is as safe as the state in the same process
 
     def held_bytes(self) -> int:
-        return sum(len(tensor) for tensor in self._tensors)
+        return sum(map(len, self._tensors))
 
     def end(self) -> None:
         self._labels.clear()
@@ -183,6 +186,7 @@ class SharedMemory:
 
     def take(self, num_bytes: int) -> Buffer:
         answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes, "mapped": list(self._mapped)}, num_bytes)
+        # Linux frees memory only when no process maps it, so buffers that the server has closed are unmapped.
         for gone in self._mapped.keys() - set(answer["there"]):
             del self._mapped[gone]
         number = int(answer["buffer"])
@@ -209,6 +213,7 @@ class SharedMemory:
             self._ask({"verb": "commit", "buffer": buffer.number, "label": label._asdict()})
 
     def give_back(self) -> None:
+        # A server that does not answer has ended, or frees the buffers when the connection closes.
         with contextlib.suppress(OSError):
             self._ask({"verb": "give back"})
 
@@ -278,6 +283,7 @@ class SharedMemory:
                 self._mapped[number] = inode, memory
             return self._mapped[number][1]
         finally:
+            # A mapping keeps its memory without the descriptor, and every answer brings another descriptor.
             os.close(descriptor)
 
     def _ask(self, request: dict[str, Any], new_bytes: int = 0) -> tuple[dict[str, Any], int | None]:
@@ -291,7 +297,7 @@ class SharedMemory:
         answer: dict[str, Any] = json.loads(packet)
         if "error" in answer:
             raise OSError(answer["error"])
-        return answer, descriptors[0] if descriptors else None
+        return answer, next(iter(descriptors), None)
 
     def _exchange(self, request: dict[str, Any], limit_s: float) -> tuple[bytes, list[int]]:
         if self._connection is None:
@@ -308,6 +314,7 @@ class SharedMemory:
         return packet, descriptors
 
     def _connect(self) -> socket.socket:
+        # Packets keep their boundaries, so a message needs no length. Only a Unix socket can carry a descriptor.
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             try:
@@ -340,18 +347,21 @@ def open_memory(owner: Owner | None, key: str, uri: str, linger_s: float, device
         owner: the command that owns the run and this worker.
         key: secret of the run.
     """
-    # torchrun restarts ranks, and the first rank owns the run each time.
-    watched = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    watched_pid = 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun is the parent of a rank. It restarts ranks, and the first rank owns the run each time.
+        watched_pid = os.getppid()
     if owner is None or not key or not hasattr(os, "memfd_create"):
         return ProcessMemory()
     # A process that trains alone, by `fit`, would leave the copies unused.
-    if not watched and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
+    if not watched_pid and (owner.host, owner.pid) == (socket.gethostname(), os.getpid()):
         return ProcessMemory()
-    return SharedMemory(memory_server.server_name(uri, key), watched, linger_s, device)
+    return SharedMemory(memory_server.server_name(uri, key), watched_pid, linger_s, device)
 
 
 def _check_size(descriptor: int, num_bytes: int) -> None:
     """Check that memory has the promised, fixed length. Raises OSError."""
+    # A write behind the end of shared memory would kill this process by SIGBUS. Only the seal excludes a later cut.
     found_bytes = os.fstat(descriptor).st_size
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if found_bytes < num_bytes or not sealed:

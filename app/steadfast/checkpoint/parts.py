@@ -36,7 +36,7 @@ class Parts(Checkpoints):
     def begin(self, command: str) -> None:
         """Check that the command with this token owns the run. Raises Superseded."""
         self._command = command
-        self._check_owner(self._newest, self._world.attempt)
+        self._check_owner(self._newest, self.world.attempt)
 
     def save_part(self, step: int, state: State, limit_s: float, at_once: bool, others_follow: bool) -> bool:
         """Write this rank's part of the state; return whether `step` is committed.
@@ -50,11 +50,11 @@ class Parts(Checkpoints):
         """
         self._at_once, self._others_follow = at_once, others_follow
         # Every replica holds all parts, so the replicas try one after another.
-        replica = self._world.rank // self._world.replica_size
+        replica = self.world.rank // self.world.replica_size
         if replica and not at_once and self._wait_until(lambda: self._has_commit_of(step), min(replica, 4) * _OTHERS_S):
             return True
         self._newest = step
-        self._writer.put(step, shards_to_write(state, replicas=self._world.part == 0), {}, self)
+        self._writer.put(step, shards_to_write(state, replicas=self.world.part == 0), {}, self)
         self.wait_for_commit(limit_s)
         return self._writer.committed == step
 
@@ -64,8 +64,8 @@ class Parts(Checkpoints):
         Raises Dropped if parts are missing.
         """
         assert pending.file is not None
-        snapshot = SnapshotId(pending.step, self._world.attempt, self._world.replica_size)
-        self._record(snapshot, self._world.part, *pending.file)
+        snapshot = SnapshotId(pending.step, self.world.attempt, self.world.replica_size)
+        self._record(snapshot, self.world.part, *pending.file)
         return self._commit_whole(snapshot, attempt)
 
     def save_copies(self, memory: NodeMemory, state: State) -> Event | None:
@@ -82,9 +82,9 @@ class Parts(Checkpoints):
         Raises:
             OSError: storage refuses, or a copy is damaged.
         """
-        origin = origin_of(self._dataset + self._base, state)
+        origin = origin_of("".join(self._fingerprints), state)
         copies: dict[SnapshotId, list[tuple[int, int, int, int]]] = {}  # rank, buffer, first byte, length
-        for number, label in stored_copies(memory, origin, self._world.amendments.skip).items():
+        for number, label in stored_copies(memory, origin, self.world.amendments.skip).items():
             for rank, start, num_bytes in label.files:
                 copies.setdefault(label.snapshot, []).append((rank, number, start, num_bytes))
         for snapshot in sorted(copies, reverse=True):
@@ -96,19 +96,21 @@ class Parts(Checkpoints):
                     memory.verify(number)
                     self._write_copy(snapshot, rank, memory.open(number)[start : start + num_bytes])
             try:
-                manifest = self._commit_whole(snapshot, self._world.attempt)
+                manifest = self._commit_whole(snapshot, self.world.attempt)
             except Dropped:
                 continue  # parts of this snapshot were lost with another node
-            return self.finish(pending, manifest) if manifest else None
+            if manifest is None:
+                return None
+            return self.finish(pending, manifest)
         return None
 
     def _write_copy(self, snapshot: SnapshotId, rank: int, data: Tensor) -> None:
         def chunks() -> Iterator[Bytes]:
             for part in data.split(_CHUNK_BYTES):
-                self._world.progress.mark("checkpoint")  # keeps the watchdog from taking a long write for a hang
+                self.world.progress.mark("checkpoint")  # keeps the watchdog from taking a long write for a hang
                 yield memoryview(part.numpy().data)
 
-        name = f"{of_attempt(self._world.attempt)}-rank-{self._world.rank:05d}-copy-{rank:05d}.safetensors"
+        name = f"{of_attempt(self.world.attempt)}-rank-{self.world.rank:05d}-copy-{rank:05d}.safetensors"
         sha256 = self._catalog.write(snapshot.step, name, chunks())
         self._record(snapshot, rank, name, FileDigest(sha256, len(data)))
 
@@ -131,7 +133,7 @@ class Parts(Checkpoints):
         while not condition():
             if time.monotonic() > until_s:
                 return False
-            self._world.progress.mark("checkpoint")
+            self.world.progress.mark("checkpoint")
             time.sleep(_POLL_S)
         return True
 
@@ -160,4 +162,4 @@ class Parts(Checkpoints):
         return found
 
     def _record_of(self, snapshot: SnapshotId, rank: int) -> str:
-        return f"{path_of(snapshot.step)}/{of_attempt(self._world.attempt)}-part-{rank:05d}.json"
+        return f"{path_of(snapshot.step)}/{of_attempt(self.world.attempt)}-part-{rank:05d}.json"

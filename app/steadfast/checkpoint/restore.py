@@ -11,11 +11,9 @@ from torch import Tensor
 from steadfast.checkpoint.durable import Checkpoints, age_s
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import HeldState, State, flatten, newest_whole
-from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import local
 from steadfast.world.control import gather_numbers
 from steadfast.world.groups import Groups
-from steadfast.world.runtime import World
 
 _NONE = -1  # sent by a rank that holds no complete state
 
@@ -31,13 +29,7 @@ class Restored:
 
 
 def restore(
-    state: State,
-    held: HeldState,
-    load_initial: Callable[[], None],
-    checkpoints: Checkpoints,
-    snapshots: Snapshots,
-    parallel: Parallel,
-    world: World,
+    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
 ) -> Restored:
     """Fill every rank with the newest complete state, in place. A collective.
 
@@ -45,10 +37,11 @@ def restore(
         load_initial: completes the initial state with weights from a file; called if there is no other state.
     """
     # Candidates are the states of living workers, snapshots, the newest intact checkpoint, and step 0.
+    world = checkpoints.world
     world.progress.enter("restore")
     groups = world.groups
-    one_rank_is_enough = parallel.survivors_hold_all
-    living: list[int] = gather_numbers(_NONE if held.step is None else held.step, groups.control).tolist()
+    held_step = _NONE if held.step is None else held.step
+    living: list[int] = gather_numbers(held_step, groups.control).tolist()
     newest = newest_whole(living, world.replica_size)
     # A step ends only when all ranks have done it. So a living worker's step is at least as new as any checkpoint, and
     # storage need not be read.
@@ -68,36 +61,38 @@ def restore(
             return Restored(copied.step, "snapshot", age_s=stored.age_s)
     found, damaged = checkpoints.find()
     if found is None:
-        _begin(state, held, load_initial, living if one_rank_is_enough else None, groups)
+        # If no rank can hold the whole state, there is no rank to copy from, so every rank loads its own part.
+        if checkpoints.replicated:
+            _copy_initial(state, held, load_initial, living, groups)
+        else:
+            load_initial()
+        held.complete(0)
         return Restored(0, "start", damaged)
     # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
-    if not one_rank_is_enough or world.leader:
+    if not checkpoints.replicated or world.leader:
         held.begin_overwriting()
         checkpoints.load(found, state)
-    if one_rank_is_enough:
+    if checkpoints.replicated:
         _overwrite(state, held, found.step, 0, groups)
     held.complete(found.step)
     return Restored(found.step, "checkpoint", damaged, age_s(found))
 
 
-def _begin(
-    state: State, held: HeldState, load_initial: Callable[[], None], living: list[int] | None, groups: Groups
+def _copy_initial(
+    state: State, held: HeldState, load_initial: Callable[[], None], living: list[int], groups: Groups
 ) -> None:
-    """Fill every rank with the initial state.
+    """Fill every rank with the initial state of one rank.
 
     Args:
-        living: the step that each rank holds; None if no rank can hold the whole state.
+        living: the step that each rank holds.
     """
-    if living is None:
-        load_initial()
-    elif 0 not in living:
+    if 0 not in living:
         # One rank reads the file and broadcasts its content.
         if dist.get_rank() == 0:
             load_initial()
         _overwrite(state, held, 0, 0, groups)
     elif min(living) != 0:
         _overwrite(state, held, 0, living.index(0), groups)
-    held.complete(0)
 
 
 def _overwrite(state: State, held: HeldState, step: int, source: int, groups: Groups) -> None:

@@ -24,6 +24,7 @@ def steps_to_keep(config: CheckpointConfig, checkpoints: Sequence[Manifest], ski
         older = steps[: bisect_left(steps, suspect)]
         keep.update(older[-1:])
     if config.keep_every:
+        # Checkpoints come at any step, such as by the clock, so the first one from each multiple on is kept.
         for before, step in pairwise([0, *steps]):
             if step // config.keep_every > before // config.keep_every:
                 keep.add(step)
@@ -32,6 +33,7 @@ def steps_to_keep(config: CheckpointConfig, checkpoints: Sequence[Manifest], ski
         candidates = []
         for each in checkpoints:
             value = each.metrics.get(config.keep_best.metric, math.nan)
+            # A comparison with NaN is always false, so a NaN could count as the best value.
             if not math.isnan(value):
                 candidates.append((sign * value, each.step))
         if candidates:

@@ -94,6 +94,7 @@ class StagingBuffer:
     def __init__(self) -> None:
         self.num_bytes = 0  # of the file
         self._memory = torch.empty(0, dtype=torch.uint8)
+        # `reserve` runs in a thread of its own, and may still allocate when the first `fill` comes.
         self._lock = threading.Lock()
 
     def reserve(self, shards: Iterable[Shard]) -> None:
@@ -151,13 +152,17 @@ class Layout:
         # The format allows only strings here.
         header["__metadata__"] = {"format": "pt", "boxes": json.dumps(boxes)}
         text = json.dumps(header).encode()
+        # The format allows spaces here. They move the first shard to a multiple of 8 bytes, the widest type's width.
         text += b" " * (-len(text) % 8)
         return cls(ordered, len(text).to_bytes(8, "little") + text, 8 + len(text) + start)
 
     @property
     def device(self) -> torch.device | None:
         """Return the GPU that holds shards, None if the host holds all."""
-        return next((shard.tensor.device for shard in self.shards if shard.tensor.is_cuda), None)
+        for shard in self.shards:
+            if shard.tensor.is_cuda:
+                return shard.tensor.device
+        return None
 
     def fill(self, memory: Tensor) -> None:
         """Write the file to the beginning of `memory`, (n,) uint8.
@@ -165,12 +170,14 @@ class Layout:
         The shards may change afterwards.
         """
         start = len(self.header)
+        # `frombuffer` warns of `bytes`, which cannot be written to.
         memory[:start] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         for shard in self.shards:
             stop = start + shard.tensor.nbytes
             target = memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
             target.copy_(shard.tensor, non_blocking=True)
             start = stop
+        # One wait at the end lets the copies follow each other without the host.
         if self.device is not None:
             torch.cuda.synchronize()
 
@@ -190,7 +197,10 @@ def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
     try:
         header = json.loads(head[8:data_start])
         boxes = json.loads(header.pop("__metadata__")["boxes"])
-        found = [_shard_of(name, entry, boxes[name]) for name, entry in header.items() if name.startswith(prefix)]
+        found = []
+        for name, entry in header.items():
+            if name.startswith(prefix):
+                found.append(_shard_of(name, entry, boxes[name]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}"[:200]
         raise StorageError(f"the checkpoint has a file that no run has written: {why}") from error
@@ -203,6 +213,7 @@ def _shard_of(name: str, entry: dict[str, Any], box: Any) -> tuple[Shard, int]:
     shape, offset = box
     start, stop = entry["data_offsets"]
     tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+    # A foreign file may have lengths that differ. The next line records that, so `zip` need not raise.
     lies_within = len(offset) == len(shape) == tensor.dim()
     for first, own, whole in zip(offset, tensor.shape, shape, strict=False):
         lies_within = lies_within and 0 <= first <= first + own <= whole
@@ -252,6 +263,10 @@ class Request(NamedTuple):
     num_bytes: int
 
 
+def total_bytes(requests: Iterable[Request]) -> int:
+    return sum(request.num_bytes for request in requests)
+
+
 def _requests(overlaps: Sequence[_Overlap]) -> list[Request]:
     """Return the byte ranges to read for ordered overlaps."""
     wanted = [Request(overlap.start, overlap.rows.nbytes) for overlap in overlaps]
@@ -260,7 +275,7 @@ def _requests(overlaps: Sequence[_Overlap]) -> list[Request]:
     first, last = wanted[0], wanted[-1]
     all_between = Request(first.start, last.start + last.num_bytes - first.start)
     # A bucket takes long for each request, so one request reads everything if most of the range is needed.
-    if 2 * sum(request.num_bytes for request in wanted) > all_between.num_bytes:
+    if 2 * total_bytes(wanted) > all_between.num_bytes:
         return [all_between]
     return wanted
 
@@ -317,6 +332,8 @@ def load_shards(
                 if stored.name.startswith(optional):
                     continue
                 raise StorageError(f"the checkpoint is of another model: {stored.name} is in it alone")
+            # The files hold different parts of a tensor, so its numbers are counted over all files. A tensor of which
+            # this rank needs nothing counts as found too.
             num_filled.setdefault(stored.name, 0)
             overlap = _overlap(stored, start, targets[stored.name])
             if overlap is not None:
@@ -325,9 +342,9 @@ def load_shards(
         if overlaps:
             _copy(overlaps, read)
 
-    absent = {name for name in targets.keys() - num_filled.keys() if not name.startswith(optional)}
-    if absent:
-        raise StorageError(f"the checkpoint is of another model: it lacks {min(absent)}")
+    for name in sorted(targets.keys() - num_filled.keys()):
+        if not name.startswith(optional):
+            raise StorageError(f"the checkpoint is of another model: it lacks {name}")
     for name, num in num_filled.items():
         if num_missing := targets[name].tensor.numel() - num:
             raise StorageError(f"the checkpoint lacks {num_missing} of the numbers of {name}")
@@ -339,6 +356,7 @@ def whole_tensors(files: Sequence[Read], part: str) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for read in files:
         for stored, _ in _read_header(read, prefix):
+            # The header gives the shape of the whole tensor, of which a foreign file need not hold a part.
             try:
                 whole[stored.name] = torch.empty(stored.shape, dtype=stored.tensor.dtype)
             except RuntimeError as error:

@@ -34,6 +34,7 @@ from steadfast.checkpoint.shards import (
     requests_for,
     shards_of,
     shards_to_write,
+    total_bytes,
 )
 from steadfast.checkpoint.state import State
 from steadfast.parallel import Parallel
@@ -74,19 +75,21 @@ class AtRisk(NamedTuple):
         in_memory = step - newest
         risk = cls(in_memory, in_memory, in_memory, step - committed, step - committed)
         num_nodes, num_ranks = len(ranks_by_node), sum(map(len, ranks_by_node))
+        # Each copy is on two nodes, or on every node, so one node does not take all of them along.
         if num_nodes > 1:
             risk = risk._replace(node=in_memory)
         # Another replica holds each part that one replica loses.
         if num_ranks > replica_size:
             risk = risk._replace(worker=0)
-        if all(_parts_left(lost, num_ranks, replica_size) == replica_size for lost in ranks_by_node):
+        if all(_leaves_all_parts(lost, num_ranks, replica_size) for lost in ranks_by_node):
             risk = risk._replace(workers_of_node=0, node=0)
         return risk
 
 
-def _parts_left(lost: Sequence[int], num_ranks: int, replica_size: int) -> int:
-    """Return how many parts of the state survive a loss."""
-    return len({rank % replica_size for rank in range(num_ranks) if rank not in lost})
+def _leaves_all_parts(lost: Sequence[int], num_ranks: int, replica_size: int) -> bool:
+    """Return whether the ranks outside of `lost` hold every part of the state."""
+    left = set(range(num_ranks)).difference(lost)
+    return len({rank % replica_size for rank in left}) == replica_size
 
 
 class _Place(NamedTuple):
@@ -176,20 +179,26 @@ class Snapshots:
         sends = not self._replicated and world.size > 1 and (self.num_nodes > 1 or not lasting)
         if not sends and not lasting:
             return
+        writers = list(range(world.replica_size))
         if self._replicated:
-            writers = [rank for rank, node in enumerate(nodes) if nodes.index(node) == rank]
-        else:
-            writers = list(range(world.replica_size))
-        backups = [backup_rank(rank, nodes) for rank in range(world.size)] if sends else []
+            # All ranks of a node hold the same state, so one of them makes the node's copy.
+            writers = [ranks[0] for ranks in self.nodes.values()]
+        backups: list[int] = []
+        if sends:
+            backups = [backup_rank(rank, nodes) for rank in range(world.size)]
         self.refused = _refusal(places, writers, backups)
         self._on = self.refused is None
         self._writes = self._on and world.rank in writers
         self._takes_part = self._writes or (self._on and not self._replicated)
         if self._on and sends:
+            # The transfer has a group of its own, because it continues while training uses the other groups.
             self._backups = torch.tensor(backups)
             self._group = world.groups.side_group()
         if self._writes:
-            self._reserving = memory.reserve(num_bytes, 1 if memory.held_bytes() else _GENERATIONS)
+            num_buffers = _GENERATIONS
+            if memory.held_bytes():
+                num_buffers = 1  # a former world has left a copy, which is the other generation
+            self._reserving = memory.reserve(num_bytes, num_buffers)
 
     def due(self, step: int) -> bool:
         # Never due by step: the interval depends on measured time, so only the leader requests a copy.
@@ -222,9 +231,14 @@ class Snapshots:
         snapshot = SnapshotId(step, self._world.attempt, self._world.replica_size)
         self._lost = False
         told: events.Snapshot | events.NoSnapshots | None = None
+        # The last whole copy stays until this one is whole on all ranks: a world that ends meanwhile needs it.
+        kept = [snapshot]
+        if self._whole is not None:
+            kept.append(self._whole)
         try:
-            self._memory.keep([snapshot] if self._whole is None else [self._whole, snapshot])
+            self._memory.keep(kept)
         except OSError as error:
+            # The other ranks wait for this rank in the transfer, so it goes on without keeping its part.
             self._lost = True
             told = events.NoSnapshots(error=str(error))
         self._copy = copy = _Copy(snapshot)
@@ -247,15 +261,14 @@ class Snapshots:
         if self._group is not None:
             self._send(copy, num_bytes, self._group)
         self._receive()
+        # The interval follows from the measured stall, so that copies take the same share of the time for any model.
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + (stall_s - once_s) / _TIME_SHARE
         return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
     def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
-        """Copy a sharded state for a following world, and wait.
-
-        The next world then need not read storage. A collective.
-        """
+        """Copy a sharded state for a following world, and wait. A collective."""
+        # The next world then need not read storage. Under DDP it finds the state in the survivors.
         if self._replicated or outcome.kind != "resized":
             return None
         self._finish()
@@ -275,9 +288,12 @@ class Snapshots:
     def _may_begin(self) -> bool:
         """Return whether no copy is in progress, after recording completed ones."""
         if self._replicated:
+            # A copy of a former world counts, so that `keep` does not release it before there is a newer one.
             if self._whole is None:
                 self._whole = max((label.snapshot for label in self._stored().values()), default=None)
             return True
+        # The ranks answer together, because a rank that began alone would wait in the transfer for ever. Once no copy
+        # is in progress, the last one is whole if every rank has kept its part.
         control = self._world.groups.control
         if any_rank(self._copy is not None, control):
             return False
@@ -294,6 +310,7 @@ class Snapshots:
     def _send(self, copy: _Copy, num_bytes: int, group: dist.ProcessGroup) -> None:
         world = self._world
         assert self._memory is not None
+        # Parts of a sharded state differ in size, so each rank asks for the lengths of all.
         lengths = gather_numbers(num_bytes, world.groups.control)
         incoming = torch.where(self._backups == world.rank, lengths, 0).tolist()
         outgoing = [0] * world.size
@@ -340,8 +357,10 @@ class Snapshots:
 
     def at_risk(self, step: int, committed: int) -> AtRisk:
         """Return the steps at risk, with a checkpoint of step `committed`."""
+        newest = committed
         made = self._made or self._whole
-        newest = max(committed, made.step if made else 0)
+        if made is not None:
+            newest = max(committed, made.step)
         ranks = list(self.nodes.values()) or [tuple(range(self._world.size))]
         return AtRisk.of(step, newest, committed, self._world.replica_size, ranks)
 
@@ -349,7 +368,9 @@ class Snapshots:
         return _label(snapshot, files, self._origin, self._world.amendments.skip)
 
     def _stored(self) -> dict[int, Label]:
-        return stored_copies(self._memory, self._origin, self._world.amendments.skip) if self._memory else {}
+        if self._memory is None:
+            return {}
+        return stored_copies(self._memory, self._origin, self._world.amendments.skip)
 
     def find(self) -> Found | None:
         """Return the newest snapshot that the living ranks hold completely. A collective."""
@@ -362,6 +383,7 @@ class Snapshots:
         answers = [mine] * self._world.size
         dist.all_gather_object(answers, mine, group=self._world.groups.control)
 
+        # Every rank has the same answers and removes the same files, so all ranks choose the same snapshot.
         while (newest := self._newest(answers)) is not None:
             if not self._drop_damaged(newest, answers):
                 return self._found(newest, answers)
@@ -372,7 +394,8 @@ class Snapshots:
         held: dict[SnapshotId, set[int]] = {}
         for snapshot, rank in itertools.chain(*answers):
             held.setdefault(snapshot, set()).add(rank)
-        return max((each for each, ranks in held.items() if len(ranks) == each.num_ranks), default=None)
+        whole = [snapshot for snapshot, ranks in held.items() if len(ranks) == snapshot.num_ranks]
+        return max(whole, default=None)
 
     def _drop_damaged(self, snapshot: SnapshotId, answers: Sequence[dict[_Key, int]]) -> bool:
         """Remove damaged files from the answers; return whether there were any.
@@ -383,9 +406,13 @@ class Snapshots:
         assert self._memory is not None
         # The ranks of a node have the same files in its memory, and share the reading.
         peers = self.nodes[world.node] if self._memory.lasting else (world.rank,)
-        keys = sorted({key for rank in peers for key in answers[rank] if key[0] == snapshot})
+        keys: set[_Key] = set()
+        for rank in peers:
+            for key in answers[rank]:
+                if key[0] == snapshot:
+                    keys.add(key)
         damaged: dict[_Key, str] = {}
-        for key in keys[peers.index(world.rank) :: len(peers)]:
+        for key in sorted(keys)[peers.index(world.rank) :: len(peers)]:
             try:
                 self._verify(*key)
             except OSError as error:
@@ -393,10 +420,11 @@ class Snapshots:
         found = [damaged] * world.size
         dist.all_gather_object(found, damaged, group=world.groups.control)
         for node, ranks in self.nodes.items():
-            for key, why in itertools.chain.from_iterable(found[rank].items() for rank in ranks):
-                self.damaged[snapshot.step] = f"on {node}: {why}"
-                for rank in ranks:
-                    answers[rank].pop(key, None)
+            for finder in ranks:
+                for key, why in found[finder].items():
+                    self.damaged[snapshot.step] = f"on {node}: {why}"
+                    for rank in ranks:
+                        answers[rank].pop(key, None)
         return any(found)
 
     def _found(self, newest: SnapshotId, answers: Sequence[dict[_Key, int]]) -> Found:
@@ -407,7 +435,7 @@ class Snapshots:
                     sources.setdefault(rank, (holder, num_bytes))
         self._whole = newest
         needed = {(newest, rank) for rank in sources}
-        everywhere = all(needed <= answer.keys() for answer in answers)
+        everywhere = all(map(needed.issubset, answers))
         return Found(newest, sources, everywhere)
 
     def load(self, found: Found, state: State) -> None:
@@ -418,11 +446,13 @@ class Snapshots:
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
         # One file after another, so that a process needs memory for the parts of only one.
         for rank, (holder, num_bytes) in sorted(found.sources.items()):
-            mine = found.everywhere or holder == self._world.rank
-            file = self._open(found.id, rank) if mine else None
-            if file is not None and found.everywhere:
-                yield reader_of(file)
-            elif self._replicated:
+            if found.everywhere:
+                yield reader_of(self._open(found.id, rank))
+                continue
+            file = None
+            if holder == self._world.rank:
+                file = self._open(found.id, rank)
+            if self._replicated:
                 yield self._whole_from(file, holder, num_bytes)
             else:
                 yield self._parts_from(file, holder, shards)
@@ -437,23 +467,32 @@ class Snapshots:
     def _parts_from(self, file: Tensor | None, holder: int, shards: list[Shard]) -> Read:
         """Return this rank's parts of a file on rank `holder`. A collective."""
         world, groups = self._world, self._world.groups
-        headers = [header_of(file) if file is not None else b""]
+        # The holder does not know the shards of the other ranks, so each rank finds its byte ranges in the header.
+        headers = [b""]
+        if file is not None:
+            headers = [header_of(file)]
         dist.broadcast_object_list(headers, holder, group=groups.control)
         header = headers[0]
         mine = requests_for(shards, header)
         requests = [mine] * world.size
         dist.all_gather_object(requests, mine, group=groups.control)
-        lengths = [sum(request.num_bytes for request in each) for each in requests]
+        lengths = list(map(total_bytes, requests))
         incoming, outgoing = [0] * world.size, [0] * world.size
         incoming[holder] = lengths[world.rank]
         sent = torch.empty(0, dtype=torch.uint8)
         if file is not None:
             outgoing = lengths
-            parts = [file[start : start + num_bytes] for each in requests for start, num_bytes in each]
-            sent = torch.cat(parts) if parts else sent
+            parts = [sent]  # not empty, because `cat` refuses an empty list
+            for start, num_bytes in itertools.chain(*requests):
+                parts.append(file[start : start + num_bytes])
+            sent = torch.cat(parts)
         received = torch.empty(lengths[world.rank], dtype=torch.uint8)
         groups.wait([dist.all_to_all_single(received, sent, incoming, outgoing, async_op=True)])
-        found = dict(zip(mine, received.split([request.num_bytes for request in mine]), strict=True))
+        found: dict[Request, Tensor] = {}
+        stop = 0
+        for request in mine:
+            begin, stop = stop, stop + request.num_bytes
+            found[request] = received[begin:stop]
 
         def read(start: int, num_bytes: int) -> bytes:
             if start == 0:  # only the header begins there, no data
@@ -526,8 +565,15 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
             node = places[holder].node
             needed[node] = needed.get(node, 0) + _GENERATIONS * places[rank].file_bytes
     for node, needed_bytes in needed.items():
-        here = [place for place in places if place.node == node]
-        there_bytes = min(place.free_bytes for place in here) + max(place.held_bytes for place in here)
+        free: list[int] = []
+        held: list[int] = []
+        for place in places:
+            if place.node == node:
+                free.append(place.free_bytes)
+                held.append(place.held_bytes)
+        # The ranks of a node measure at different moments, so their numbers differ. Memory of former copies is used
+        # again.
+        there_bytes = min(free) + max(held)
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             error = f"copies of the state need {size(needed_bytes)} of a node's memory"
             return events.NoSnapshots(error=f"{error}, of which {size(there_bytes)} are free")

@@ -35,7 +35,10 @@ class ModelState:
         self._left_out = frozen_parameters(model) if trainable_only else {}
 
     def state_dict(self) -> Tensors:
-        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._left_out}
+        state: Tensors = dict(self._model.state_dict())
+        for name in self._left_out:
+            state.pop(name, None)
+        return state
 
 
 class NamedOptimizer:
@@ -58,11 +61,14 @@ class NamedOptimizer:
     def adopt(self, state: Tensors) -> None:
         """Take over the shards of another optimizer of the same model."""
         for name, parameter in self._model.named_parameters():
-            if name in state:
-                values = state[name].items()
-                self._optimizer.state[parameter] = {
-                    key: on_mesh_of(value, parameter) if is_sharded(value) else value for key, value in values
-                }
+            if name not in state:
+                continue
+            values = dict(state[name])
+            for key, value in values.items():
+                # The shards are on the mesh of the former world, whose groups no longer exist.
+                if is_sharded(value):
+                    values[key] = on_mesh_of(value, parameter)
+            self._optimizer.state[parameter] = values
 
 
 class HeldShards:
@@ -98,8 +104,10 @@ def _without_owners(state: Tensors) -> Tensors:
     for name, value in state.items():
         if isinstance(value, dict):
             kept[name] = _without_owners(value)
+        elif isinstance(value, Tensor) and is_sharded(value):
+            kept[name] = value
         elif isinstance(value, Tensor):
-            kept[name] = value if is_sharded(value) else value.clone()
+            kept[name] = value.clone()
     return kept
 
 
@@ -166,7 +174,7 @@ def _materialize(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except torch.OutOfMemoryError:
-        raise
+        raise  # too little memory is no fault of the optimizer
     except Exception as error:
         what = "the model's parameters"
         if any(map(is_sharded, lent)):
@@ -197,6 +205,7 @@ def flatten(state: Tensors, prefix: str = "") -> dict[str, Tensor]:
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the frozen parameters under all of their names."""
+    # A state_dict lists a shared parameter under each of its names.
     named = model.named_parameters(remove_duplicate=False)
     return {name: param for name, param in named if not param.requires_grad}
 
@@ -215,8 +224,13 @@ def buffers_outside_state(model: nn.Module) -> dict[str, Tensor]:
 def base_sha256(model: nn.Module) -> str:
     """Return a digest of a model's frozen parameters, "" if none."""
     frozen = frozen_parameters(model)
-    layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
-    return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest() if frozen else ""
+    if not frozen:
+        return ""
+    # The bytes alone would be equal for a matrix and for its flattened form.
+    layout = []
+    for name in sorted(frozen):
+        layout.append((name, str(frozen[name].dtype), tuple(frozen[name].shape)))
+    return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest()
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -233,5 +247,6 @@ def sha256(state: Tensors) -> str:
     digest = hashlib.sha256()
     for name, tensor in flatten(state).items():
         digest.update(name.encode())
+        # numpy has no bfloat16, so the numbers are viewed as bytes.
         digest.update(unsharded(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -98,9 +98,11 @@ class Writer:
         """Allocate memory for each `put` of such shards, on another thread."""
 
         def make_room() -> None:
-            # Memory that is not pinned is quick to allocate, and many runs never need a second buffer.
-            is_pinned = Layout.of(shards).device is not None
-            for buffer in self._buffers if is_pinned else self._buffers[:1]:
+            buffers = list(self._buffers)
+            if Layout.of(shards).device is None:
+                # Memory that is not pinned is quick to allocate, and many runs never need a second buffer.
+                buffers.pop()
+            for buffer in buffers:
                 buffer.reserve(shards)
 
         threading.Thread(target=make_room, daemon=True, name="reserve").start()
@@ -108,6 +110,7 @@ class Writer:
     def put(self, step: int, shards: Sequence[Shard], metrics: dict[str, float], target: Target) -> None:
         """Copy the shards, for which training waits, for a later write."""
         began_s = time.monotonic()
+        # The state that still waits is given up for this newer one, so two buffers are enough.
         with self._changed:
             self._waiting = None
             buffer = self._buffers[0]
@@ -124,6 +127,7 @@ class Writer:
     def drop(self) -> None:
         """Give up all uncommitted writes."""
         with self._changed:
+            # The thread may be writing this state, and looks at the mark before each chunk and before the commit.
             if self._under_way is not None:
                 self._under_way.dropped = True
             self._waiting = None
@@ -133,6 +137,7 @@ class Writer:
     def news(self) -> list[Event]:
         """Return new commits and failures. Raises errors that are not storage's."""
         self._raise()
+        # The thread may append meanwhile; its later events come with the next call.
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def wait(self, alive: Callable[[], None], limit_s: float) -> bool:
@@ -180,6 +185,7 @@ class Writer:
                     needed = pending.buffer.num_bytes
                     self._news.append(CheckpointFailed(step=pending.step, error=self.refused, needed_bytes=needed))
             except BaseException as error:
+                # No code joins this thread, so the training thread raises the error, by `news` or `wait`.
                 self._error = error
                 return
             with self._changed:

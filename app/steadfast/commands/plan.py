@@ -55,7 +55,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
 
     dataset = build_dataset(config.data)
     order = build_order(config.data, len(dataset), config.run.seed)
-    loader = Loader(dataset, order, config.data, config.run.seed, torch.device("cpu"))
+    loader = Loader(dataset, order, config.data, torch.device("cpu"))
     measured = config.batch.microbatch_size == "auto"
     if measured:
         config = _with_largest_microbatch(config)

@@ -87,7 +87,7 @@ class WorkerState:
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
         self.order = build_order(config.data, len(self.dataset), config.run.seed)
         param_dtype = self.precision.param_dtype  # does not depend on the world
-        self.loader = Loader(self.dataset, self.order, config.data, config.run.seed, device, param_dtype)
+        self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype)
         size = config.batch.microbatch_size
         self.loader.check_validation(2 if size == "auto" else min(size, self.order.num_train))
         self.fingerprint = fingerprint(self.dataset)

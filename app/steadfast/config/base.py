@@ -33,6 +33,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         # A default can break a rule as well, once the user sets another field of the section.
         validate_default=True,
+        # The text below a key is its description in the output of `config` and in docs/reference.md.
         use_attribute_docstrings=True,
         protected_namespaces=(),
         # The arguments of a target may be infinite. This format loads back as an equal value.
@@ -43,6 +44,7 @@ class Section(BaseModel):
     @classmethod
     def true_is_no_number(cls, values: Any) -> Any:
         # Python treats True as 1, so `steps: true` would be a run of one step. Pydantic refuses the text "true".
+        # Anything but a dict is refused by pydantic itself, or is a section that was checked before.
         if not isinstance(values, dict):
             return values
         found = dict(values)
@@ -58,8 +60,20 @@ def _takes(annotation: Any, *kinds: Any) -> bool:
 
 def _without_bools(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_without_bools(part) for part in value]
-    return str(value).lower() if isinstance(value, bool) else value
+        return list(map(_without_bools, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value
+
+
+def kinds_in(annotation: Any) -> list[type[Section]]:
+    """Return the sections that a value of this type may contain."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    kinds: list[type[Section]] = []
+    for part in get_args(annotation):
+        kinds += kinds_in(part)
+    return kinds
 
 
 class Target(Section):
@@ -74,7 +88,9 @@ class Target(Section):
 
 
 def _as_range(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else value
+    if isinstance(value, int):
+        return value, value
+    return value
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -90,7 +106,9 @@ def _as_pattern(value: str) -> str:
 
 def _as_text(value: Any) -> Any:
     # A bool is refused: YAML reads `yes` as True, and the user may have meant "yes", "true" or "1".
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return value
 
 
 def _as_writable(value: str) -> str:
@@ -100,7 +118,9 @@ def _as_writable(value: str) -> str:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value]
+    return value
 
 
 Pattern = Annotated[str, AfterValidator(_as_pattern)]
@@ -138,22 +158,26 @@ class Every:
     @classmethod
     def parse(cls, value: Any) -> "Every":
         """Parse a period such as "200 steps", "1 epoch" or "2.5 minutes"."""
+        # Defaults are periods already, and are validated as well.
         if isinstance(value, Every):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?) *(step|epoch|minute|second)s?", str(value))
         if match:
-            count = float(match[1])
-            whole = count.is_integer()
+            number = float(match[1])
+            count: int | float = int(number) if number.is_integer() else number
             # A step cannot be divided. Half an epoch or half a minute is valid.
-            if count > 0 and (whole or match[2] != "step"):
-                return cls(int(count) if whole else count, cast(Unit, f"{match[2]}s"))
+            if count > 0 and (isinstance(count, int) or match[2] != "step"):
+                return cls(count, cast(Unit, f"{match[2]}s"))
         raise ValueError('must be a count and a unit, such as "200 steps", "3 epochs" or "5 minutes"')
 
     def __str__(self) -> str:
         text = f"{self.count} {self.unit}"
-        return text.removesuffix("s") if self.count == 1 else text
+        if self.count == 1:
+            return text.removesuffix("s")
+        return text
 
 
+# A period is written as text, because config.yaml must load back as an equal configuration.
 Interval = Annotated[
     Every, PlainValidator(Every.parse), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "period"})
 ]

@@ -1,12 +1,12 @@
 """Describe every configuration key, as YAML with the defaults."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from steadfast.config.base import Section
+from steadfast.config.base import Section, kinds_in
 from steadfast.config.document import Dumper
 from steadfast.config.load import parse_config
 from steadfast.config.schema import Config
@@ -20,6 +20,7 @@ def describe(sections: Iterable[str]) -> str:
 
     The other kinds of each section are added as comments.
     """
+    # The default of run.name is the stem of the file's name.
     config = parse_config("", "run.yaml")
     lines: list[str] = []
     for name in sections:
@@ -49,18 +50,16 @@ def _keys(section: type[Section], value: Section | None) -> Iterator[str]:
         if field.description:
             yield f"# {' '.join(field.description.split())}"
         yield from map(_in_one_line, kinds_in(field.annotation))
-        yield f"{name}: {_as_yaml(known[name]) if name in known else default_of(field)}"
-
-
-def kinds_in(annotation: Any) -> list[type[Section]]:
-    """Return the sections that a value of this type may contain."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [kind for member in get_args(annotation) for kind in kinds_in(member)]
+        # A rule may replace the default of a field: run.steps is 2000 unless run.epochs is given.
+        if name in known:
+            yield f"{name}: {_as_yaml(known[name])}"
+        else:
+            yield f"{name}: {default_of(field)}"
 
 
 def _in_one_line(kind: type[Section]) -> str:
-    return f"# {{{', '.join(f'{name}: {default_of(field)}' for name, field in kind.model_fields.items())}}}"
+    entries = [f"{name}: {default_of(field)}" for name, field in kind.model_fields.items()]
+    return f"# {{{', '.join(entries)}}}"
 
 
 def default_of(field: FieldInfo) -> str:
@@ -68,12 +67,16 @@ def default_of(field: FieldInfo) -> str:
     if field.is_required():
         return _REQUIRED
     value = field.get_default(call_default_factory=True)
-    return _as_yaml(value if isinstance(value, str | int | float | dict | tuple | None) else str(value))
+    if not isinstance(value, str | int | float | dict | tuple | None):
+        value = str(value)
+    return _as_yaml(value)
 
 
 def _as_yaml(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.dump(plain, Dumper=Dumper, default_flow_style=True, width=10**6)
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6)
+    # PyYAML ends a document that is a single value by a line of three dots.
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -36,6 +36,7 @@ class Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        # PyYAML composes nodes recursively, so a file that is nested deeply would exhaust Python's stack.
         if self._depth > _DEEPEST:
             _refuse(f"nested more than {_DEEPEST} deep", event)
         self._depth += 1
@@ -43,6 +44,7 @@ class Loader(yaml.SafeLoader):
         self._depth -= 1
         if node is None:
             return None
+        # The tree holds all nodes, so the id of a node stays its own.
         if not isinstance(event, yaml.AliasEvent):
             self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for _, _, child in _children(node))
         elif id(node) not in self._sizes:
@@ -60,23 +62,21 @@ class Loader(yaml.SafeLoader):
             _refuse(f"not a valid {node.tag.rpartition(':')[2]}", node)
 
     def construct_date(self, node: yaml.ScalarNode) -> str:
-        """Return the text of a date.
-
-        No key takes a date, and users name runs after the day.
-        """
+        """Return the text of a date."""
+        # No key takes a date, and users name runs after the day.
         return str(self.construct_scalar(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return an int or float, or text for an ambiguous number.
-
-        YAML 1.1 reads 1:30 in base 60 and 010 in base 8, so both stay text.
-        """
+        """Return an int or float, or text for an ambiguous number."""
         text = str(self.construct_scalar(node))
+        # YAML 1.1 reads 1:30 in base 60 and 010 in base 8, so both stay text.
         is_int = node.tag.endswith(":int")
         if ":" in text or (is_int and not _DECIMAL.fullmatch(text)):
             return text
         try:
-            return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+            if is_int:
+                return self.construct_yaml_int(node)
+            return self.construct_yaml_float(node)
         except (ValueError, OverflowError):
             _refuse(f"a number of {len(text)} characters", node)
 
@@ -103,6 +103,7 @@ def read_text(path: Path, file: str) -> str:
 
     `file` names the file in errors. Raises ConfigError if the file is too long or not UTF-8.
     """
+    # One byte more than the limit shows that a file is too long, without reading all of a huge file.
     with path.open("rb") as stream:
         return decoded(stream.read(_MOST_BYTES + 1), file)
 
@@ -159,10 +160,8 @@ class Document:
                 self.problem(path, "must be given as section.key=value")
 
     def problem(self, path: Keys, what: str) -> None:
-        """Record a problem of a key, at the key's line.
-
-        A key that the configuration does not contain is reported at the line of its section.
-        """
+        """Record a problem of a key, at the key's line."""
+        # A key that the configuration does not contain has no line, so the line of its section is taken.
         written = path
         while written not in self._lines:
             written = written[:-1]
@@ -172,6 +171,7 @@ class Document:
 
     def problems(self) -> list[Problem]:
         """Return every problem, from the top of the file to the overrides."""
+        # The sort is stable, so problems of one line stay in the order in which they were found.
         return [problem for _, problem in sorted(self._found, key=itemgetter(0))]
 
     def _read(self, text: str, path: Keys, line: int | None = None) -> Any:
@@ -202,14 +202,16 @@ class Document:
             self._lines[*path, name] = line
             # YAML silently uses the last of two equal keys, so the user would search at the first key for a long time.
             if name in first_lines:
-                first_line = first_lines[name]
-                where = f", first on line {first_line}" if first_line != line else ""
-                self.problem((*path, name), f"given twice{where}")
+                what = "given twice"
+                if first_lines[name] != line:
+                    what = f"given twice, first on line {first_lines[name]}"
+                self.problem((*path, name), what)
             first_lines.setdefault(name, line)
             self._note_lines(value, (*path, name), all_on)
 
     def _section_to_override(self, path: Keys) -> dict[Any, Any]:
         section: dict[Any, Any] = self.tree
+        # A value in the place of a section is replaced, as an override has precedence over the file.
         for depth, name in enumerate(path, 1):
             if not isinstance(section.get(name), dict):
                 section[name] = {}
@@ -219,13 +221,17 @@ class Document:
 
 
 def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
+    place = file
     mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark else None
+    if mark:
+        place = f"{file}:{mark.line + 1}"
     what = getattr(error, "problem", None) or str(error)
+    # This error comes from PyYAML's reader, which knows a position and no line.
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
+        place = f"{file}:{line}"
         what = f"a character that no text has, {error.character!a}"
-    return Problem(f"{file}:{line}" if line else file, "", f"not valid YAML: {what}")
+    return Problem(place, "", f"not valid YAML: {what}")
 
 
 def _refuse(what: str, place: Any) -> NoReturn:
@@ -237,7 +243,8 @@ def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
     name = path[-1]
     if name in ("kind", "target"):
         # The new kind would not know the keys of the former kind. A section with a target may omit its kind.
-        former = section.get("kind", "target" if "target" in section else None)
+        implied = "target" if "target" in section else None
+        former = section.get("kind", implied)
         new = value if name == "kind" else "target"
         if former is not None and former != new:
             section.clear()

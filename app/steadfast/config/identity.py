@@ -63,6 +63,7 @@ def diff(old: Config, new: Config) -> list[Change]:
     for key in before | after:
         if before.get(key) == after.get(key):
             continue
+        # The keys of the loader begin with "data." as well, and a resume may change them all the same.
         free = key.startswith(FREE)
         identity = key.startswith(IDENTITY) and not free
         changes.append(Change(key, before.get(key), after.get(key), identity, free))

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from steadfast.config.base import BALANCES, ORDERS, Section
+from steadfast.config.base import BALANCES, ORDERS, Section, kinds_in
 from steadfast.config.document import Document, Dumper, Keys, read_text
 from steadfast.config.schema import Config
 from steadfast.errors import ConfigError, Problem
@@ -51,6 +51,7 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     FILE is searched in the working directory, then in configs/. Raises ConfigError.
     """
     for path, name in ((Path(file), file), (CONFIGS / file, f"configs/{file}")):
+        # The name itself may be the error: the system refuses one that is too long, so the message shortens it.
         try:
             if path.is_file():
                 return parse_config(read_text(path, name), name, overrides)
@@ -70,11 +71,15 @@ def parse_config(
     names of keys are read too. Raises ConfigError.
     """
     document = Document(text, file)
+    # Before the overrides, which come from the user of this version and must have its names.
     if former_names:
         _rename_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
-    tree = {key: value for key, value in document.tree.items() if value is not None}
+    tree = {}
+    for key, value in document.tree.items():
+        if value is not None:
+            tree[key] = value
     run = tree.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", Path(file).stem)
@@ -104,6 +109,7 @@ def _rename_keys(tree: dict[str, Any]) -> None:
 def dump_config(config: Config) -> str:
     """Return the configuration as YAML that loads back equal."""
     tree = config.model_dump(mode="json")
+    # Unsorted, because the schema lists the keys in the order in which a reader needs them.
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
@@ -114,6 +120,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
     for error in errors:
         path, section = _locate(error["loc"])
         match error["type"]:
+            # YAML allows a number as a key, which pydantic reports as invalid.
             case "extra_forbidden" | "invalid_key":
                 document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
             case "missing":
@@ -135,6 +142,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
 
 def _unmet(alternatives: list[ErrorDetails]) -> str:
     """Return one sentence for a value that fits no alternative."""
+    # Pydantic's messages name the limits. Their beginning is replaced, because a problem begins with its key.
     wanted: list[str] = []
     names: list[str] = []
     for error in alternatives:
@@ -153,13 +161,15 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
         key = str(part)
         if key in UNION_MEMBERS:
             continue
+        # The tag of a union is in pydantic's path, although it is the value of the key `kind` and no key itself.
         of_this_kind = [member for member in members if key in get_args(_annotation(member, "kind"))]
         if of_this_kind and len(members) > 1:
             members = of_this_kind
             continue
         keys.append(key)
         section = members[0]
-        members = _sections(_annotation(section, key)) or members
+        # An index of a list is no key of a section, so the sections of the list stay.
+        members = kinds_in(_annotation(section, key)) or members
     return tuple(keys), section
 
 
@@ -168,25 +178,19 @@ def _annotation(section: type[Section], key: str) -> Any:
     return field and field.annotation
 
 
-def _sections(annotation: Any) -> list[type[Section]]:
-    """Return the sections at any depth of an annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    sections: list[type[Section]] = []
-    for part in get_args(annotation):
-        sections += _sections(part)
-    return sections
-
-
 def _shortened(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text
 
 
 def _instead(path: Keys) -> str:
     """Return the equivalent of another trainer's key, "" if unknown."""
     known = _INSTEAD.get(".".join(path))
-    return f"; {known}" if known else ""
+    if known is None:
+        return ""
+    return f"; {known}"
 
 
 def _suggestion(name: Any, valid: Iterable[str]) -> str:
@@ -196,4 +200,6 @@ def _suggestion(name: Any, valid: Iterable[str]) -> str:
 
 def _nearest(name: Any, names: list[str]) -> str:
     close = difflib.get_close_matches(str(name), names, 1)
-    return f"; nearest is {close[0]}" if close else ""
+    if not close:
+        return ""
+    return f"; nearest is {close[0]}"

@@ -85,6 +85,7 @@ class RunConfig(Section):
             num_train: number of training samples.
             ends: ends of the run before it was extended, oldest first.
         """
+        # Positions count from 0, so the last position of the run is one less than the number of its samples.
         return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
 
     def num_samples(self, num_train: int) -> int | None:
@@ -93,7 +94,9 @@ class RunConfig(Section):
         Returns None for a run counted in steps.
         """
         # A run counted in epochs ends with the last sample of the last epoch, so its last step may be short.
-        return None if self.steps else (self.epochs or 0) * num_train
+        if self.steps:
+            return None
+        return (self.epochs or 0) * num_train
 
 
 class ClusterConfig(Section):
@@ -165,6 +168,7 @@ class BatchConfig(Section):
 
         Further workers would have no microbatch.
         """
+        # An automatic size is not known yet, and may be as small as one sample.
         size = 1 if self.microbatch_size == "auto" else self.microbatch_size
         return -(-self.global_size // size)
 
@@ -207,6 +211,7 @@ class GptConfig(Section):
     @field_validator("num_heads")
     @classmethod
     def heads_divide_embed_dim(cls, num_heads: int, info: ValidationInfo) -> int:
+        # An `embed_dim` that is invalid itself is missing here. Any number divides 0, so there is no second error.
         embed_dim = info.data.get("embed_dim", 0)
         if embed_dim % num_heads:
             raise ValueError(f"must divide model.embed_dim ({embed_dim})")
@@ -355,7 +360,9 @@ class DataConfig(LoaderConfig):
     @property
     def held_out_fraction(self) -> float:
         """Return the share of the training data that is held out."""
-        return 0.0 if self.has_own_validation else self.validation_fraction
+        if self.has_own_validation:
+            return 0.0
+        return self.validation_fraction
 
     @property
     def has_own_validation(self) -> bool:
@@ -423,6 +430,7 @@ class GroupedConfig(OptimizerConfig):
 
 
 class AdamWConfig(GroupedConfig):
+    # These defaults are usual for language models. torch's own are a decay of 0.01 and betas of 0.9 and 0.999.
     kind: Literal["adamw"] = "adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """decoupled weight decay, applied to matrices only"""
@@ -454,6 +462,7 @@ class SgdConfig(GroupedConfig):
     @field_validator("nesterov")
     @classmethod
     def nesterov_needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
+        # torch would refuse this too, but only once workers have been started.
         if nesterov and not info.data.get("momentum"):
             raise ValueError("needs optimizer.momentum above 0")
         return nesterov
@@ -586,6 +595,7 @@ class DataParallelConfig(Section):
     kind: Literal["data_parallel"] = "data_parallel"
 
 
+# The defaults are those of torch's GradScaler.
 class LossScaleConfig(Section):
     initial: PositiveFloat = 65536.0
     """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
@@ -805,7 +815,17 @@ def _kind_of_validation(section: dict[str, Any]) -> str:
     """Return the default kind of a section `data.validation`."""
     if "target" in section:
         return "target"
-    return "held_out" if set(section) == {"collate"} else "text"
+    # A collate function alone names no data, so it is for the samples that are held out.
+    if set(section) == {"collate"}:
+        return "held_out"
+    return "text"
+
+
+def _with_kind(section: Any) -> Any:
+    """Return an item of a list of sections, with the kind of a target filled in."""
+    if isinstance(section, dict) and "target" in section:
+        return {"kind": "target", **section}
+    return section
 
 
 class Config(Section):
@@ -839,7 +859,11 @@ class Config(Section):
     @property
     def weights_digest_every(self) -> Every | None:
         """Return how often the ledger gets a digest of the weights, None for never."""
-        return self.logging.weights_digest_every or (Every(100, "steps") if self.run.exact else None)
+        every = self.logging.weights_digest_every
+        # The weights of two exact runs must be equal, so their ledgers get digests for `compare` by default.
+        if every is None and self.run.exact:
+            return Every(100, "steps")
+        return every
 
     @property
     def replica_size(self) -> int:
@@ -847,7 +871,10 @@ class Config(Section):
 
         The number of workers of a world is a multiple of it.
         """
-        return (isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size) or 1
+        if isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size is not None:
+            return self.parallel.shard_size
+        # Without a `shard_size` all workers of a world are one replica, so a world may have any size.
+        return 1
 
     def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
         """Return the possible sizes of a world within `bounds`.
@@ -865,6 +892,7 @@ class Config(Section):
     def targets(self) -> dict[str, str]:
         """Return the targets of the user's own code, by key."""
         found = {}
+        # A section with a target is itself a Target, but in `data` its parts may be targets too.
         for name, section in self:
             if isinstance(section, Target):
                 found[f"{name}.target"] = section.target
@@ -888,6 +916,7 @@ class Config(Section):
     @classmethod
     def kind_may_be_left_out(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in missing kinds: "target" for a target, else the default."""
+        # Pydantic selects the member of a union by its kind, so the kind must be there before the validation.
         complete = dict(tree)
         for name, field in cls.model_fields.items():
             section = tree.get(name)
@@ -899,14 +928,14 @@ class Config(Section):
             own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
             # Otherwise the model would be validated on samples of another size than its training samples, without an
             # error.
-            sizes = {name: data[name] for name in ("context_length", "image_size") if name in data}
-            complete["data"] = {**data, "validation": {**sizes, **own} if own["kind"] == data["kind"] else own}
+            if own["kind"] == data["kind"]:
+                for name in ("context_length", "image_size"):
+                    if name in data:
+                        own.setdefault(name, data[name])
+            complete["data"] = {**data, "validation": own}
         for name in _LISTS:
             if isinstance(tree.get(name), list):
-                complete[name] = []
-                for section in tree[name]:
-                    is_target = isinstance(section, dict) and "target" in section
-                    complete[name].append({"kind": "target", **section} if is_target else section)
+                complete[name] = list(map(_with_kind, tree[name]))
         return complete
 
     @field_validator("parallel")
@@ -919,6 +948,8 @@ class Config(Section):
     @field_validator("parallel", "precision", "compile")
     @classmethod
     def exact_sums_are_those_of_ddp(cls, section: Any, info: ValidationInfo) -> Any:
+        # A section that is invalid itself is missing from `info.data`. Its default takes its place here and below, so
+        # that one mistake does not cause a second error.
         if not info.data.get("run", RunConfig()).exact:
             return section
         if info.field_name == "parallel" and (not isinstance(section, DdpConfig) or section.reducer != "steadfast"):
@@ -981,6 +1012,7 @@ class Config(Section):
     @field_validator("data")
     @classmethod
     def data_context_fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        # A model or data of another kind may have no context at all.
         limit = getattr(info.data.get("model"), "context_length", None)
         found = getattr(data, "context_length", 0)
         if limit is not None and found > limit:
@@ -993,6 +1025,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def some_world_has_whole_replicas(self) -> Self:
+        # This rule needs the finished configuration, because `world_sizes` reads several sections.
         bounds = self.scaling.num_workers
         if not self.world_sizes(bounds):
             context = {"key": "parallel.shard_size", "bounds": list(bounds), "limit": self.batch.num_microbatches}

@@ -45,6 +45,7 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
         module = _import(name)
     except (Exception, SystemExit) as error:  # the import runs the user's code, which may be a script that exits
         raise _refusal(path, f'"{target}": {_why_not_imported(error, name, Path(here))}') from error
+    # Unlike `getattr`, an attrgetter follows dots, as in "module:Class.method".
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
@@ -109,6 +110,7 @@ def build_function(section: Target, path: str) -> Any:
 @contextmanager
 def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Register callables by name for `load_target` within the context."""
+    # The objects are removed at the end, because they may hold a model and a dataset in memory.
     _live.update(objects)
     try:
         yield
@@ -120,6 +122,8 @@ def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
     """Return why the import of the module `name` failed."""
     missing = error.name if isinstance(error, ImportError) else None
+    # Only a part of the target's own path means that the target is missing. Otherwise its module was found, and an
+    # import within the module has failed.
     if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
         return f"no module {missing} in {here} or among the installed packages{_hint(missing, here)}"
     return f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
@@ -131,6 +135,7 @@ def _place_of(error: BaseException, here: Path) -> str:
     Returns "" if no line of the traceback is in `here`.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    # A file that cannot be parsed has no frame in the traceback.
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno or 0))
     for file, line in reversed(places):

@@ -20,9 +20,11 @@ def taken_variables(cluster: ClusterConfig, environment: Mapping[str, str]) -> d
         ConfigError: the configuration names a variable that the command's environment lacks.
     """
     taken: dict[str, str] = {}
+    # A variable that cluster.env names is not taken by its prefix, because a value there has precedence.
     for name, value in environment.items():
         if name.startswith(cluster.env_prefixes) and name not in cluster.env:
             taken[name] = value
+    # All missing variables are reported at once, so that the user need not try again for each of them.
     problems: list[Problem] = []
     for name, given in cluster.env.items():
         if given is not None:

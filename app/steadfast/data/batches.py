@@ -29,7 +29,9 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         kind = getattr(self.kind, "__name__", str(self.kind)).removeprefix("torch.")
-        return f"{self.name + ': ' if self.name else ''}{kind} {self.shape}"
+        if not self.name:
+            return f"{kind} {self.shape}"
+        return f"{self.name}: {kind} {self.shape}"
 
 
 def stack(samples: Sequence[Any]) -> Batch:
@@ -39,7 +41,10 @@ def stack(samples: Sequence[Any]) -> Batch:
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        return {key: stack([sample[key] for sample in samples]) for key in first}
+        stacked = {}
+        for key in first:
+            stacked[key] = stack([sample[key] for sample in samples])
+        return stacked
     if _has_parts(first):
         return _like(first, list(map(stack, zip(*map(_parts, samples), strict=True))))
     if isinstance(first, list):  # numbers in a list, which is how datasets store tokens
@@ -86,9 +91,10 @@ def layout_of(sample: Any, name: str = "") -> list[Leaf]:
     if isinstance(sample, Mapping):
         return _layout_of(sample.items(), name)
     if is_dataclass(sample):
-        return _layout_of([(field.name, getattr(sample, field.name)) for field in fields(sample)], name)
+        return _layout_of(zip(_field_names(sample), _parts(sample), strict=True), name)
     if _has_parts(sample):
         return _layout_of([("", part) for part in sample], name)
+    # `stack` makes a tensor of a list of numbers, so its length is a part of the layout.
     if isinstance(sample, list):
         sample = np.asarray(sample)
     return [Leaf(name, getattr(sample, "dtype", type(sample)), tuple(getattr(sample, "shape", ())))]
@@ -97,16 +103,16 @@ def layout_of(sample: Any, name: str = "") -> list[Leaf]:
 def _layout_of(items: Any, outer: str) -> list[Leaf]:
     leaves: list[Leaf] = []
     for key, value in items:
-        name = f"{outer}.{key}" if outer and key != "" else f"{outer}{key}"
+        name = f"{outer}{key}"
+        if outer and key != "":
+            name = f"{outer}.{key}"
         leaves += layout_of(value, name)
     return leaves
 
 
 def _has_parts(sample: Any) -> bool:
-    """Return whether a sample is a tuple, a dataclass or a list of objects.
-
-    A list of numbers is one value, because datasets store tokens in lists.
-    """
+    """Return whether a sample is a tuple, a dataclass or a list of objects."""
+    # A list of numbers is one value, because datasets store tokens in lists.
     if isinstance(sample, list):
         return not all(isinstance(part, float | int) for part in sample)
     return isinstance(sample, tuple) or (is_dataclass(sample) and not isinstance(sample, type))
@@ -114,16 +120,19 @@ def _has_parts(sample: Any) -> bool:
 
 def _parts(container: Any) -> Sequence[Any]:
     if is_dataclass(container):
-        return [getattr(container, field.name) for field in fields(container)]
+        return [getattr(container, name) for name in _field_names(container)]
     parts: Sequence[Any] = container
     return parts
+
+
+def _field_names(container: Any) -> list[str]:
+    return [field.name for field in fields(container)]
 
 
 def _like(container: Any, parts: list[Any]) -> Any:
     """Return a container of the same type with the given parts."""
     if is_dataclass(container) and not isinstance(container, type):
-        names = [field.name for field in fields(container)]
-        return type(container)(**dict(zip(names, parts, strict=True)))
+        return type(container)(**dict(zip(_field_names(container), parts, strict=True)))
     # A named tuple takes its parts as separate arguments, unlike a tuple.
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*parts)

@@ -1,6 +1,7 @@
 """Copy batches to the device of the computation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,9 +24,12 @@ def build_copies(device: torch.device, dtype: torch.dtype) -> Copies:
 
     def copy(tensor: Tensor) -> Tensor:
         # With pinned memory, which loaders use for a GPU, the host does not wait for the copy.
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        wanted = dtype if tensor.is_floating_point() else None
+        return tensor.to(device, wanted, non_blocking=True)
 
-    return StreamCopies(device, copy) if device.type == "cuda" else lambda batch: map_tensors(copy, batch)
+    if device.type == "cuda":
+        return StreamCopies(device, copy)
+    return partial(map_tensors, copy)
 
 
 class StreamCopies:

@@ -70,6 +70,7 @@ class _TokenWindows:
             needed = f"context_length {context_length} needs {context_length + 1}"
             raise DataError(f"{source!r} holds {len(tokens)} tokens; {needed}")
         self.tokens = tokens
+        # Each token but the first of a window is a target, and adds one to the loss count.
         self.units_per_sample = context_length
         self._offsets = np.arange(context_length + 1)
 
@@ -82,10 +83,8 @@ class _TokenWindows:
         return inputs[0], targets[0]
 
     def read_batch(self, ids: NDArray[np.int64]) -> Sample:
-        """Return (inputs, targets), each int64 (len(ids), context_length).
-
-        One gather reads all windows, so nothing has to be stacked.
-        """
+        """Return (inputs, targets), each int64 (len(ids), context_length)."""
+        # One gather reads all windows, so nothing has to be stacked.
         places = ids[:, None] * self.units_per_sample + self._offsets  # (ids, context + 1)
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -45,17 +45,13 @@ class Fetched(NamedTuple):
 
 
 class Loader:
-    """Fetch training microbatches ahead, and validation microbatches on demand.
-
-    One DataLoader fetches training microbatches. Validation is rare, so its microbatches are fetched in place.
-    """
+    """Fetch training microbatches ahead, and validation microbatches on demand."""
 
     def __init__(
         self,
         dataset: Dataset,
         order: SampleOrder,
         config: DataConfig,
-        seed: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -65,17 +61,20 @@ class Loader:
         """
         self._copies = build_copies(device, dtype)
         self._collate = build_collate(config, "data.collate", dataset)
-        self._train = _Microbatches(dataset, order.train, seed, self._collate, "data.collate", order.num_train)
+        train = _Stream(order.train, order.num_train, order.seed)
+        self._train = _Microbatches(dataset, train, self._collate, "data.collate")
         # The seed is that of the training data, so that two parts of one `random_split` do not overlap.
-        with own_randomness(seed):
+        with own_randomness(order.seed):
             held_out = build_validation(config, dataset)
-        self.num_validation = len(held_out) if config.has_own_validation else order.num_validation
-        ids = _as_they_are if config.has_own_validation else order.validation
+        self.num_validation = order.num_validation
+        ids = order.validation
+        if config.has_own_validation:
+            self.num_validation = len(held_out)
+            ids = _as_they_are
+        # Without validation samples an epoch has no length to divide by, so its length is at least 1.
+        validation = _Stream(ids, max(1, self.num_validation), order.seed)
         self._validation_collate = build_collate(config.validation, _VALIDATION_COLLATE, held_out)
-        epoch_length = max(1, self.num_validation)
-        self._validation = _Microbatches(
-            held_out, ids, seed, self._validation_collate, _VALIDATION_COLLATE, epoch_length
-        )
+        self._validation = _Microbatches(held_out, validation, self._validation_collate, _VALIDATION_COLLATE)
         self._sampler = _Sampler()
         on_gpu = device.type == "cuda"
         num_workers = num_loader_processes(config, on_gpu)
@@ -108,17 +107,19 @@ class Loader:
 
         Raises DataError if samples cannot be batched.
         """
+        # Validation is rare, so it has no loader processes of its own.
         return self._fetch_in_place(self._validation, microbatches)
 
     def check_validation(self, size: int) -> None:
         """Check that validation samples can be stacked without a collate function.
 
         The check is needed if only training has a function that makes batches. It reads one microbatch of `size`
-        samples of training and validation. Without the check the run would fail at its first validation.
+        samples of training and validation.
 
         Raises:
             DataError: the samples cannot be stacked, or lack entries that training batches have by name.
         """
+        # Without the check the run would fail at its first validation, perhaps after hours.
         if self._collate is None or self._validation_collate is not None or not self.num_validation:
             return
         # At least two samples are read, because a single sample can always be stacked.
@@ -128,11 +129,14 @@ class Loader:
         batch = self.example(size)
         if not isinstance(batch, Mapping):
             return
-        names = set(fetched.batch) if isinstance(fetched.batch, Mapping) else set()
-        if missing := sorted(map(str, set(batch) - names)):
+        missing = set(batch)
+        if isinstance(fetched.batch, Mapping):
+            missing -= set(fetched.batch)
+        if missing:
+            names = ", ".join(sorted(map(str, missing)))
             raise DataError(
                 f"{_VALIDATION_COLLATE} is missing, and data.collate is for training only: stacked validation samples "
-                f"lack {', '.join(missing)}, which training batches have. Name a function that makes batches, or "
+                f"lack {names}, which training batches have. Name a function that makes batches, or "
                 "torch.utils.data:default_collate if stacked samples are right"
             )
 
@@ -149,10 +153,8 @@ class Loader:
         return fetched
 
     def digest(self, start: int, stop: int) -> int:
-        """Return the samples digest of training positions [start, stop).
-
-        The digest follows from the order alone, so nothing is fetched.
-        """
+        """Return the samples digest of training positions [start, stop)."""
+        # The digest follows from the order alone, so nothing is fetched.
         return self._train.digest(start, stop)
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -195,31 +197,29 @@ class _Sampler:
         return self.microbatches
 
 
+class _Stream(NamedTuple):
+    """Endless stream of positions in a dataset."""
+
+    ids: Callable[[Int64s], Int64s]  # maps positions to samples
+    epoch_length: int  # positions of an epoch
+    seed: int  # of the samples' random numbers
+
+
 class _Microbatches:
     """Dataset indexed by microbatch.
 
     The DataLoader reads from this dataset, and its processes hold a copy.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        ids: Callable[[Int64s], Int64s],
-        seed: int,
-        collate: Collate | None,
-        key: str,
-        epoch_length: int,
-    ) -> None:
-        """Read the samples that `ids` names.
+    def __init__(self, dataset: Dataset, stream: _Stream, collate: Collate | None, key: str) -> None:
+        """Read the samples of a stream.
 
         `key` is the configuration key of `collate`, for messages.
         """
         self._dataset = dataset
-        self._ids = ids
-        self._seed = seed
+        self._stream = stream
         self._collate = collate
         self._key = key
-        self._epoch_length = epoch_length
         self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
@@ -228,9 +228,10 @@ class _Microbatches:
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
         try:
             ids, keys = self._ordered(microbatch.start, microbatch.stop)
-            batch = (
-                self._read_batch(ids) if self._read_batch else self._read(microbatch.start, ids.tolist(), keys.tolist())
-            )
+            if self._read_batch:
+                batch = self._read_batch(ids)
+            else:
+                batch = self._read(microbatch.start, ids.tolist(), keys.tolist())
         except DataError as error:
             # The error is returned, because raised in a loader process its message would be buried in that process's
             # traceback.
@@ -238,6 +239,7 @@ class _Microbatches:
         except SystemExit as error:
             # SystemExit would end a loader process without reporting the exception.
             raise as_exception(error) from None
+        # The samples of a pad are counted in a microbatch with a weight.
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
         return Fetched(microbatch, batch, len(ids), int(keys.sum()))
@@ -254,11 +256,11 @@ class _Microbatches:
     def not_finite(self, start: int, stop: int) -> list[int]:
         ids, keys = self._ordered(start, stop)
         found = []
+        # Each sample is read alone, because a batch does not show which of its samples holds the number.
         for position, (index, key) in enumerate(zip(ids.tolist(), keys.tolist(), strict=True), start):
             with contextlib.suppress(Exception):  # a sample that raises is not reported here
                 sample = self._sample(position, index, key)
-                numbers = [torch.as_tensor(number) for number in tensors_of(stack([sample]))]
-                if not all(bool(number.isfinite().all()) for number in numbers):
+                if not all(bool(tensor.isfinite().all()) for tensor in tensors_of(stack([sample]))):
                     found.append(index)
         return found
 
@@ -269,8 +271,8 @@ class _Microbatches:
             # The window begins before `start`, because a pad repeats the first position of its step.
             first = max(0, start - _WINDOW)
             positions = np.arange(first, max(stop, start + _WINDOW))
-            ids = self._ids(positions)
-            keys = sample_keys(ids, positions, self._seed)
+            ids = self._stream.ids(positions)
+            keys = sample_keys(ids, positions, self._stream.seed)
             self._window = (first, ids, keys)
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
@@ -289,14 +291,14 @@ class _Microbatches:
 
     def _sample(self, position: int, index: int, key: int) -> Any:
         if self._set_epoch is not None:
-            self._set_epoch(position // self._epoch_length)
+            self._set_epoch(position // self._stream.epoch_length)
         with own_randomness(key):
             return self._dataset[index]
 
     def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
         for index, sample in zip(ids, samples, strict=True):
             layout = layout_of(sample)
-            if not any(isinstance(leaf.kind, torch.dtype | np.dtype) or leaf.kind in (int, float) for leaf in layout):
+            if not any(map(_is_numeric, layout)):
                 raise DataError(f"sample {index} is {sample!r:.80}, expected tensors, arrays or numbers")
             if not self._layout:
                 # The first sample that this process reads defines the layout of all samples.
@@ -305,6 +307,10 @@ class _Microbatches:
                 expected = f"expected {_in_words(self._layout)} as in the samples before it"
                 remedy = f"For samples of different sizes name a function that pads the samples as {self._key}"
                 raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")
+
+
+def _is_numeric(leaf: Leaf) -> bool:
+    return isinstance(leaf.kind, torch.dtype | np.dtype) or leaf.kind in (int, float)
 
 
 def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
@@ -323,6 +329,7 @@ def _data_loader(
 ) -> DataLoader[Fetched | DataError]:
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # a DataLoader needs only __getitem__
+        # An item of the dataset is already a whole microbatch, so the DataLoader makes no batches of its own.
         batch_size=None,
         sampler=sampler,
         collate_fn=_unchanged,

@@ -113,6 +113,7 @@ class SampleOrder:
     """Split into training and validation samples, with the order of each."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int) -> None:
+        self.seed = seed
         num_validation = 0
         if validation_fraction > 0:
             num_validation = max(1, round(num_samples * validation_fraction))
@@ -150,14 +151,13 @@ class OwnOrder(SampleOrder):
         `name` is the order's name in errors. Raises DataError if the order cannot be used.
         """
         super().__init__(num_samples, validation_fraction, seed)
-        self._seed = seed
         self._order = order
         self._name = name
         self._try_out()
 
     def train(self, positions: Int64s) -> Int64s:
         epoch, place = np.divmod(positions, self.num_train)
-        ids = np.asarray(self._order(self._seed, epoch, place, self.num_train))
+        ids = np.asarray(self._order(self.seed, epoch, place, self.num_train))
         if ids.shape != positions.shape or ids.dtype.kind not in "iu":
             self._refuse(
                 f"returned {ids.dtype} {ids.shape} for {len(positions)} positions; expected int64 {positions.shape}"
@@ -174,12 +174,11 @@ class OwnOrder(SampleOrder):
         return self.num_train + positions % self.num_validation
 
     def _try_out(self) -> None:
-        """Check that the order is a pure function, element by element.
-
-        The test uses positions around the end of an epoch.
-        """
+        """Check that the order is a pure function, element by element."""
+        # Around the end of an epoch the test also finds an order that takes all positions of a call for one epoch.
         positions = np.arange(max(0, self.num_train - _NUM_TRIED // 2), self.num_train + _NUM_TRIED // 2)
         found = self.train(positions)
+        # The second time the parts come in the other order, in which a function with a memory returns other samples.
         half = len(positions) // 2
         parts = np.concatenate([self.train(positions[half:]), self.train(positions[:half])])
         differ = np.flatnonzero(np.roll(parts, half) != found)
@@ -244,10 +243,8 @@ def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
 
 
 def keyed_hash(*words: int) -> int:
-    """Return a 64-bit hash of integers that is the same on every machine.
-
-    Python's own hash differs between processes.
-    """
+    """Return a 64-bit hash of integers that is the same on every machine."""
+    # Python does not promise that its own hash stays the same in another version.
     key = 0
     for word in words:
         key = (key + word + int(_GOLDEN_GAMMA)) & _WORD_MASK

@@ -39,12 +39,13 @@ def split(fetched: Fetched, forward_size: int | None, num_parts: int) -> Iterato
     _check_is_cut_by_sample(fetched.batch, num_samples)
     for number in range(num_parts):
         start = number * forward_size
-        counts = start < num_samples
-        if not counts:
+        weight = microbatch.weight
+        if start >= num_samples:
+            # All ranks must run as many forwards, because a forward or backward may contain collectives.
             start = 0
+            weight = 0
         stop = min(start + forward_size, num_samples)
         size = stop - start
-        weight = microbatch.weight if counts else 0
         rows = rows_of(fetched.batch, range(start, stop), num_samples)
         yield Part(microbatch._replace(weight=weight), rows, start, size, size / num_samples, weight)
 
@@ -57,7 +58,8 @@ def rows_of(batch: Batch, indices: Sequence[int], num_samples: int) -> Batch:
     Args:
         num_samples: number of samples in the batch. A list with as many values that are no tensors is cut too.
     """
-    if isinstance(batch, list) and len(batch) == num_samples and not any(True for _ in tensors_of(batch)):
+    # `stack` makes a list of values that are no tensors, such as texts, with one value for each sample.
+    if isinstance(batch, list) and len(batch) == num_samples and next(tensors_of(batch), None) is None:
         return [batch[index] for index in indices]
     if isinstance(batch, Mapping):
         return {key: rows_of(value, indices, num_samples) for key, value in batch.items()}

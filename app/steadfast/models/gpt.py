@@ -108,7 +108,7 @@ class Gpt(nn.Module):
         config = self.config
         # A token costs 6 FLOPs per parameter, except for the lookup of embeddings. Attention is counted without its
         # mask.
-        num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        num_parameters = sum(map(torch.numel, self.parameters()))
         num_parameters -= self.embed.weight.numel() + self.position.weight.numel()
         attention = 12 * config.num_layers * config.embed_dim * config.context_length
         return config.context_length * (6 * num_parameters + attention)
@@ -119,6 +119,7 @@ class Gpt(nn.Module):
 
         `generator` is a CPU generator, and `temperature` is above 0.
         """
+        # Dropout would otherwise change the text, and draw from the training's generators.
         was_training = self.training
         self.eval()
         text = prompt

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from steadfast.config import MlpConfig
@@ -29,4 +30,4 @@ class Mlp(nn.Module):
 
     def flops_per_sample(self) -> int:
         """Return the training FLOPs of a sample: 6 per parameter."""
-        return 6 * sum(parameter.numel() for parameter in self.parameters())
+        return 6 * sum(map(torch.numel, self.parameters()))

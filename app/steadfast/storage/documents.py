@@ -27,17 +27,15 @@ def read_document(store: Store, name: str) -> bytes:
 
 
 def json_line(value: Any) -> str:
-    """Return JSON in one line.
-
-    JSON has no NaN or infinities, so null takes their place.
-    """
+    """Return JSON in one line, with null for NaN and infinities."""
+    # Python would write NaN, which is no JSON and which other programs refuse.
     return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
     match value:
-        case float():
-            return value if math.isfinite(value) else None
+        case float() if not math.isfinite(value):
+            return None
         case dict():
             return {key: _finite(each) for key, each in value.items()}
         case list() | tuple():
@@ -51,4 +49,7 @@ def read_json(store: Store, name: str) -> dict[str, Any] | None:
         value = json.loads(read_document(store, name))
     except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    # Other values were not written by this program.
+    if not isinstance(value, dict):
+        return None
+    return value

@@ -123,6 +123,7 @@ def read_blocks(store: Store, name: str) -> Iterator[bytes]:
         start = 0
         rest = b""
         too_long = False  # whether `data` begins within a line that is too long
+        # A stream without a line may have no file yet.
         with contextlib.suppress(FileNotFoundError):
             while data := store.read(part, start, _BLOCK_BYTES):
                 start += len(data)
@@ -185,6 +186,7 @@ def _parts(store: Store, name: str) -> list[str]:
 
 
 def _encode(lines: Iterable[Line]) -> bytes:
+    # The ledger has a line for every step of a run, so spaces are left out.
     return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
 
 

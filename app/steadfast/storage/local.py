@@ -53,6 +53,7 @@ class LocalStore:
                         part = part[file.write(part) :]
                 os.fsync(file.fileno())
         except BaseException:
+            # A part of a file is of no use, and a disk that is full needs its room.
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
@@ -61,7 +62,8 @@ class LocalStore:
         path = self.path / name
         # The name has host and process, because several processes may commit the same file at once.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-        self._write(str(temporary.relative_to(self.path)), [data], 0o600 if private else 0o666)
+        mode = 0o600 if private else 0o666
+        self._write(str(temporary.relative_to(self.path)), [data], mode)
         try:
             temporary.replace(path)
         except OSError:

@@ -70,6 +70,7 @@ class Task(Protocol):
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the losses of tokens: logits (tokens, vocab), targets int64 (tokens,)."""
+    # A sum, because microbatches with few unmasked tokens would count too much in a mean of means.
     return F.cross_entropy(_full_precision(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -92,13 +93,14 @@ class LanguageModeling:
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum the losses of the tokens in a batch.
 
-        Inputs and targets are int64 (microbatch, context). In a mapping, `labels` are aligned with their tokens, and
-        each label is predicted from the tokens before it.
+        Inputs and targets are int64 (microbatch, context). In a mapping, each of the `labels` is predicted from the
+        tokens before it.
         """
         if self._chunk_tokens is not None:
             return self._loss_in_chunks(model, batch, self._chunk_tokens)
         inputs, targets = _parts(batch)
         logits = _called(model, inputs)
+        # Labels in a mapping are aligned with their tokens, but the logits at a token are for the next one.
         if isinstance(batch, Mapping):
             logits, targets = logits[:, :-1], targets[:, 1:]
         return Sums(self.summed_loss(logits.flatten(0, 1), targets.flatten()), (targets != IGNORED).sum())
@@ -162,6 +164,7 @@ class Classification:
         """Sum the losses of the samples in a batch; targets are int64 (microbatch,)."""
         logits, targets = _forward(model, batch)
         loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        # The number stays on the device, because reading it would make the host wait in every step.
         num_correct = (logits.argmax(-1) == targets).sum()
         return Sums(loss_sum, len(targets), {"accuracy": num_correct})
 
@@ -216,15 +219,20 @@ def _parts(batch: Batch) -> tuple[Any, Tensor]:
             raise DataError(
                 f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own may work without labels"
             )
-        targets = batch["labels"]
-        # Names and other texts of a sample are not passed to the model.
-        return {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}, targets
+        named: dict[str, Tensor] = {}
+        for name, part in batch.items():
+            # Names and other texts of a sample are not passed to the model. With the labels, a model of Hugging Face
+            # would compute a mean loss of its own.
+            if name != "labels" and isinstance(part, Tensor):
+                named[name] = part
+        return named, batch["labels"]
     inputs, targets = batch
     return inputs, targets
 
 
 def _called(model: nn.Module, inputs: Any) -> Tensor:
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    # A model of Hugging Face returns an object that holds its logits beside other tensors.
     logits: Tensor = getattr(outputs, "logits", outputs)
     return logits
 

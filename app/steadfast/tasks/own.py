@@ -32,7 +32,8 @@ class OwnTask:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "_task":  # not set yet, for example in a copy
+        # `copy` and `pickle` ask for attributes before `_task` is set, and looking for it here again would never end.
+        if attribute == "_task":
             raise AttributeError(attribute)
         return getattr(self._task, attribute)
 
@@ -53,6 +54,7 @@ class OwnTask:
         return self._checked(self._call("loss", model, batch))
 
     def _call(self, method: str, *args: Any) -> Any:
+        # A collective of user code could also wait for ever, because ranks have different numbers of microbatches.
         try:
             with no_collectives():
                 return getattr(self._task, method)(*args)
@@ -64,6 +66,7 @@ class OwnTask:
                 "loss from the task's own batch alone"
             ) from refused
         except RuntimeError as error:
+            # torch has no type of its own for this error, so the text of its message identifies it.
             if _MIXED not in str(error):
                 raise
             raise UsageError(
@@ -98,6 +101,7 @@ class GlobalTask(OwnTask):
         The tensors may be in tuples, mappings or dataclasses. Raises UsageError like `OwnTask.loss`.
         """
         embeddings = self._call("embed", model, batch)
+        # Integers carry no gradient, so without floating point tensors nothing would be trained.
         if not any(tensor.is_floating_point() for tensor in tensors_of(embeddings)):
             raise UsageError(
                 f"{self._name}.embed returned a {type(embeddings).__name__} without floating point tensors: return the "
@@ -134,6 +138,7 @@ def _takes(method: Any, num_arguments: int) -> bool:
     """Return whether a method accepts this number of positional arguments."""
     if not callable(method):
         return False
+    # A method may have further arguments with defaults, so its parameters are bound rather than counted.
     try:
         inspect.signature(method).bind(*[None] * num_arguments)
     except TypeError:
