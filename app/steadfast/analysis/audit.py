@@ -227,7 +227,7 @@ class _Auditor:
             CounterExample: a step up to the last one, or up to `ended_at`, is missing.
             UsageError: the run has no steps yet.
         """
-        # A run that has ended knows its last step. Otherwise nobody would notice missing lines at the end of the ledger.
+        # The summary of a run knows its last step. The ledger alone would not show that its last lines are missing.
         last = max([ended_at, *self._last.values()])
         if not last:
             raise UsageError(f"{self._directory.uri} has no steps yet, so there is nothing to audit")
@@ -344,7 +344,8 @@ class _Epochs:
 
     def _sum_of_training(self) -> int:
         """Return the sum of the hashes of all training samples."""
-        # The sum of all samples without the held-out ones. The order of an epoch, which is to be proved, is not used.
+        # All samples are summed, and the held-out ones subtracted. The order of an epoch, which is to be proved, is not
+        # used.
         total = 0
         for start in range(0, self._num_samples, _PIECE):
             total += int(self._hashes(np.arange(start, min(start + _PIECE, self._num_samples))).sum())

@@ -201,7 +201,7 @@ class HeldLines:
         for number in np.unique(steps // _CHUNK).tolist():
             here = steps // _CHUNK == number
             chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))
-            # A block may have several lines of a step. Of an assignment by indices only the last one would count.
+            # A block may have several lines of a step, and a plain indexed assignment would keep the last one only.
             np.maximum.at(chunk, steps[here] % _CHUNK, attempts[here])
         self.last = max(self.last, int(steps.max(initial=0)))
 

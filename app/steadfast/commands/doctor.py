@@ -46,10 +46,7 @@ def run(options: Namespace) -> int:
     if options.storage:
         overrides.append(f"run.storage={options.storage}")
     # The configuration is read before the command goes to a cluster, so that mistakes in it are reported at once.
-    if options.config:
-        config = load_config(options.config, overrides)
-    else:
-        config = parse_config("", overrides=overrides)
+    config = load_config(options.config, overrides) if options.config else parse_config("", overrides=overrides)
     if options.cluster:
         return run_on_cluster(options)
     return _check_machines(config, options)

@@ -18,7 +18,7 @@ from steadfast.units import printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from steadfast.checkpoint.shards import Read
+    from steadfast.storage import Read
 
 _FORMATS = ("safetensors", "pt", "hf")
 

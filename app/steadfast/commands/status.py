@@ -40,10 +40,7 @@ def run(options: Namespace) -> int:
         raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
     if options.cluster:
         return run_on_cluster(options)
-    if options.runs:
-        show = _one(options.runs[0], options.storage)
-    else:
-        show = _all(options.storage)
+    show = _one(options.runs[0], options.storage) if options.runs else _all(options.storage)
     if options.json:
         print(json_line(show(True)))
     elif options.watch:

@@ -190,7 +190,7 @@ class Inspectors:
         return answers
 
     def _dismiss(self, name: str, finding: Finding) -> None:
-        # A node is reported once. Without this, each further check would wait for it and report it again.
+        # A node is reported once. Every further check would wait for an inspector that hangs, and report it again.
         self.findings.append(finding)
         ray.kill(self._actors.pop(name))
 
@@ -414,8 +414,8 @@ def _start(store: Store, on_gpus: bool) -> Inspectors:
     start = {}
     for node in nodes:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        # An inspector takes no CPU, because Ray would not start it on a node whose CPUs a run has taken.
         num_gpus = int(on_gpus and node.gpus > 0)
+        # An inspector takes no CPU, because Ray would not start it on a node whose CPUs a run has taken.
         actor = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=here)(Inspector)
         start[node.name] = partial(actor.remote, node.name, head, store)
     return Inspectors(start)

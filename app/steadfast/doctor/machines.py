@@ -30,5 +30,5 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
         gpus = gpus_per_worker(config, address == EMBEDDED)
         yield from check_nodes(config.run.storage, on_gpus=gpus > 0)
     finally:
-        # Without this the processes of an embedded Ray would run until the end of the command.
+        # Without a shutdown the processes of an embedded Ray would run until the end of the command.
         ray.shutdown()

@@ -234,7 +234,7 @@ def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
         signs = plot.scatter("step", "y", size=11, marker="inverted_triangle", color="color", source=_source(rows))
         tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
         _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
-    legend = {}
+    legend: dict[str, str] = {}
     for kind, color in _MARKS.items():
         if kind in kinds:
             legend[kind] = color
