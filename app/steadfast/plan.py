@@ -21,7 +21,6 @@ sum).
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
 Shares = tuple[int, ...]  # number of microbatches of each rank in a step
@@ -63,7 +62,7 @@ class Amendments:
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Self:
         """Read the amendments from the result of `to_line`."""
-        return cls(frozenset(line["skip"]), tuple(End(*end) for end in line["ends"]), line["forward_size"])
+        return cls(frozenset(line["skip"]), tuple(map(End._make, line["ends"])), line["forward_size"])
 
     def to_line(self) -> dict[str, Any]:
         """Return the amendments as a JSON object."""
@@ -120,8 +119,12 @@ def fastest_shares(speeds: Sequence[float], num_microbatches: int, replica_size:
         # A row is the microbatches that a replica runs at once, one per rank.
         rows = fastest_shares(speeds, _ceil_div(num_microbatches, replica_size))
         sizes = [replica_size * num for num in rows]
+        # The grid may not fill its last row. The replica with the most rows gets the short one.
         sizes[sizes.index(max(sizes))] -= sum(sizes) - num_microbatches
-        return tuple(chain.from_iterable(even_shares(size, replica_size) for size in sizes))
+        shares_of_ranks: list[int] = []
+        for size in sizes:
+            shares_of_ranks += even_shares(size, replica_size)
+        return tuple(shares_of_ranks)
     if num_microbatches <= len(speeds):
         return even_shares(num_microbatches, len(speeds))
     # Every microbatch goes to the rank that would finish it first (D'Hondt's highest averages). Largest remainders
@@ -143,10 +146,14 @@ def largest_microbatch(global_size: int, num_workers: int, num_fitting: int) -> 
     Each worker must have a microbatch, and at most `num_fitting` samples fit.
     """
     limit = max(1, min(global_size // num_workers, num_fitting))
-    divisor = max(size for size in range(1, limit + 1) if global_size % size == 0)
-    # With a divisor no microbatch is short. But a prime number has no fitting divisor except 1, so a power of two may
-    # be better.
-    return divisor if 2 * divisor > limit else 1 << (limit.bit_length() - 1)
+    # With a divisor no microbatch is short.
+    divisor = limit
+    while global_size % divisor:
+        divisor -= 1
+    # But a prime number has no fitting divisor except 1, so a power of two may be better.
+    if 2 * divisor <= limit:
+        return 1 << (limit.bit_length() - 1)
+    return divisor
 
 
 @dataclass
@@ -175,15 +182,15 @@ class Plan:
         microbatch_size: int,
         world_size: int,
         replica_size: int = 1,
-        *,
         num_samples: int | None = None,
-        skip: frozenset[int] = frozenset(),
-        ends: tuple[End, ...] = (),
     ) -> Self:
         """Return a plan with even shares."""
-        num_microbatches = _ceil_div(global_size, microbatch_size)
-        shares = even_shares(num_microbatches, world_size)
-        return cls(global_size, microbatch_size, shares, replica_size, num_samples, skip, ends)
+        shares = even_shares(_ceil_div(global_size, microbatch_size), world_size)
+        return cls(global_size, microbatch_size, shares, replica_size, num_samples)
+
+    def amended(self, amendments: Amendments) -> Self:
+        """Return this plan with the run's skipped steps and earlier ends."""
+        return replace(self, skip=amendments.skip, ends=amendments.ends)
 
     def change(self, first_step: int, shares: Shares) -> None:
         """Change the shares from `first_step` on, on all ranks alike.
@@ -271,7 +278,9 @@ class Plan:
             if end.step == step:
                 return begin, end.position
         stop = begin + self.global_size
-        return begin, stop if self.num_samples is None else min(stop, self.num_samples)
+        if self.num_samples is not None:
+            stop = min(stop, self.num_samples)
+        return begin, stop
 
     def _microbatch(self, step: int, index: int) -> Microbatch:
         begin, end = self.positions(step)

@@ -16,7 +16,7 @@ from steadfast.config import Config, parse_config
 from steadfast.data.order import SampleOrder, build_order, samples_digest
 from steadfast.errors import ConfigError
 from steadfast.launch.resume import start_or_resume
-from steadfast.plan import End, Plan
+from steadfast.plan import Amendments, End, Plan
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
 from steadfast.run.ledger import Ledger, StepStats, StepTimes
@@ -61,7 +61,8 @@ class Written:
         skip = self.directory.amendments().skip
         end = self.config.run.num_samples(self._order.num_train)
         ends = self.directory.amendments().ends if ends is None else ends
-        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, 2, num_samples=end, skip=skip, ends=ends)
+        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, 2, num_samples=end)
+        plan = plan.amended(Amendments(skip, ends))
         with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
             for step in range(first, last + 1):
                 digest = self._digest(*plan.positions(step))

@@ -132,7 +132,7 @@ def test_of_a_long_run_few_points_are_kept() -> None:
 
 def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    config = parse_config("model: {kind: gpt}\ndata: {kind: text}")
+    config = parse_config("model: {kind: gpt}\ndata: {kind: text}").run
     with reported(config, directory, said.append):
         pass
     assert said == [f"report      {directory / REPORT}"]
@@ -140,7 +140,7 @@ def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: 
     with pytest.raises(TrainingError, match="as it was"), reported(config, directory, said.append):
         raise TrainingError("as it was")
     assert said[1:] == ["warning: no report.html: ZeroDivisionError: division by zero"]
-    off = config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
+    off = config.model_copy(update={"report": False})
     with reported(off, directory, said.append):
         pass
     assert len(said) == 2

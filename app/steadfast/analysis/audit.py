@@ -21,7 +21,8 @@ from steadfast.run.events import AttemptStarted, Rollback
 from steadfast.storage.jsonl import Line, decode, read_blocks
 
 _CHUNK = 2**20  # number of steps whose attempts are stored in one array
-_PIECE = 2**18  # number of samples ordered at once, so that memory does not grow with the global batch
+# Number of samples that are ordered at once. Otherwise memory would grow with the global batch.
+_PIECE = 2**18
 _LARGEST = 2**32  # larger than any step or attempt of a run
 
 
@@ -96,6 +97,7 @@ def _pieces(lines: list[Line], num_lines: int) -> Iterator[list[Line]]:
         # A truncated or foreign line counts as missing. The check for missing steps reports its step.
         if not (_is_count(line.get("step")) and _is_count(line.get("attempt"))):
             continue
+        # A piece lies within one chunk of steps, so that `_hold` can use a slice of one array.
         follows = piece and line["attempt"] == piece[-1]["attempt"] and line["step"] == piece[-1]["step"] + 1
         if piece and (not follows or len(piece) == num_lines or line["step"] % _CHUNK == 0):
             yield piece
@@ -119,10 +121,12 @@ class _Auditor:
         global_size = config.batch.global_size
         end = config.run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
-        # The microbatch size does not matter: the audit only asks for the samples of whole steps.
-        self._plan = Plan.even(global_size, global_size, 1, num_samples=end, ends=ends)
+        # Ranks and microbatches do not matter, because the audit only asks for the samples of whole steps.
+        self._plan = Plan(global_size, global_size, (1,), num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
-        self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends) if end else _LARGEST
+        self._num_steps = _LARGEST
+        if end:
+            self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends)
         # An order function of the user may read one sample several times in an epoch and skip another sample.
         once = not isinstance(config.data.order, Target)
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
@@ -151,20 +155,20 @@ class _Auditor:
         positions = np.arange(start, stop)
         ids = self._order.train(positions)
         keys = sample_keys(ids, positions, self._seed)
+        # The digest of a step is the sum of its samples' keys. `reduceat` wants the index of each step's first sample.
         counts = np.array([self._plan.num_samples_in(line["step"]) for line in lines])
         sums = np.add.reduceat(keys, np.cumsum(counts) - counts)
         for line, digest in zip(lines, sums.tolist(), strict=True):
             self._check(line, digest)
         self._last[attempt] = last
         self._num_lines += len(lines)
+        # A step that a later attempt did again has counted in its epoch already.
         new = np.repeat(self._hold(first, len(lines), attempt), counts)
         self._epochs.add(ids[new], positions[new])
 
     def _check_follows(self, step: int, attempt: int) -> None:
-        """Check that an attempt skips no step and repeats no step.
-
-        The first line of an attempt may come no later than the step after the state that the attempt restored.
-        """
+        """Check that an attempt skips no step and repeats no step."""
+        # An attempt may begin with an earlier step, but not after the step that follows its restored state.
         expected = self._last.get(attempt, self._first.get(attempt, step) - 1) + 1
         if attempt in self._last and step < expected:
             raise CounterExample(
@@ -178,15 +182,19 @@ class _Auditor:
         step, attempt = line["step"], line["attempt"]
         left_out_since = self._left_out.get(step, _LARGEST)
         skipped = bool(line.get("skipped"))
+        # The attempt of the rollback has still used the step.
         if skipped != (attempt > left_out_since):
             raise self._wrongly_skipped(line, left_out_since)
+        num_samples = self._plan.num_samples_in(step)
         if skipped:
             self._skipped[step] = attempt
+            # No sample was used, and the positions show which samples were left out.
+            num_samples = 0
         elif line.get("confirmed") is False:
             self._unconfirmed[step] = attempt
         else:
             self._num_reported += 1
-        _check_value(line, "num_samples", 0 if skipped else self._plan.num_samples_in(step), _OTHER_NUMBER)
+        _check_value(line, "num_samples", num_samples, _OTHER_NUMBER)
         if skipped:
             _check_value(line, "positions", list(self._plan.positions(step)), _SHIFTED)
         _check_value(line, "samples_digest", f"{digest:016x}", _OTHER_SAMPLES)
@@ -219,6 +227,7 @@ class _Auditor:
             CounterExample: a step up to the last one, or up to `ended_at`, is missing.
             UsageError: the run has no steps yet.
         """
+        # The summary of a run knows its last step. The ledger alone would not show that its last lines are missing.
         last = max([ended_at, *self._last.values()])
         if not last:
             raise UsageError(f"{self._directory.uri} has no steps yet, so there is nothing to audit")
@@ -281,6 +290,7 @@ def _left_out(directory: RunDirectory) -> dict[int, int]:
     """Return each left-out step with the attempt of its rollback."""
     since: dict[int, int] = {}
     for rollback in directory.events(Rollback):
+        # A step stays left out, so its first rollback counts.
         for step in rollback.steps:
             since.setdefault(step, rollback.attempt or 0)
     return since
@@ -318,6 +328,7 @@ class _Epochs:
         before, sum_before = self._begun.get(epoch, (0, 0))
         self._begun[epoch] = before + num_samples, (sum_before + hash_sum) % 2**64
         if before + num_samples == self._order.num_train:
+            # The sums of finished epochs are dropped, so that memory does not grow with the run.
             _, found = self._begun.pop(epoch)
             if self._once:
                 self._check(epoch, found)
@@ -333,6 +344,8 @@ class _Epochs:
 
     def _sum_of_training(self) -> int:
         """Return the sum of the hashes of all training samples."""
+        # All samples are summed, and the held-out ones subtracted. The order of an epoch, which is to be proved, is not
+        # used.
         total = 0
         for start in range(0, self._num_samples, _PIECE):
             total += int(self._hashes(np.arange(start, min(start + _PIECE, self._num_samples))).sum())
@@ -342,4 +355,5 @@ class _Epochs:
         return total % 2**64
 
     def _hashes(self, ids: Int64s) -> UInt64s:
+        # All samples are hashed as if at position 0, because their positions change from epoch to epoch.
         return sample_keys(ids, np.zeros_like(ids), self._seed)

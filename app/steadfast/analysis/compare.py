@@ -6,7 +6,7 @@ the speed may differ. Other workers or shares are reported, but do not count as 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,9 @@ class Comparison:
     def to_line(self) -> Line:
         """Return the result as a JSON object for scripts."""
         found = asdict(self) | {"last_steps": list(self.last_steps)}
-        keys = [{"key": each.key, "a": each.old, "b": each.new, "identity": each.identity} for each in self.changes]
+        keys = []
+        for each in self.changes:
+            keys.append({"key": each.key, "a": each.old, "b": each.new, "identity": each.identity})
         return {"same": self.first is None, **found, "changes": keys}
 
     def add(self, step: int, lines: tuple[Line | None, Line | None]) -> None:
@@ -101,9 +103,11 @@ class Comparison:
         self.steps += 1
         if self.shared_otherwise is None and _shared(ours) != _shared(theirs):
             self.shared_otherwise = step
-        is_confirmed = not any(line.get("confirmed") is False for line in (ours, theirs))
+        # A line has this key only if the results of its step were lost.
+        is_confirmed = ours.get("confirmed") is not False and theirs.get("confirmed") is not False
         self.unconfirmed += not is_confirmed
         values = _samples(ours, theirs)
+        # Whether gradients overflowed was lost together with the other results.
         if is_confirmed:
             values |= _flag("overflow", ours, theirs)
         self._add_loss(step, (ours.get("loss"), theirs.get("loss")), values)
@@ -127,6 +131,7 @@ class Comparison:
             self.rounded_since = step
 
     def _add_weights(self, step: int, digests: Both, values: dict[str, Both]) -> None:
+        # The runs may have recorded their digests at different steps.
         if not all(digests):
             return
         self.weights += 1
@@ -157,12 +162,17 @@ def compare(one: RunDirectory, other: RunDirectory) -> Comparison:
         come = f"{one.uri} has reached step {found.last_steps[0]}, {other.uri} step {found.last_steps[1]}"
         raise UsageError(f"no step is in both ledgers, so there is nothing to compare: {come}")
     found.ends = _ends(one, other)
-    parted = {name: both for name, both in found.ends.items() if both[0] != both[1]}
+    parted = {}
+    for name, both in found.ends.items():
+        if both[0] != both[1]:
+            parted[name] = both
+    # Digests of the final states are in no ledger line, so they count after the last step.
     if parted and found.first is None:
         found.first = Difference(min(found.last_steps), parted, (_ran(last_lines[0]), _ran(last_lines[1])))
+    # Only the first difference needs its nodes, and reading them goes through all events of a run.
     if found.first is not None:
         ours, theirs = found.first.ran
-        found.first = Difference(found.first.step, found.first.values, (_on_nodes(one, ours), _on_nodes(other, theirs)))
+        found.first = replace(found.first, ran=(_on_nodes(one, ours), _on_nodes(other, theirs)))
     found.changes = _changes(one, other)
     return found
 
@@ -191,6 +201,7 @@ class HeldLines:
         for number in np.unique(steps // _CHUNK).tolist():
             here = steps // _CHUNK == number
             chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))
+            # A block may have several lines of a step, and a plain indexed assignment would keep the last one only.
             np.maximum.at(chunk, steps[here] % _CHUNK, attempts[here])
         self.last = max(self.last, int(steps.max(initial=0)))
 
@@ -214,6 +225,7 @@ class HeldLines:
 
     def _holds(self, line: Line) -> bool:
         step, attempt = line.get("step"), line.get("attempt")
+        # `isinstance` would accept true and false, which JSON may contain.
         if type(step) is not int or type(attempt) is not int:
             return False
         chunk = self._attempts.get(step // _CHUNK)
@@ -228,22 +240,39 @@ def relative_difference(one: float, other: float) -> float:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     relative = abs(one - other) / max(abs(one), abs(other))
-    return math.inf if math.isnan(relative) else relative
+    # Infinity divided by infinity is NaN too, and every comparison with NaN would be false.
+    if math.isnan(relative):
+        return math.inf
+    return relative
 
 
 def _paired(ledgers: tuple[HeldLines, HeldLines], last: int) -> Iterator[tuple[int, tuple[Line | None, Line | None]]]:
     """Yield each step up to `last` with its line in each ledger."""
     streams = iter(ledgers[0]), iter(ledgers[1])
-    heads = [next(stream, None) for stream in streams]
-    while steps := [head["step"] for head in heads if head is not None]:
-        step = min(steps)
+    # The line of each ledger that is to be yielded next, None at its end.
+    ours, theirs = next(streams[0], None), next(streams[1], None)
+    while True:
+        our_step, their_step = _step(ours), _step(theirs)
+        step = min(our_step, their_step)
         if step > last:
             return
-        ours, theirs = (head if head is not None and head["step"] == step else None for head in heads)
-        yield step, (ours, theirs)
-        for index, line in enumerate((ours, theirs)):
-            if line is not None:
-                heads[index] = next(streams[index], None)
+        # A step may be in one ledger only. The other ledger's line then waits for its own step.
+        if our_step > their_step:
+            yield step, (None, theirs)
+        elif our_step < their_step:
+            yield step, (ours, None)
+        else:
+            yield step, (ours, theirs)
+        if our_step == step:
+            ours = next(streams[0], None)
+        if their_step == step:
+            theirs = next(streams[1], None)
+
+
+def _step(line: Line | None) -> int:
+    if line is None:
+        return _LARGEST
+    return int(line["step"])
 
 
 def _samples(ours: Line, theirs: Line) -> dict[str, Both]:
@@ -268,7 +297,9 @@ def _shared(line: Line) -> Both:
 
 
 def _ran(line: Line | None) -> Ran | None:
-    return Ran(line["attempt"], line.get("world_size"), line.get("shares"), None) if line else None
+    if line is None:
+        return None
+    return Ran(line["attempt"], line.get("world_size"), line.get("shares"), None)
 
 
 def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:
@@ -278,7 +309,7 @@ def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:
     for event in directory.events(AttemptStarted):
         if event.attempt == ran.attempt and event.nodes is not None:
             nodes = {node: list(ranks) for node, ranks in event.nodes.items()}
-            return Ran(ran.attempt, ran.world_size, ran.shares, nodes)
+            return replace(ran, nodes=nodes)
     return ran
 
 
@@ -287,7 +318,11 @@ def _ends(one: RunDirectory, other: RunDirectory) -> dict[str, Both]:
     ours, theirs = one.summary(), other.summary()
     if ours is None or theirs is None or ours["step"] != theirs["step"]:
         return {}
-    return {name: (ours[name], theirs[name]) for name in ours if name.endswith("_sha256") and name in theirs}
+    ends = {}
+    for name in ours:
+        if name.endswith("_sha256") and name in theirs:
+            ends[name] = ours[name], theirs[name]
+    return ends
 
 
 def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:

@@ -99,12 +99,14 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
         kinds.setdefault((size > 1, max_share > 1), []).append(size)
     found: dict[int, Needed] = {}
     for (_, accumulates), sizes in kinds.items():
-        sharing = {size: size_of_replica(config.parallel, size) for size in sizes}
         ends: dict[int, Needed] = {}
-        for ranks in {sharing[sizes[0]], sharing[sizes[-1]]}:
-            ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
-        for size, ranks in sharing.items():
-            found[size] = _between(ends, ranks)
+        # Two simulations are enough, because the worlds between them are interpolated.
+        for size in (sizes[0], sizes[-1]):
+            ranks = size_of_replica(config.parallel, size)
+            if ranks not in ends:
+                ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
+        for size in sizes:
+            found[size] = _between(ends, size_of_replica(config.parallel, size))
     return found
 
 
@@ -119,7 +121,9 @@ def _between(ends: Mapping[int, Needed], size: int) -> Needed:
         return ends[size]
     first, last = sorted(ends)
     weight = (1 / size - 1 / last) / (1 / first - 1 / last)
-    on_line = [round(end + weight * (begin - end)) for begin, end in zip(ends[first], ends[last], strict=True)]
+    on_line = []
+    for begin, end in zip(ends[first], ends[last], strict=True):
+        on_line.append(round(end + weight * (begin - end)))
     return Needed(*on_line)
 
 
@@ -154,22 +158,29 @@ def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_si
             trained = [param for param in model.parameters() if param.requires_grad]
             _create_state(optimizer, trained)
             parallel.clear_gradients(optimizer)
-            for last in (False, True) if accumulates else (True,):
+            microbatches = (False, True) if accumulates else (True,)
+            for last in microbatches:
                 with fake, parallel.synchronize(model, last):
                     with precision.autocast():
                         loss_sum = task.loss(model, batch).loss_sum
                     precision.backward(loss_sum)
                     del loss_sum
-        state = [value for values in optimizer.state.values() for value in values.values()]
+        state: list[Tensor] = []
+        for values in optimizer.state.values():
+            # An optimizer may also keep plain numbers, such as a count of steps.
+            state += [value for value in values.values() if isinstance(value, Tensor)]
         parameters = _num_bytes([*model.parameters(), *model.buffers()])
         gradients = _num_bytes(trained)
-        held = _num_bytes(each for each in state if isinstance(each, Tensor))
-        on_host = gradients + held + _num_bytes(model.parameters()) if parallel.offloads else 0
+        held = _num_bytes(state)
+        on_host = 0
+        if parallel.offloads:
+            on_host = gradients + held + _num_bytes(model.parameters())
     rest = allocations.peak_bytes - parameters - gradients - held
-    # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they are
-    # added here.
-    integers = 8 * sum(param.numel() for param in trained) if config.run.exact else 0
-    return Memory(parameters, gradients + integers, held, rest, on_host)
+    if config.run.exact:
+        # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they are
+        # added here.
+        gradients += 8 * sum(param.numel() for param in trained)
+    return Memory(parameters, gradients, held, rest, on_host)
 
 
 def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

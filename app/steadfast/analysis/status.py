@@ -27,7 +27,8 @@ from steadfast.telemetry.goodput import goodput, read_totals
 from steadfast.telemetry.interruptions import Interruption, read_interruptions
 
 _SILENT_S = 20.0  # length of the owner's lease
-_GOODPUT_EVERY = 30  # the wait between two readings of the ledger, as a multiple of the time that a reading takes
+# The wait between two readings of the ledger, as a multiple of the time that a reading takes.
+_GOODPUT_EVERY = 30
 _NUM_LATEST = 8
 _SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # events that other parts of the status show
 
@@ -68,11 +69,13 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as a document for JSON."""
+        # `asdict` would not convert the events, which are no dataclasses.
         found: dict[str, Any] = dict(vars(self))
-        found["log"] = self.log.to_line() if self.log else None
-        found["checkpoint"] = self.checkpoint.to_line() if self.checkpoint else None
-        found["nodes"] = [vars(node) for node in self.nodes]
-        found["interruptions"] = [vars(each) for each in self.interruptions]
+        for name in ("log", "checkpoint"):
+            if found[name] is not None:
+                found[name] = found[name].to_line()
+        found["nodes"] = list(map(vars, self.nodes))
+        found["interruptions"] = list(map(vars, self.interruptions))
         found["latest"] = [event.to_line() for event in self.latest]
         return found
 
@@ -96,24 +99,35 @@ class StatusReader:
         """
         events = list(self.directory.all_events())
         owner = read_owner(self.directory.store)
+        host = pid = heard_s = step_age_s = None
+        attempt = 0
+        if owner is not None:
+            host, pid, attempt = owner.host, owner.pid, owner.attempt
+            # A released claim has no time of renewal.
+            if owner.renewed:
+                heard_s = owner.age_s
         last_line = self.directory.last_step_line()
-        now_s = time.time()
+        if "time_s" in last_line:
+            step_age_s = time.time() - last_line["time_s"]
+        figures = None
+        if not brief:
+            figures = self._read_goodput()
         return Status(
             uri=self.directory.uri,
             state=state_of(events, owner, self.directory.summary()),
-            host=owner.host if owner else None,
-            pid=owner.pid if owner else None,
-            heard_s=owner.age_s if owner and owner.renewed else None,
-            attempt=owner.attempt if owner else 0,
+            host=host,
+            pid=pid,
+            heard_s=heard_s,
+            attempt=attempt,
             step=int(last_line.get("step", 0)),
-            step_age_s=now_s - last_line["time_s"] if "time_s" in last_line else None,
+            step_age_s=step_age_s,
             nodes=_nodes(events),
             log=_last_log(self.directory),
             metrics=_last_metrics(events),
             checkpoint=_last(events, Checkpoint),
             interruptions=tuple(read_interruptions(events)),
             latest=tuple(event for event in events if not isinstance(event, _SHOWN_ABOVE))[-_NUM_LATEST:],
-            goodput=None if brief else self._read_goodput(),
+            goodput=figures,
         )
 
     def _read_goodput(self) -> dict[str, float]:
@@ -127,12 +141,16 @@ class StatusReader:
 
 def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, Any] | None) -> str:
     """Return the state of a run from its events, owner and summary."""
+    # The summary comes first, because a command that ends a run also releases its claim.
     if summary is not None:
         return str(summary["status"])
     if owner is None or owner.gone:
         # A failed command records a fatal failure. A command without that record was killed.
-        failed = any(isinstance(event, Failure) and event.fatal for event in _of_last_command(events))
-        return "failed" if failed else "killed"
+        for event in _of_last_command(events):
+            if isinstance(event, Failure) and event.fatal:
+                return "failed"
+        return "killed"
+    # This host cannot see a process on another host, but only the renewals of its claim.
     if owner.age_s > _SILENT_S:
         return "silent"
     for event in reversed(events):
@@ -147,6 +165,7 @@ def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, An
 
 
 def _of_last_command(events: Sequence[Event]) -> Sequence[Event]:
+    # A later command may have resumed a run whose former command failed.
     for index in reversed(range(len(events))):
         if events[index].name == "run_started":
             return events[index:]
@@ -154,7 +173,10 @@ def _of_last_command(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _last(events: Sequence[Event], kind: type) -> Any:
-    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+    for event in reversed(events):
+        if isinstance(event, kind):
+            return event
+    return None
 
 
 def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
@@ -166,13 +188,26 @@ def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
     for name, ranks in started.nodes.items():
         node = Node(name, ranks)
         if started.gpus:
-            node = replace(node, gpus=tuple(started.gpus[rank] for rank in ranks if rank < len(started.gpus)))
+            gpus = []
+            for rank in ranks:
+                if rank < len(started.gpus):
+                    gpus.append(started.gpus[rank])
+            node = replace(node, gpus=tuple(gpus))
+        # Times of an earlier attempt are by other ranks.
         if times is not None and times.attempt == started.attempt and max(ranks, default=0) < len(times.own_ms):
-            num_looks = sum(times.last) or 1
-            own_ms = tuple(times.own_ms[rank] for rank in ranks)
-            node = replace(node, own_ms=own_ms, last=tuple(times.last[rank] / num_looks for rank in ranks))
+            node = _with_times(node, times)
         nodes.append(node)
     return tuple(nodes)
+
+
+def _with_times(node: Node, times: RankTimes) -> Node:
+    num_looks = sum(times.last) or 1
+    own_ms = []
+    last = []
+    for rank in node.ranks:
+        own_ms.append(times.own_ms[rank])
+        last.append(times.last[rank] / num_looks)
+    return replace(node, own_ms=tuple(own_ms), last=tuple(last))
 
 
 def _last_metrics(events: Sequence[Event]) -> dict[str, float] | None:

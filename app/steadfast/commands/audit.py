@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from steadfast.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
-from steadfast.config import Config, Target
+from steadfast.config import Config, DataConfig, Target
 from steadfast.errors import DataError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
 from steadfast.run.events import AttemptStarted
@@ -40,11 +40,12 @@ def run(options: Namespace) -> int:
     with reading(directory):
         num_samples = _num_samples(directory, config, options)
     # The audit calls an order function of the user, which is code that the run directory names.
-    check_trusted(options, config, ["data.order.target"])
+    check_trusted(options, config.targets(), ["data.order.target"])
     try:
         with reading(directory):
             found = audit(directory, config, num_samples).to_line()
     except CounterExample as error:
+        # For a script a counter-example is a result like a proof, and belongs in the same document.
         if not options.json:
             raise
         print(json_line({"run": directory.uri, "proved": False, "counter_example": error.to_line()}))
@@ -52,7 +53,7 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json_line({"run": directory.uri, "proved": True, **found}))
     else:
-        print(printable(_table(directory, config, found)))
+        print(printable(_table(directory, config.data, found)))
     return 0
 
 
@@ -70,7 +71,7 @@ def _num_samples(directory: RunDirectory, config: Config, options: Namespace) ->
         if event.num_samples is not None and 1 <= event.num_samples <= _MOST_SAMPLES:
             return event.num_samples
     # A run of an earlier release, or a run before its first step, has no event with the length.
-    check_trusted(options, config, ["data.target"], ". Or give the length of the dataset: --samples N")
+    check_trusted(options, config.targets(), ["data.target"], ". Or give the length of the dataset: --samples N")
     from steadfast.data import build_dataset
 
     try:
@@ -79,17 +80,22 @@ def _num_samples(directory: RunDirectory, config: Config, options: Namespace) ->
         raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
 
 
-def _table(directory: RunDirectory, config: Config, found: dict[str, int]) -> str:
-    left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
+def _table(directory: RunDirectory, data: DataConfig, found: dict[str, int]) -> str:
+    left_out = "nothing"
+    if found["left_out"]:
+        left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
+    # An order of the user may read a sample several times in an epoch, so only the order itself is proved.
     once = "each with every training sample once"
-    if isinstance(config.data.order, Target):
-        once = f"read in the order of {config.data.order.target}"
+    if isinstance(data.order, Target):
+        once = f"read in the order of {data.order.target}"
     rows = {
         "steps": f"1 to {found['steps']}, each once; {plural(found['redone'], 'line')} redone by a later attempt",
         "samples": f"{found['samples']} used, {found['epoch_samples']} in an epoch",
         "epochs": f"{found['epochs']} finished, {once}",
         "digests": f"{found['digests']} compared, all as planned; {plural(found['unconfirmed'], 'step')} unconfirmed",
-        "left out": left_out if found["left_out"] else "nothing",
+        "left out": left_out,
     }
-    lines = [f"{name:<9} {row}" for name, row in rows.items()]
-    return "\n".join([f"proved: {directory.uri}", *lines])
+    lines = [f"proved: {directory.uri}"]
+    for name, row in rows.items():
+        lines.append(f"{name:<9} {row}")
+    return "\n".join(lines)

@@ -30,34 +30,44 @@ def run(options: Namespace) -> int:
         return run_on_cluster(options)
     from steadfast.analysis.compare import compare
 
-    one, other = (find_run(name, options.storage) for name in options.runs)
+    one = find_run(options.runs[0], options.storage)
+    other = find_run(options.runs[1], options.storage)
     with reading(one):
         found = compare(one, other)
     if options.json:
         print(json_line({"runs": [one.uri, other.uri], **found.to_line()}))
     else:
         print(printable(_page(one, other, found)))
-    return 0 if found.first is None else 1
+    return int(found.first is not None)
 
 
 def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
     lines = [f"A: {one.uri}", f"B: {other.uri}"]
-    identity = [change for change in found.changes if change.identity]
+    identity = _changed(found, identity=True)
     if identity:
-        lines.append("their configurations make them different runs:")
-        lines += [f"  {change.key}: {change.old} and {change.new}" for change in identity]
+        lines += ["their configurations make them different runs:", *identity]
     if found.first is None:
         lines.append("no difference found in the compared values")
     else:
         lines.append(f"they differ, first at step {found.first.step}: {_in_words(found.first)}")
-        lines += _who(found.first)
-    lines += [f"{name:<9} {row}" for name, row in _rows(found).items()]
+        for name, ran in zip("AB", found.first.ran, strict=True):
+            lines.append(f"  {name}: {_ran(ran)}")
+    for name, row in _rows(found).items():
+        lines.append(f"{name:<9} {row}")
     # Other keys can only explain a difference, so they are listed only if there is one.
-    other_keys = [change for change in found.changes if not change.identity]
+    other_keys = _changed(found, identity=False)
     if found.first is not None and other_keys:
-        lines.append("other differences of the configurations:")
-        lines += [f"  {change.key}: {change.old} and {change.new}" for change in other_keys]
+        lines += ["other differences of the configurations:", *other_keys]
     return "\n".join(lines)
+
+
+def _changed(found: "Comparison", identity: bool) -> list[str]:
+    """Return a line for each differing key that a resume must refuse, or need not."""
+    lines = []
+    for change in found.changes:
+        if change.identity == identity:
+            lines.append(f"  {change.key}: {change.old} and {change.new}")
+    return lines
 
 
 def _in_words(first: "Difference") -> str:
@@ -67,63 +77,85 @@ def _in_words(first: "Difference") -> str:
 def _value(name: str, ours: Any, theirs: Any) -> str:
     from steadfast.analysis.compare import relative_difference
 
+    # The first three values are flags. They differ, so they are set for exactly one of the runs.
+    having, lacking = "A", "B"
+    if not ours:
+        having, lacking = "B", "A"
     match name:
         case "line":
-            return f"{'B' if ours else 'A'} has no line for this step"
+            return f"{lacking} has no line for this step"
         case "skipped":
-            return f"left out only in {'A' if ours else 'B'}"
+            return f"left out only in {having}"
         case "overflow":
-            return f"gradients overflowed only in {'A' if ours else 'B'}"
+            return f"gradients overflowed only in {having}"
         case "num_samples":
             return f"{ours} and {theirs} samples"
         case "samples_digest":
             return f"different samples, with digests {ours} and {theirs}"
         case "loss":
             relative = relative_difference(ours, theirs)
-            return f"loss {ours} and {theirs}" + (f" (relative {relative:.1e})" if math.isfinite(relative) else "")
+            # Beside a loss that is NaN or infinite there is no relative difference.
+            if not math.isfinite(relative):
+                return f"loss {ours} and {theirs}"
+            return f"loss {ours} and {theirs} (relative {relative:.1e})"
         case "weights":
             return f"different weights after this step, with digests {ours} and {theirs}"
+    # All other names are digests of the final states.
     return f"{name} at the end, {ours} and {theirs}"
-
-
-def _who(first: "Difference") -> list[str]:
-    return [f"  {name}: {_ran(ran)}" for name, ran in zip("AB", first.ran, strict=True)]
 
 
 def _ran(ran: "Ran | None") -> str:
     if ran is None:
         return "no record of this step"
-    parts = [f"attempt {ran.attempt}"]
+    parts = []
     if ran.world_size is not None:
         parts.append(plural(ran.world_size, "worker"))
     if ran.shares is not None:
         parts.append("with " + ", ".join(map(str, ran.shares)) + " microbatches")
     if ran.nodes:
-        nodes = [f"node {node_name(node)} ({in_ranges('rank', ranks)})" for node, ranks in ran.nodes.items()]
+        nodes = []
+        for node, ranks in ran.nodes.items():
+            nodes.append(f"node {node_name(node)} ({in_ranges('rank', ranks)})")
         parts.append("on " + ", ".join(nodes))
-    return " ".join([parts[0] + (":" if len(parts) > 1 else ""), *parts[1:]])
+    if not parts:
+        return f"attempt {ran.attempt}"
+    return f"attempt {ran.attempt}: {' '.join(parts)}"
 
 
 def _rows(found: "Comparison") -> Rows:
     last_a, last_b = found.last_steps
     rows = {"steps": f"{found.steps} compared, with their samples; A has reached step {last_a}, B step {last_b}"}
-    unknown = f"; {plural(found.unconfirmed, 'step')} unconfirmed" if found.unconfirmed else ""
-    rows["losses"] = f"{found.losses} compared{unknown}"
+    rows["losses"] = f"{found.losses} compared"
+    if found.unconfirmed:
+        rows["losses"] += f"; {plural(found.unconfirmed, 'step')} unconfirmed"
     if found.rounded:
         largest = f"{found.largest_rounding:.1e}"
         rows["rounding"] = (
             f"loss differs by rounding in {plural(found.rounded, 'step')} (relative, at most {largest}), first at "
             f"step {found.rounded_since}"
         )
+    # From this step on losses may differ by rounding, because other workers sum in another order.
     if found.shared_otherwise is not None:
         rows["workers"] = f"different workers or shares, first at step {found.shared_otherwise}"
     rows["weights"] = _weights(found)
     if found.ends:
-        same = [name for name, (ours, theirs) in found.ends.items() if ours == theirs]
-        others = [name for name in found.ends if name not in same]
-        parts = [f"the same {', '.join(same)}" if same else "", f"different {', '.join(others)}" if others else ""]
-        rows["ends"] = "; ".join(part for part in parts if part)
+        rows["ends"] = _ends(found)
     return rows
+
+
+def _ends(found: "Comparison") -> str:
+    same, different = [], []
+    for name, (ours, theirs) in found.ends.items():
+        if ours == theirs:
+            same.append(name)
+        else:
+            different.append(name)
+    parts = []
+    if same:
+        parts.append(f"the same {', '.join(same)}")
+    if different:
+        parts.append(f"different {', '.join(different)}")
+    return "; ".join(parts)
 
 
 def _weights(found: "Comparison") -> str:
@@ -133,5 +165,7 @@ def _weights(found: "Comparison") -> str:
     compared = f"{plural(found.weights, 'digest')} compared"
     if found.weights_differ is None:
         return f"{compared}, all the same, the last after step {found.weights_same}"
-    same = "never the same" if found.weights_same is None else f"the same up to step {found.weights_same}"
+    same = "never the same"
+    if found.weights_same is not None:
+        same = f"the same up to step {found.weights_same}"
     return f"{compared}: {same}, different since step {found.weights_differ}"

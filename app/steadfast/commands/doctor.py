@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from steadfast.checkpoint.catalog import Catalog, Damaged
@@ -17,7 +18,7 @@ from steadfast.commands.options import add_run_argument, is_of_config, run_on_cl
 from steadfast.config import Config, load_config, parse_config
 from steadfast.errors import StorageError, UsageError
 from steadfast.run.directory import find_run, reading
-from steadfast.units import number, plural, printable, size
+from steadfast.units import in_words, joined, plural, printable, size
 
 if TYPE_CHECKING:
     from steadfast.doctor.findings import Finding
@@ -41,9 +42,14 @@ def run(options: Namespace) -> int:
     # A word that is no override is the name of a run, whose checkpoints are to be verified.
     if options.config is None and not all(is_of_config(word) for word in options.runs):
         return _check_run(options)
-    overrides = [*options.runs, f"run.storage={options.storage}"] if options.storage else options.runs
+    overrides = list(options.runs)
+    if options.storage:
+        overrides.append(f"run.storage={options.storage}")
+    # The configuration is read before the command goes to a cluster, so that mistakes in it are reported at once.
     config = load_config(options.config, overrides) if options.config else parse_config("", overrides=overrides)
-    return run_on_cluster(options) if options.cluster else _check_machines(config, options)
+    if options.cluster:
+        return run_on_cluster(options)
+    return _check_machines(config, options)
 
 
 def _check_machines(config: Config, options: Namespace) -> int:
@@ -58,7 +64,8 @@ def _check_machines(config: Config, options: Namespace) -> int:
         tell(_told(finding))
     tell(_counted(findings))
     if options.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps({"findings": list(map(asdict, findings))}, indent=2))
+    # A warning must not fail a script: the run would work, only slower or with less protection.
     return int(any(finding.level == "error" for finding in findings))
 
 
@@ -72,12 +79,15 @@ def _teller(as_json: bool) -> Callable[[str], None]:
         # `--cluster` prints to a terminal too.
         return lambda line: None
     stream = sys.stderr if as_json else sys.stdout
-    return lambda line: print(line, file=stream, flush=True)
+    # The check takes half a minute, and into a pipe Python would print its lines all at once.
+    return partial(print, file=stream, flush=True)
 
 
 def _told(finding: "Finding") -> str:
     line = f"{finding.level:<8} {finding.check}: {finding.what}"
-    return f"{line}\n{'':<8} -> {finding.remedy}" if finding.remedy else line
+    if finding.remedy:
+        line += f"\n{'':<8} -> {finding.remedy}"
+    return line
 
 
 def _counted(findings: "Iterable[Finding]") -> str:
@@ -130,5 +140,4 @@ def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
 def _describe(manifest: Manifest) -> str:
     committed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_s))
     files = f"{size(manifest.num_bytes)} in {plural(len(manifest.files), 'file')} of {manifest.world_size} workers"
-    metrics = [f"{name} {number(value)}" for name, value in manifest.metrics.items()]
-    return " | ".join([f"{files}, {committed}, attempt {manifest.attempt}", *metrics])
+    return joined([f"{files}, {committed}, attempt {manifest.attempt}", in_words(manifest.metrics)])

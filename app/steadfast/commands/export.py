@@ -2,8 +2,9 @@
 
 import shutil
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
@@ -13,6 +14,11 @@ from steadfast.config import Config
 from steadfast.errors import StorageError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading, runs_root
 from steadfast.units import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from steadfast.storage import Read
 
 _FORMATS = ("safetensors", "pt", "hf")
 
@@ -41,7 +47,9 @@ def run(options: Namespace) -> int:
         raise UsageError(f"--out {out}: must end in .safetensors or .pt, unless there is --format {'|'.join(_FORMATS)}")
     # The newest checkpoint is taken even if it is damaged, because only the user can accept an older one.
     with reading(directory):
-        step = Catalog(directory.store).newest() if options.step is None else options.step
+        step = options.step
+        if step is None:
+            step = Catalog(directory.store).newest()
         if step is None:
             raise UsageError(f"{directory.uri} holds no checkpoint")
         if kind == "hf":
@@ -61,7 +69,7 @@ def _trusted_config(options: Namespace, directory: RunDirectory) -> Config:
     config = directory.stored_config()
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, so the model cannot be built")
-    check_trusted(options, config, ["model.target"])
+    check_trusted(options, config.targets(), ["model.target"])
     return config
 
 
@@ -71,20 +79,22 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     import torch
 
     from steadfast.checkpoint.shards import whole_tensors
-    from steadfast.checkpoint.weights import AVERAGES, verified
+    from steadfast.checkpoint.weights import verified
 
     catalog = Catalog(directory.store)
     manifest = verified(catalog, step)
     weights = whole_tensors(catalog.readers(manifest), "model")
-    averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    averages = _averages(catalog.readers(manifest), raw)
     # Averages have the names of the weights that they replace.
     weights |= averages
     if kind == "pt":
         _write(out, lambda path: torch.save(weights, path))
     else:
         _write(out, lambda path: safetensors.torch.save_file(weights, path, {"format": "pt"}))
-    lacks = ", without the frozen parameters, which the checkpoint leaves out," if manifest.base else ""
-    return f"{len(weights)} tensors{_averaged(averages)}{lacks}"
+    what = f"{len(weights)} tensors{_averaged(averages)}"
+    if manifest.base:
+        what += ", without the frozen parameters, which the checkpoint leaves out,"
+    return what
 
 
 def _export_model(directory: RunDirectory, config: Config, step: int, out: Path, raw: bool) -> str:
@@ -92,9 +102,9 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     import torch
 
     from steadfast.checkpoint.initial import build_initial
-    from steadfast.checkpoint.shards import load_shards, shards_of, whole_tensors
+    from steadfast.checkpoint.shards import load_shards, shards_of
     from steadfast.checkpoint.state import ModelState, base_sha256
-    from steadfast.checkpoint.weights import AVERAGES, verified
+    from steadfast.checkpoint.weights import verified
     from steadfast.parallel.precision import build_precision
 
     if out.exists():
@@ -111,11 +121,24 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     model = build_precision(config.precision, torch.device("cpu")).convert(model)
     state = {"model": ModelState(model, config.checkpoint.trainable_only).state_dict()}
     load_shards(catalog.readers(manifest), shards_of(state), "model.")
-    averages = {} if raw else whole_tensors(catalog.readers(manifest), AVERAGES)
+    averages = _averages(catalog.readers(manifest), raw)
     # Not strict, because there are no averages of frozen parameters, and none at all without the hook.
     model.load_state_dict(averages, strict=False)
     _write(out, save)
     return f"a {type(model).__name__}{_averaged(averages)}"
+
+
+def _averages(files: "Sequence[Read]", raw: bool) -> dict[str, "Tensor"]:
+    """Return a hook's averages of the weights.
+
+    There are none with --raw, or if the run had no such hook.
+    """
+    from steadfast.checkpoint.shards import whole_tensors
+    from steadfast.checkpoint.weights import AVERAGES
+
+    if raw:
+        return {}
+    return whole_tensors(files, AVERAGES)
 
 
 def _averaged(averages: Mapping[str, object]) -> str:

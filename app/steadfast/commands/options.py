@@ -33,8 +33,9 @@ def add_run_argument(parser: ArgumentParser) -> None:
 def take_storage(options: Namespace) -> None:
     """Accept `run.storage=` and `run.name=` in place of --storage and RUN.
 
-    Training uses these overrides. Without any storage the option gets the default of `run.storage`.
+    Without any storage the option gets the default of `run.storage`.
     """
+    # A user can repeat the words of the command that trained.
     runs = []
     for word in options.runs:
         key, equals, value = word.partition("=")
@@ -49,10 +50,8 @@ def take_storage(options: Namespace) -> None:
 
 
 def is_of_config(word: str) -> bool:
-    """Return whether a word overrides a key of an existing section.
-
-    The name of a run may contain an equals sign too.
-    """
+    """Return whether a word overrides a key of an existing section."""
+    # The name of a run may contain an equals sign too.
     key = word.partition("=")[0]
     return is_override(word) and key.partition(".")[0] in Config.model_fields
 
@@ -69,12 +68,14 @@ def read_config(options: Namespace) -> Config:
 
 def is_override(word: str) -> bool:
     """Return whether a word has the form key=value and is no URI."""
+    # The path of a URI may contain an equals sign.
     key, equals, _ = word.partition("=")
     return bool(equals) and "://" not in key
 
 
 def unknown_verb(word: str) -> UsageError:
     """Return the error for a word that should be a verb."""
+    # Users and scripts of earlier releases still use this name.
     if word == "verify":
         return UsageError("the verb verify is called compare now")
     return UsageError(f"unknown verb {word}; there are: {', '.join(VERBS)}. Overrides are written key=value")
@@ -86,7 +87,7 @@ def add_trust_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--trust-code", action="store_true", help=trust)
 
 
-def check_trusted(options: Namespace, config: Config, keys: Iterable[str], otherwise: str = "") -> None:
+def check_trusted(options: Namespace, targets: Mapping[str, str], keys: Iterable[str], otherwise: str = "") -> None:
     """Check that the command may import code of a run's configuration.
 
     Every user who can write the run directory can choose that code. The code would run with the rights of the user who
@@ -94,14 +95,14 @@ def check_trusted(options: Namespace, config: Config, keys: Iterable[str], other
 
     Args:
         options: the options of the command.
-        config: the configuration of the run.
+        targets: the user's code in the configuration of the run, by key.
         keys: the keys of code that the command would import.
         otherwise: text with another remedy.
 
     Raises:
         UsageError: the configuration names such code, and the command lacks --trust-code.
     """
-    named = [f"{key} {target}" for key, target in config.targets().items() if key in keys]
+    named = [f"{key} {target}" for key, target in targets.items() if key in keys]
     if named and not options.trust_code:
         again = shlex.join([*options.arguments, "--trust-code"])
         raise UsageError(
@@ -118,6 +119,7 @@ def run_on_cluster(options: Namespace, *added: str, variables: Mapping[str, str]
         added: further arguments for the command.
         variables: environment variables for the command.
     """
+    # With --cluster the head would forward the command once more.
     arguments = without_option(options.arguments, "--cluster", options.cluster)
     return remote.run_on_head(options.cluster, [*arguments, *added], options.verbose, variables)
 

@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
-from steadfast.config import Config, FsdpConfig
+from steadfast.config import BatchConfig, CheckpointConfig, Config, FsdpConfig
 from steadfast.errors import UsageError
 from steadfast.plan import even_shares, largest_microbatch
 from steadfast.units import compact, duration, number, plural, size
 
 if TYPE_CHECKING:
     from steadfast.analysis.memory import Memory
+    from steadfast.parallel import ParallelConfig
 
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
@@ -33,7 +34,10 @@ def run(options: Namespace) -> int:
     if options.cluster:
         return run_on_cluster(options)
     found = plan(config, mtbf_s)
-    print(json.dumps(found) if options.json else _table(found))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(_table(found))
     return 0
 
 
@@ -62,13 +66,19 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     # One real microbatch gives the shapes of the inputs, on which the memory for activations depends.
     example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
     whole = memory_of_whole(config, example)
-    worlds = [_world(config, world_size) for world_size in config.world_sizes(config.scaling.num_workers)]
-    max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
+    worlds = []
+    max_shares = {}
+    for world_size in config.world_sizes(config.scaling.num_workers):
+        world = _world(config.batch, config.parallel, world_size)
+        worlds.append(world)
+        max_shares[world_size] = max(world["shares"])
+    # All worlds are estimated together, because most of them are interpolated between two simulated ones.
     totals = bytes_of_worlds(config, example, whole, max_shares)
     for world in worlds:
         world["memory_bytes"] = totals[world["workers"]].device
         world["host_memory_bytes"] = totals[world["workers"]].host
     num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
+    # A dataset of the user may lack `units_per_sample`. Then a sample counts as one unit, as in training.
     return {
         "steps": num_steps,
         "train_samples": order.num_train,
@@ -76,7 +86,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
         "worlds": worlds,
         "worker_bytes": asdict(whole),
-        **_copies(config, whole),
+        **_copies(config.checkpoint, config.parallel, whole),
         "microbatch_size": config.batch.microbatch_size,
         "microbatch_is_measured": measured,
         "warnings": list(warnings(config, order.num_train, mtbf_s)),
@@ -91,33 +101,32 @@ def _with_largest_microbatch(config: Config) -> Config:
     return config.model_copy(update={"batch": batch.with_microbatches_of(largest)})
 
 
-def _world(config: Config, world_size: int) -> dict[str, Any]:
+def _world(batch: BatchConfig, parallel: "ParallelConfig", world_size: int) -> dict[str, Any]:
     from steadfast.parallel import size_of_replica
 
-    num_microbatches = config.batch.num_microbatches
-    shares = even_shares(num_microbatches, world_size)
+    shares = even_shares(batch.num_microbatches, world_size)
     # All ranks of a replica run as many forward passes as the rank with the largest share among them.
-    replica_size = size_of_replica(config.parallel, world_size)
-    pads = (
-        sum(max(shares[first : first + replica_size]) * replica_size for first in range(0, world_size, replica_size))
-        - num_microbatches
-    )
-    idle = 1 - num_microbatches / (max(shares) * world_size)
+    replica_size = size_of_replica(parallel, world_size)
+    num_forwards = 0
+    for first in range(0, world_size, replica_size):
+        num_forwards += replica_size * max(shares[first : first + replica_size])
+    pads = num_forwards - batch.num_microbatches
+    # Every rank waits for the rank with the most microbatches.
+    idle = 1 - batch.num_microbatches / (max(shares) * world_size)
     return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
 
 
-def _copies(config: Config, whole: "Memory") -> dict[str, int]:
+def _copies(checkpoint: CheckpointConfig, parallel: "ParallelConfig", whole: "Memory") -> dict[str, int]:
     """Return the bytes of a checkpoint and of all copies in memory.
 
     The copies take at least that much.
     """
-    checkpoint = whole.parameters + whole.optimizer
+    num_bytes = whole.parameters + whole.optimizer
     # There are two generations of copies. Under sharding each generation is on two nodes.
-    num_copies = 4 if isinstance(config.parallel, FsdpConfig) else 2
-    return {
-        "checkpoint_bytes": checkpoint,
-        "node_memory_bytes": num_copies * checkpoint if config.checkpoint.node_memory else 0,
-    }
+    num_copies = 4 if isinstance(parallel, FsdpConfig) else 2
+    if not checkpoint.node_memory:
+        num_copies = 0
+    return {"checkpoint_bytes": num_bytes, "node_memory_bytes": num_copies * num_bytes}
 
 
 def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[str]:
@@ -126,6 +135,7 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
     num_samples = num_steps * config.batch.global_size
     if num_samples < num_train:
         yield f"the run uses only a part of the dataset: {num_samples} of {num_train} samples; raise run.steps"
+    # Not every schedule has a warm-up of its own: one_cycle has none.
     warmup_steps = getattr(config.schedule, "warmup_steps", 0)
     if 2 * warmup_steps > num_steps:
         yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
@@ -155,7 +165,9 @@ def _table(found: dict[str, Any]) -> str:
     lines.append("workers  microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares = world["shares"]
-        spread = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else f"{max(shares)}"
+        spread = f"{min(shares)} to {max(shares)}"
+        if min(shares) == max(shares):
+            spread = f"{max(shares)}"
         memory = size(world["memory_bytes"])
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
@@ -164,10 +176,15 @@ def _table(found: dict[str, Any]) -> str:
     if found["microbatch_is_measured"]:
         lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
         lines.append("the run measures at its start which size fits, and keeps that size")
-    parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
+    parts = []
+    for name, value in found["worker_bytes"].items():
+        if value:
+            parts.append(f"{name} {size(value)}")
     lines += ["", f"a whole model needs {', '.join(parts)}"]
     lines.append(
         f"a checkpoint takes {size(found['checkpoint_bytes'])}; copies in the memory of all nodes take "
         f"{size(found['node_memory_bytes'])}"
     )
-    return "\n".join(lines + [f"warning: {each}" for each in found["warnings"]])
+    for warning in found["warnings"]:
+        lines.append(f"warning: {warning}")
+    return "\n".join(lines)

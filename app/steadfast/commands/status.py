@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from steadfast.analysis.status import Node, Status, StatusReader
+    from steadfast.analysis.status import Node, Status
     from steadfast.telemetry.interruptions import Interruption
 
 _EVERY_S = 1.0
@@ -53,11 +53,15 @@ def run(options: Namespace) -> int:
 def _one(name: str, storage: str) -> Callable[[bool], object]:
     from steadfast.analysis.status import StatusReader
 
+    # One reader serves all refreshes of --watch, because it keeps the goodput between two readings of the ledger.
     reader = StatusReader(find_run(name, storage))
 
     def show(as_json: bool) -> object:
-        status = _read(reader)
-        return status.to_json() if as_json else page(status)
+        with reading(reader.directory):
+            status = reader.read()
+        if as_json:
+            return status.to_json()
+        return page(status)
 
     return show
 
@@ -85,22 +89,20 @@ def _all(storage: str) -> Callable[[bool], object]:
             raise UsageError(f"no run below {place.uri}; choose another place with --storage")
         if not as_json:
             return overview(statuses, unreadable)
-        spoilt = [{"uri": uri, "state": "unreadable", "error": why} for uri, why in unreadable.items()]
-        return [status.to_json() for status in statuses] + spoilt
+        found = [status.to_json() for status in statuses]
+        for uri, why in unreadable.items():
+            found.append({"uri": uri, "state": "unreadable", "error": why})
+        return found
 
     return show
-
-
-def _read(reader: "StatusReader") -> "Status":
-    with reading(reader.directory):
-        return reader.read()
 
 
 def _watch(show: Callable[[], object]) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    # The alternate screen keeps the content of the terminal, which is shown again afterwards.
+    # The alternate screen keeps the content of the terminal, which is shown again afterwards. `auto_refresh` would
+    # redraw the same page from a thread, four times a second.
     with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             live.update(show(), refresh=True)  # type: ignore[arg-type]
@@ -110,6 +112,7 @@ def _watch(show: Callable[[], object]) -> None:
 def _print(page: object) -> None:
     from rich.console import Console
 
+    # Rich would otherwise colour every number and path of the page.
     Console(highlight=False).print(page)
 
 
@@ -127,23 +130,29 @@ def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "Render
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("run", "state", "step", "train\nloss", "validation\nloss", "rate", "workers", "where"):
+        # A number that goes on in the next line would be misread. Names may be longer than the terminal is wide.
         table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
     for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
-        log = status.log
-        # Rate and workers are shown for running runs only, because they describe the present.
-        live = log if status.state == "running" else None
-        cells = (
-            status.uri.rpartition("/")[2],
-            status.state,
-            _progress(status),
-            number(log.loss) if log else "",
-            _validation_loss(status),
-            f"{compact(live.units_per_s)} {live.unit}/s" if live else "",
-            str(live.world_size) if live else "",
-            f"{status.host} {status.pid}" if status.host else "",
-        )
-        table.add_row(*map(_text, cells))
+        table.add_row(*map(_text, _cells(status)))
     return Group(table, *map(_text, unreadable.values()))
+
+
+def _cells(status: "Status") -> tuple[str, ...]:
+    """Return the cells of a run's line."""
+    loss = validation_loss = rate = workers = where = ""
+    if status.log:
+        loss = number(status.log.loss)
+        # Rate and workers are shown for running runs only, because they describe the present.
+        if status.state == "running":
+            rate = f"{compact(status.log.units_per_s)} {status.log.unit}/s"
+            workers = str(status.log.world_size)
+    held_out = (status.metrics or {}).get("loss")
+    if held_out is not None:
+        validation_loss = number(held_out)
+    if status.host:
+        where = f"{status.host} {status.pid}"
+    name = status.uri.rpartition("/")[2]
+    return name, status.state, _progress(status), loss, validation_loss, rate, workers, where
 
 
 def _text(content: str) -> "Text":
@@ -183,31 +192,34 @@ def _lines(status: "Status") -> Iterator[tuple[str, str]]:
 
 
 def _state(status: "Status") -> str:
-    where = f"on {status.host}, pid {status.pid}" if status.host else ""
+    state = status.state
+    if status.host:
+        state += f" on {status.host}, pid {status.pid}"
     heard = ""
     if status.state == "silent" and status.heard_s is not None:
         heard = f"no sign of life for {duration(status.heard_s)}; the same command takes the run over"
     elif status.state == "killed":
         heard = "the command ended without a report; the same command resumes the run"
-    return joined([f"{status.state} {where}".strip(), f"attempt {status.attempt}", heard])
-
-
-def _validation_loss(status: "Status") -> str:
-    loss = (status.metrics or {}).get("loss")
-    return "" if loss is None else number(loss)
+    return joined([state, f"attempt {status.attempt}", heard])
 
 
 def _progress(status: "Status") -> str:
-    return f"{status.step}/{status.log.total_steps}" if status.log else str(status.step)
+    # Only log lines have the length of the run.
+    if status.log is None:
+        return str(status.step)
+    return f"{status.step}/{status.log.total_steps}"
 
 
 def _progress_in_words(status: "Status") -> str:
     log = status.log
     if log is None:
         return f"step {status.step}"
-    left = f"eta {duration(log.eta_s)}" if status.state == "running" else ""
-    age = f"last step {duration(status.step_age_s)} ago" if status.step_age_s is not None else ""
-    return joined([f"step {_progress(status)} {100 * status.step // max(1, log.total_steps)}%", age, left])
+    parts = [f"step {_progress(status)} {100 * status.step // max(1, log.total_steps)}%"]
+    if status.step_age_s is not None:
+        parts.append(f"last step {duration(status.step_age_s)} ago")
+    if status.state == "running":
+        parts.append(f"eta {duration(log.eta_s)}")
+    return joined(parts)
 
 
 def _figures(status: "Status") -> Iterator[tuple[str, str]]:
@@ -216,47 +228,65 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
         return
     loss = f"loss {number(log.loss)} at step {log.step}"
     yield "training", joined([loss, in_words(log.metrics), f"gradient norm {number(log.grad_norm)}"])
-    rate = f"{compact(log.units_per_s)} {log.unit}/s"
-    yield "speed", joined([rate, f"{log.step_ms:.0f} ms a step", f"mfu {log.mfu:.1%}" if log.mfu else ""])
+    speed = [f"{compact(log.units_per_s)} {log.unit}/s", f"{log.step_ms:.0f} ms a step"]
+    # The mfu is unknown for a model without a count of its operations, or on a device with an unknown peak.
+    if log.mfu:
+        speed.append(f"mfu {log.mfu:.1%}")
+    yield "speed", joined(speed)
     yield "data wait", f"{log.data_wait:.0%}"
     yield "memory", f"{size(log.memory_bytes)}, peak on the leader"
-    nodes = plural(len(status.nodes), "node") if status.nodes else ""
-    yield "world", joined([plural(log.world_size, "worker"), nodes])
-    yield "nodes", "\n".join(_node(node) for node in status.nodes)
+    world = [plural(log.world_size, "worker")]
+    if status.nodes:
+        world.append(plural(len(status.nodes), "node"))
+    yield "world", joined(world)
+    yield "nodes", "\n".join(map(_node, status.nodes))
 
 
 def _node(node: "Node") -> str:
     """Return the line of a node: its ranks, GPUs and own times."""
     ranks = in_ranges("rank", node.ranks)
-    gpus = ", ".join(f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items())
+    gpus = []
+    for gpu, count in Counter(node.gpus).items():
+        gpus.append(f"{count} x {gpu}")
     speed = last = ""
     if node.own_ms:
-        fastest, slowest = number(min(node.own_ms)), number(max(node.own_ms))
-        times = fastest if fastest == slowest else f"{fastest} to {slowest}"
-        speed = f"own times {times} ms a step" if len(node.ranks) > 1 else f"own time {times} ms a step"
+        # The texts are compared, because times that look the same are no range for a reader.
+        times, slowest = number(min(node.own_ms)), number(max(node.own_ms))
+        if times != slowest:
+            times = f"{times} to {slowest}"
+        speed = f"own time {times} ms a step"
+        if len(node.ranks) > 1:
+            speed = f"own times {times} ms a step"
         # Only the rank that the others wait for most often is named: a node may have many ranks.
         share, rank = max(zip(node.last, node.ranks, strict=True))
         last = f"rank {rank} is last in {share:.0%} of the checks"
-    return joined([f"{node_name(node.node)} {ranks}", gpus, speed, last])
+    return joined([f"{node_name(node.node)} {ranks}", ", ".join(gpus), speed, last])
 
 
 def _checkpoint(status: "Status") -> str:
     newest = status.checkpoint
     if newest is None:
         return "none yet"
-    age = f", {duration(time.time() - newest.time_s)} ago" if newest.time_s else ""
-    return f"step {newest.step}{age} | {size(newest.bytes)} in {newest.seconds:.1f} s | {newest.path}"
+    step = f"step {newest.step}"
+    if newest.time_s:
+        step += f", {duration(time.time() - newest.time_s)} ago"
+    return f"{step} | {size(newest.bytes)} in {newest.seconds:.1f} s | {newest.path}"
 
 
 def _at_risk(status: "Status") -> str:
+    # A run that does not train has no steps to lose.
     if status.log is None or status.state not in ("running", "starting"):
         return ""
-    losses = [f"{name.replace('_', ' ')} {steps}" for name, steps in status.log.at_risk.items()]
-    return f"steps to redo after the loss of: {', '.join(losses)}" if losses else ""
+    losses = []
+    for name, steps in status.log.at_risk.items():
+        losses.append(f"{name.replace('_', ' ')} {steps}")
+    if not losses:
+        return ""
+    return f"steps to redo after the loss of: {', '.join(losses)}"
 
 
 def _interruptions(status: "Status") -> list[str]:
-    lines = [_interruption(each) for each in status.interruptions[-_NUM_INTERRUPTIONS:]]
+    lines = list(map(_interruption, status.interruptions[-_NUM_INTERRUPTIONS:]))
     if len(status.interruptions) > _NUM_INTERRUPTIONS:
         lines.insert(0, f"... {len(status.interruptions) - _NUM_INTERRUPTIONS} earlier interruptions")
     return lines
@@ -268,9 +298,14 @@ def _interruption(each: "Interruption") -> str:
         return f"{cause} | not back yet"
     before, after = each.workers
     workers = f"{before} -> {after} workers" if before != after else plural(after, "worker")
-    detected = f"detected in {each.detected_s:.1f} s" if each.detected_s is not None else ""
-    lost = f"{plural(each.lost_steps, 'step')} lost" if each.lost_steps else ""
-    return joined([cause, workers, detected, f"back in {each.back_s:.1f} s", lost])
+    parts = [cause, workers]
+    # Only failures have to be detected: a resize is planned.
+    if each.detected_s is not None:
+        parts.append(f"detected in {each.detected_s:.1f} s")
+    parts.append(f"back in {each.back_s:.1f} s")
+    if each.lost_steps:
+        parts.append(f"{plural(each.lost_steps, 'step')} lost")
+    return joined(parts)
 
 
 def _clock(time_s: float | None) -> str:

@@ -391,15 +391,10 @@ class WorkerState:
 
     def plan(self, world: World) -> Plan:
         """Return the plan of an attempt's steps, with even shares."""
-        return Plan.even(
-            self.batch.global_size,
-            self.batch.samples_per_microbatch,
-            world.size,
-            world.replica_size,
-            num_samples=self._config.run.num_samples(self.order.num_train),
-            skip=self.amendments.skip,
-            ends=self.amendments.ends,
-        )
+        num_samples = self._config.run.num_samples(self.order.num_train)
+        batch = self.batch
+        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, world.size, world.replica_size, num_samples)
+        return plan.amended(self.amendments)
 
     def validation_plan(self, world: World) -> Plan | None:
         """Return the plan of the held-out samples, None if none.

@@ -78,6 +78,10 @@ def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     own_address = _address_towards(head)
     # A worker sets these variables before it forms a group. Setting them here shows the values that a worker would use.
     prefer_interface_of(own_address)
+    variables = {}
+    for name in INTERFACE_VARIABLES:
+        if name in os.environ:
+            variables[name] = os.environ[name]
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         versions=_versions(driver),
@@ -90,16 +94,20 @@ def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
         num_open_files=soft_limit,
         own_address=own_address,
         interfaces=_interfaces(),
-        variables={name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
+        variables=variables,
     )
 
 
 def _versions(driver: str | None) -> dict[str, str]:
+    nccl = None
+    # A torch for CPUs cannot be asked for the version of NCCL.
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     found = {
         "Python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "NCCL": nccl,
         "driver": driver,
         "Ray": ray_version(),
     }
@@ -118,22 +126,27 @@ def _gpus() -> tuple[str | None, tuple[Gpu, ...]]:
 
 
 def _bytes(mib: str) -> int:
-    return int(mib) * 2**20 if mib.isdigit() else 0  # nvidia-smi prints [N/A] for a GPU that shares the host's memory
+    # nvidia-smi prints [N/A] for a GPU that shares the host's memory.
+    return int(mib) * 2**20 if mib.isdigit() else 0
 
 
 def _disks(storage: str) -> tuple[Space, ...]:
+    # Ray keeps logs and spilled objects below the temporary directory.
     paths = [Path(tempfile.gettempdir())]
     if "://" not in storage:
         paths.insert(0, _existing(Path(storage)))
     disks: dict[int, Path] = {}
     for path in paths:
-        disks.setdefault(path.stat().st_dev, path)  # both paths are often on one disk, which is then listed once
-    return tuple(_space(path) for path in disks.values())
+        # Both paths are often on one disk, which is then listed once.
+        disks.setdefault(path.stat().st_dev, path)
+    return tuple(map(_space, disks.values()))
 
 
 def _existing(path: Path) -> Path:
     """Return the path, or its deepest parent folder that exists."""
-    return path if path.is_dir() else _existing(path.parent)
+    while not path.is_dir():
+        path = path.parent
+    return path
 
 
 def _space(path: Path) -> Space:
@@ -153,6 +166,7 @@ def _interfaces() -> tuple[Interface, ...]:
     found = []
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
+            # `own_address` is an IPv4 address too. An interface to a container may have come between the two readings.
             if each.family == socket.AF_INET and name in stats:
                 found.append(Interface(name, each.address, stats[name].isup, stats[name].speed))
     return tuple(found)

@@ -5,23 +5,24 @@ All functions are pure. They take facts and measurements, and return findings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from steadfast.doctor.facts import INTERFACE_VARIABLES, NodeFacts, Space
+from steadfast.doctor.facts import Interface, NodeFacts, Space
 from steadfast.doctor.network import CollectiveFigures, LinkFigures
 from steadfast.units import joined, plural, size
 
 Level = Literal["ok", "warning", "error"]
-_Value = TypeVar("_Value")
 _MIB, _GIB = 2**20, 2**30
 # A small run has 200 files open: sockets of gloo and Ray, files of checkpoints and data.
 _FEW_OPEN_FILES, _TOO_FEW_OPEN_FILES = 1024, 512
 _LITTLE_SHARED_MEMORY, _TOO_LITTLE_SHARED_MEMORY = _GIB, 128 * _MIB  # a container has 64 MiB by default
 _LITTLE_DISK, _TOO_LITTLE_DISK = 10 * _GIB, _GIB
-_FULL_DISK = 0.95  # used share of a disk above which Ray stops writing to it
+# Used share of a disk above which Ray stops writing to it.
+_FULL_DISK = 0.95
 _LITTLE_MEMORY = _GIB
 _NO_SPACE = ("No space left on device", "Disk quota exceeded")  # Linux's messages for ENOSPC and EDQUOT
 _SKEW_S = 1.0  # skew above which times of events mislead
@@ -88,8 +89,11 @@ class Link:
 
     def or_better(self, again: Link) -> Link:
         """Combine two measurements: the error if any, else the better figures."""
-        if self.figures is None or again.figures is None:
-            return self if self.figures is None else again
+        if self.figures is None:
+            return self
+        if again.figures is None:
+            return again
+        # Other load on the machines can only slow down a measurement, so the better figures are closer to the link's.
         best = LinkFigures(
             latency_s=min(self.figures.latency_s, again.figures.latency_s),
             bytes_per_s=max(self.figures.bytes_per_s, again.figures.bytes_per_s),
@@ -128,9 +132,12 @@ def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     for package, (level, why) in _MUST_AGREE.items():
         users = _users(package, nodes)
         if len(users) > 1:
-            found = "; ".join(f"{version} on {', '.join(where)}" for version, where in users.items())
-            what = f"{package} differs between nodes: {found}"
+            found = []
+            for version, where in users.items():
+                found.append(f"{version} on {', '.join(where)}")
+            what = f"{package} differs between nodes: {'; '.join(found)}"
             findings.append(Finding(level, "versions", what, f"Install one {package} on all nodes: {why}", dict(users)))
+        # A package that no node has, such as NCCL in a cluster without GPUs, is not listed as agreed.
         elif users and _NONE not in users:
             agreed.append(f"{package} {next(iter(users))}")
     findings += _judge_nccl(nodes)
@@ -140,13 +147,11 @@ def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
 
 
 def _users(package: str, nodes: Mapping[str, NodeFacts]) -> dict[str, list[str]]:
-    """Return the nodes with each version of a package.
-
-    Nodes that do not need the package are left out.
-    """
+    """Return the nodes with each version of a package."""
     users: dict[str, list[str]] = {}
     for node, facts in nodes.items():
         version = facts.versions.get(package, _NONE)
+        # A head that only coordinates may have a torch without CUDA, which is no difference between workers.
         if version == _NONE and package in _OF_GPUS and not facts.gpus:
             continue
         if package == "torch":
@@ -157,9 +162,13 @@ def _users(package: str, nodes: Mapping[str, NodeFacts]) -> dict[str, list[str]]
 
 def _judge_nccl(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     findings = []
-    versions = {facts.versions["NCCL"] for facts in nodes.values() if "NCCL" in facts.versions}
+    versions = set()
+    for facts in nodes.values():
+        if "NCCL" in facts.versions:
+            versions.add(facts.versions["NCCL"])
     for version in sorted(versions):
-        numbers = tuple(int(part) for part in version.split("."))
+        # As texts, 2.9 would be newer than 2.28.
+        numbers = tuple(map(int, version.split(".")))
         for fault in _NCCL_FAULTS:
             if fault.since <= numbers < fault.until:
                 fixed = ".".join(map(str, fault.until))
@@ -186,13 +195,18 @@ def judge_node(node: str, facts: NodeFacts) -> list[Finding]:
 def _summary(facts: NodeFacts) -> str:
     gpus = []
     for gpu in facts.gpus:
-        memory = f" with {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free" if gpu.total_bytes else ""
-        gpus.append(f"{gpu.name}{memory}")
+        # The driver reports no memory of a GPU that shares the host's memory.
+        if gpu.total_bytes:
+            gpus.append(f"{gpu.name} with {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free")
+        else:
+            gpus.append(gpu.name)
+    free = [f"memory {size(facts.free_memory_bytes)}"]
+    for space in (facts.shared_memory, *facts.disks):
+        free.append(f"{space.path} {size(space.free_bytes)}")
     return joined(
         [
             f"{plural(facts.num_cpus, 'CPU')}, {', '.join(gpus) or 'no GPU'}",
-            f"free: memory {size(facts.free_memory_bytes)}, /dev/shm {size(facts.shared_memory.free_bytes)}, "
-            + ", ".join(f"{disk.path} {size(disk.free_bytes)}" for disk in facts.disks),
+            f"free: {', '.join(free)}",
             f"{facts.num_open_files} open files",
             f"gloo, NCCL and copies use {_interface(facts)}",
         ]
@@ -200,8 +214,14 @@ def _summary(facts: NodeFacts) -> str:
 
 
 def _interface(facts: NodeFacts) -> str:
-    chosen = [facts.variables[name].lstrip("=") for name in INTERFACE_VARIABLES if name in facts.variables]
-    return f"{' and '.join(dict.fromkeys(chosen)) or 'the default route'} ({facts.own_address})"
+    # A dict keeps the order of the variables, and usually both libraries use one interface, which is then named once.
+    chosen = dict.fromkeys(value.lstrip("=") for value in facts.variables.values())
+    return f"{' and '.join(chosen) or 'the default route'} ({facts.own_address})"
+
+
+def _error_if(fails: bool) -> Level:
+    """Return "error" for a value that makes a run fail, else "warning"."""
+    return "error" if fails else "warning"
 
 
 def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
@@ -209,10 +229,11 @@ def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:
     for disk in disks:
         if not disk.total_bytes:  # a mounted bucket may have no size
             continue
+        # Ray's limit is a share of the disk, so a large disk may be full for Ray with many GiB left.
         full = 1 - disk.free_bytes / disk.total_bytes > _FULL_DISK
         if disk.free_bytes >= _LITTLE_DISK and not full:
             continue
-        level: Level = "error" if disk.free_bytes < _TOO_LITTLE_DISK else "warning"
+        level = _error_if(disk.free_bytes < _TOO_LITTLE_DISK)
         what = f"{node}: {size(disk.free_bytes)} of {size(disk.total_bytes)} is free at {disk.path}"
         remedy = (
             "Free space, keep fewer checkpoints (checkpoint.keep_last), or store them on another disk (run.storage)"
@@ -228,7 +249,7 @@ def _judge_shared_memory(node: str, space: Space) -> list[Finding]:
         return []
     if space.free_bytes >= _LITTLE_SHARED_MEMORY:
         return []
-    level: Level = "error" if space.free_bytes < _TOO_LITTLE_SHARED_MEMORY else "warning"
+    level = _error_if(space.free_bytes < _TOO_LITTLE_SHARED_MEMORY)
     what = f"{node}: {size(space.free_bytes)} of {size(space.total_bytes)} is free in {space.path}"
     remedy = (
         "Loader processes and Ray's object store need shared memory. In a container: --shm-size=8g; else: "
@@ -247,7 +268,7 @@ def _judge_memory(node: str, num_bytes: int) -> list[Finding]:
 def _judge_open_files(node: str, limit: int) -> list[Finding]:
     if limit >= _FEW_OPEN_FILES:
         return []
-    level: Level = "error" if limit < _TOO_FEW_OPEN_FILES else "warning"
+    level = _error_if(limit < _TOO_FEW_OPEN_FILES)
     what = f"{node}: a process may have {limit} files and sockets open (ulimit -n)"
     remedy = "Run `ulimit -n 65536` before `ray start` there, or set it in /etc/security/limits.conf or by LimitNOFILE="
     return [Finding(level, "open files", what, remedy, {"limit": limit})]
@@ -255,11 +276,15 @@ def _judge_open_files(node: str, limit: int) -> list[Finding]:
 
 def _judge_interfaces(node: str, facts: NodeFacts) -> list[Finding]:
     findings = []
-    usable = [each for each in facts.interfaces if each.is_up]
-    listed = ", ".join(f"{each.name} ({each.address})" for each in usable)
+    names = []
+    listed = []
+    for each in facts.interfaces:
+        if each.is_up:
+            names.append(each.name)
+            listed.append(f"{each.name} ({each.address})")
     for variable, value in facts.variables.items():
-        if not any(_selects(value, each.name) for each in usable):
-            what = f"{node}: {variable}={value} names no interface that is up; there are: {listed}"
+        if not any(_selects(value, name) for name in names):
+            what = f"{node}: {variable}={value} names no interface that is up; there are: {', '.join(listed)}"
             remedy = f"Unset {variable}, or name one of these (in cluster.env or in the environment of the command)"
             findings.append(Finding("error", "interfaces", what, remedy))
     return findings + _judge_speed(node, facts)
@@ -267,27 +292,40 @@ def _judge_interfaces(node: str, facts: NodeFacts) -> list[Finding]:
 
 def _selects(value: str, name: str) -> bool:
     """Return whether a value of an interface variable allows an interface."""
+    # This is the syntax of NCCL: a list of prefixes, after "^" of excluded prefixes, after "=" of full names.
     if value.startswith("^"):
-        return not any(name.startswith(each) for each in value[1:].split(","))
+        return not name.startswith(tuple(value[1:].split(",")))
     if value.startswith("="):
         return name in value[1:].split(",")
-    return any(name.startswith(each) for each in value.split(","))
+    return name.startswith(tuple(value.split(",")))
 
 
 def _judge_speed(node: str, facts: NodeFacts) -> list[Finding]:
-    # Without the speed of the interface in use there is nothing to compare.
-    own = [each for each in facts.interfaces if each.address == facts.own_address and each.mbit_per_s]
-    faster = []
-    for each in facts.interfaces:
-        if each.is_up and own and each.mbit_per_s > own[0].mbit_per_s and not each.name.startswith(_WITHIN_MACHINE):
-            faster.append(each)
-    chosen = facts.variables.get("GLOO_SOCKET_IFNAME", "")
-    if not faster or any(each.name == chosen for each in faster):
+    own = _own_interface(facts)
+    if own is None:
         return []
-    best = max(faster, key=lambda each: each.mbit_per_s)
-    what = f"{node}: {own[0].name} has {own[0].mbit_per_s} Mbit/s, and {best.name} has {best.mbit_per_s}"
+    best = own
+    for each in facts.interfaces:
+        if not each.is_up or each.mbit_per_s <= own.mbit_per_s or each.name.startswith(_WITHIN_MACHINE):
+            continue
+        # A user who has chosen one of the faster interfaces knows about them.
+        if each.name == facts.variables.get("GLOO_SOCKET_IFNAME", ""):
+            return []
+        if each.mbit_per_s > best.mbit_per_s:
+            best = each
+    if best == own:
+        return []
+    what = f"{node}: {own.name} has {own.mbit_per_s} Mbit/s, and {best.name} has {best.mbit_per_s}"
     remedy = f"If {best.name} leads to other nodes, set GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}"
     return [Finding("warning", "interfaces", what, remedy)]
+
+
+def _own_interface(facts: NodeFacts) -> Interface | None:
+    """Return the interface towards the head, None if its speed is unknown."""
+    for each in facts.interfaces:
+        if each.address == facts.own_address and each.mbit_per_s:
+            return each
+    return None
 
 
 def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
@@ -303,11 +341,12 @@ def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
     reference_s, of_whom = _reference(skews)
     for node, (ahead_of_this_s, error_s) in skews.items():
         ahead_s = ahead_of_this_s - reference_s
+        # A busy node answers late. Only the part beyond the error of the reading is certainly the clock's.
         certain_s = abs(ahead_s) - error_s
         largest_s = max(largest_s, certain_s)
         if certain_s <= _SKEW_S:
             continue
-        level: Level = "error" if certain_s >= _TOO_MUCH_SKEW_S else "warning"
+        level = _error_if(certain_s >= _TOO_MUCH_SKEW_S)
         side = "ahead of" if ahead_s > 0 else "behind"
         what = f"{node}: its clock is {abs(ahead_s):.1f} s {side} {of_whom}"
         remedy = (
@@ -317,33 +356,48 @@ def judge_clocks(skews: Mapping[str, tuple[float, float]]) -> list[Finding]:
         findings.append(Finding(level, "clocks", what, remedy, {"ahead_s": ahead_s, "error_s": error_s}))
     if findings:
         return findings
+    # A reading is not as exact as a microsecond, so no smaller value than a millisecond is reported.
     return [Finding("ok", "clocks", f"within {max(0.001, largest_s):.3f} s of {of_whom}{_on_all(skews)}")]
 
 
 def _reference(skews: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
     """Return the reference clock, in seconds ahead of this machine's, and its name."""
+    own = 0.0, "this machine's"
+    if not skews:
+        return own
     # If this machine's own clock is wrong, the clocks of all other nodes would be reported instead.
     all_ahead_s = [ahead_s for ahead_s, _ in skews.values()]
-    middle_s = median_low(all_ahead_s) if all_ahead_s else 0.0
-    near = [ahead_s for ahead_s in all_ahead_s if abs(ahead_s - middle_s) <= _SKEW_S]
-    if abs(middle_s) > _SKEW_S and len(near) > len(all_ahead_s) / 2 and len(near) > 1:
+    # The low median is the reading of a node. A mean of two readings may be near no clock at all.
+    middle_s = median_low(all_ahead_s)
+    num_near = sum(abs(ahead_s - middle_s) <= _SKEW_S for ahead_s in all_ahead_s)
+    # A single node is no majority over this machine: either clock may be the wrong one.
+    if abs(middle_s) > _SKEW_S and num_near > len(all_ahead_s) / 2 and num_near > 1:
         return middle_s, "that of most nodes"
-    return 0.0, "this machine's"
+    return own
 
 
 def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
     """Judge whether all nodes share `run.storage` and can write there."""
     findings = []
-    errors = _by_value({node: sight.error for node, sight in sights.items() if sight.error})
+    # Nodes with the same error are one finding, because a fault of a shared storage shows on all of them.
+    errors: dict[str, list[str]] = {}
+    writers = set()
+    for node, sight in sights.items():
+        if sight.error:
+            errors.setdefault(sight.error, []).append(node)
+        else:
+            writers.add(node)
     for error, nodes in errors.items():
         what = f"{', '.join(nodes)} cannot write run.storage {location}: {error}"
         mend = f"Let the user of the workers write there (ls -ld {location})"
         if any(words in error for words in _NO_SPACE):
             mend = f"Free space there (df -h -i {location})"
         findings.append(Finding("error", "run directory", what, f"{mend}, or choose another run.storage"))
-    writers = {node for node, sight in sights.items() if not sight.error}
-    missing = {node: frozenset(writers - sights[node].seen) for node in sorted(writers)}
-    for unseen, nodes in _by_value(missing).items():
+    # Only writers are compared: a node that could not write has left nothing to see, and its error says more.
+    missing: dict[frozenset[str], list[str]] = {}
+    for node in sorted(writers):
+        missing.setdefault(frozenset(writers - sights[node].seen), []).append(node)
+    for unseen, nodes in missing.items():
         if unseen:
             verb = "does" if len(nodes) == 1 else "do"
             wrote = ", ".join(sorted(unseen))
@@ -357,14 +411,6 @@ def judge_storage(location: str, sights: Mapping[str, Sight]) -> list[Finding]:
         what = f"{location}: {', '.join(sights)} can write there and see each other's files"
         findings.append(Finding("ok", "run directory", what))
     return findings
-
-
-def _by_value(found: Mapping[str, _Value]) -> dict[_Value, list[str]]:
-    """Return the nodes of each value, so that equal values become one finding."""
-    nodes: dict[_Value, list[str]] = {}
-    for node, value in found.items():
-        nodes.setdefault(value, []).append(node)
-    return nodes
 
 
 def judge_links(links: Sequence[Link]) -> list[Finding]:
@@ -384,19 +430,22 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
             findings.append(Finding("error", "links", what, remedy))
         elif link in slow:
             findings.append(_slow_finding(link, figures, links, shared))
-    measured = [link for link in links if link.figures]
-    if measured and not findings:
-        findings.append(_links_ok(measured))
+    if links and not findings:
+        findings.append(_links_ok(links))
     return findings
 
 
 def slow_links(links: Iterable[Link]) -> list[Link]:
     """Return links that are slow, or much slower than the best link."""
-    measured = [(link, link.figures) for link in links if link.figures]
-    best_bytes_per_s = max((figures.bytes_per_s for _, figures in measured), default=0.0)
-    best_latency_s = min((figures.latency_s for _, figures in measured), default=0.0)
+    measured = _measured(links)
+    best_bytes_per_s, best_latency_s = 0.0, math.inf
+    for _, figures in measured:
+        best_bytes_per_s = max(best_bytes_per_s, figures.bytes_per_s)
+        best_latency_s = min(best_latency_s, figures.latency_s)
     slow = []
     for link, figures in measured:
+        # A share of the best link finds the outlier of a fast network. The fixed limits find a slow link between two
+        # nodes, which have no other link to compare with, and ignore a latency that is many times the best but small.
         narrow = figures.bytes_per_s < max(_SLOW_BYTES_PER_S, _SLOW_SHARE * best_bytes_per_s)
         late = figures.latency_s > max(_SLOW_LATENCY_S, _SLOW_LATENCY_RATIO * best_latency_s)
         if narrow or late:
@@ -404,15 +453,24 @@ def slow_links(links: Iterable[Link]) -> list[Link]:
     return slow
 
 
+def _measured(links: Iterable[Link]) -> list[tuple[Link, LinkFigures]]:
+    """Return the links whose nodes reach each other, with their figures."""
+    return [(link, link.figures) for link in links if link.figures]
+
+
 def _shared_node(links: Sequence[Link]) -> str:
     """Return the common node of several links, "" if there is none."""
     # A single link says nothing about which of its two nodes is slow.
-    common = set.intersection(*({link.first, link.second} for link in links)) if len(links) > 1 else set()
+    if len(links) < 2:
+        return ""
+    common = {links[0].first, links[0].second}
+    for link in links[1:]:
+        common &= {link.first, link.second}
     return next(iter(common), "")
 
 
 def _slow_finding(link: Link, figures: LinkFigures, links: Sequence[Link], shared: str) -> Finding:
-    middle = median(each.figures.bytes_per_s for each in links if each.figures)
+    middle = median(each.bytes_per_s for _, each in _measured(links))
     what = f"{link.name}: {_figures(figures)}; the median of {plural(len(links), 'pair')} is {size(middle)}/s"
     remedy = "Check the path between them (cable, switch, instance type) and the interface in use (GLOO_SOCKET_IFNAME)"
     if shared:
@@ -425,10 +483,12 @@ def _figures(figures: LinkFigures) -> str:
 
 
 def _links_ok(links: Sequence[Link]) -> Finding:
-    slowest = min(links, key=lambda link: link.figures.bytes_per_s if link.figures else 0.0)
-    assert slowest.figures
-    figures = {link.name: asdict(link.figures) for link in links if link.figures}
-    what = f"{plural(len(links), 'pair')} of nodes; the slowest is {slowest.name}: {_figures(slowest.figures)}"
+    measured = _measured(links)
+    slowest, least = min(measured, key=lambda each: each[1].bytes_per_s)
+    what = f"{plural(len(links), 'pair')} of nodes; the slowest is {slowest.name}: {_figures(least)}"
+    figures = {}
+    for link, of_link in measured:
+        figures[link.name] = asdict(of_link)
     return Finding("ok", "links", what, figures=figures)
 
 
@@ -436,22 +496,30 @@ def judge_collectives(seen: Mapping[str, Sequence[CollectiveFigures]], library: 
     """Judge the collectives of gloo or NCCL by the measurements of each rank."""
     findings = []
     for of_one in zip(*seen.values(), strict=True):
-        wrong = {rank: figures.wrong for rank, figures in zip(seen, of_one, strict=True) if figures.wrong}
         name = of_one[0].name
-        for rank, what in wrong.items():
-            remedy = "Do not train here: a wrong result silently ruins the model. Check the nodes one by one"
-            findings.append(Finding("error", "collectives", f"{name} gives {rank} a wrong result: {what}", remedy))
-        if not wrong:
+        is_right = True
+        for rank, figures in zip(seen, of_one, strict=True):
+            if figures.wrong:
+                is_right = False
+                what = f"{name} gives {rank} a wrong result: {figures.wrong}"
+                remedy = "Do not train here: a wrong result silently ruins the model. Check the nodes one by one"
+                findings.append(Finding("error", "collectives", what, remedy))
+        if is_right:
             findings.append(_timed(f"{name} over {library}", of_one, len(seen)))
     return findings
 
 
 def _timed(name: str, of_ranks: Sequence[CollectiveFigures], num_ranks: int) -> Finding:
-    # A collective ends when its slowest rank has finished.
-    seconds = {num_bytes: max(each.seconds[num_bytes] for each in of_ranks) for num_bytes in of_ranks[0].seconds}
-    times = [f"{size(num_bytes)} in {1e3 * passed_s:.2f} ms" for num_bytes, passed_s in seconds.items()]
+    figures = {}
+    times = []
+    for num_bytes in of_ranks[0].seconds:
+        # A collective ends when its slowest rank has finished.
+        passed_s = max(each.seconds[num_bytes] for each in of_ranks)
+        times.append(f"{size(num_bytes)} in {1e3 * passed_s:.2f} ms")
+        # Keys of a JSON object are texts.
+        figures[str(num_bytes)] = passed_s
     what = f"{name} is right on {plural(num_ranks, 'rank')}: {', '.join(times)}"
-    return Finding("ok", "collectives", what, figures={str(num_bytes): each for num_bytes, each in seconds.items()})
+    return Finding("ok", "collectives", what, figures=figures)
 
 
 def _on_all(nodes: Mapping[str, object]) -> str:

@@ -5,6 +5,7 @@ Each call of an actor has a time limit, so that a node that hangs becomes a find
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +51,8 @@ from steadfast.world.groups import PeerLost, recover_in_process, serve_store
 
 _START_S = 120.0  # time for an actor to start its process, and to import this program and torch
 _ANSWER_S = 30.0
-_LINK_S = 60.0  # longer than the time-outs of the measurement, so that both nodes can report the error
+# Longer than the time-outs of the measurement, so that both nodes can report the error.
+_LINK_S = 60.0
 _COLLECTIVES_S = 120.0
 _NUM_CLOCK_READINGS = 5
 _NUM_DOUBTS = 3  # repeated measurements of a slow link
@@ -116,6 +118,7 @@ class Inspector:
             return _short(error)
 
     def _device_for(self, kind: str) -> torch.device:
+        # The assigned device has an index. A node with a GPU measures on its CPU if another node has no GPU.
         return self._device if self._device.type == kind else torch.device(kind)
 
 
@@ -128,7 +131,9 @@ class Inspectors:
 
     def __init__(self, start: Mapping[str, Callable[[], Any]]) -> None:
         self._start = start
-        self._actors = {name: start_one() for name, start_one in start.items()}
+        self._actors = {}
+        for name, start_one in start.items():
+            self._actors[name] = start_one()
         self.findings: list[Finding] = []  # findings about inspectors that do not answer
 
     @property
@@ -138,7 +143,9 @@ class Inspectors:
     def start_again(self) -> None:
         """Wait until all inspectors run. Restart inspectors that have ended once."""
         # On a busy machine Ray gives up a process that starts slowly. That is no fault of the node.
-        questions = {actor.clock_s.remote(): name for name, actor in self._actors.items()}
+        questions = {}
+        for name, actor in self._actors.items():
+            questions[actor.clock_s.remote()] = name
         started, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_START_S)
         for question in silent:
             self._dismiss(questions[question], silent_finding(questions[question], "start", _START_S))
@@ -154,7 +161,7 @@ class Inspectors:
 
         Args and result are those of `ask_each`.
         """
-        return self.ask_each(doing, limit_s, method, {name: arguments for name in self._actors})
+        return self.ask_each(doing, limit_s, method, dict.fromkeys(self._actors, arguments))
 
     def ask_each(self, doing: str, limit_s: float, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Call a method of some inspectors at the same time.
@@ -169,6 +176,8 @@ class Inspectors:
         asked = {}
         for name, own in arguments.items():
             asked[name] = getattr(self._actors[name], method).remote(**own)
+        # The limit is for all calls together: they run at the same time, and one hanging node would otherwise delay the
+        # check by the limit once more for each node after it.
         until_s = time.monotonic() + limit_s
         answers = {}
         for name, question in asked.items():
@@ -181,6 +190,7 @@ class Inspectors:
         return answers
 
     def _dismiss(self, name: str, finding: Finding) -> None:
+        # A node is reported once. Every further check would wait for an inspector that hangs, and report it again.
         self.findings.append(finding)
         ray.kill(self._actors.pop(name))
 
@@ -207,6 +217,7 @@ def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
         inspectors.start_again()
         facts = inspectors.ask("look at itself", _START_S, "facts")
         yield from inspectors.news()
+        # If no node answers, there is nothing to judge, and the silent nodes are findings already.
         if not facts:
             return
         yield from judge_versions(_of_nodes(facts))
@@ -222,8 +233,10 @@ def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
 
 
 def _check_network(inspectors: Inspectors, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    hosts = {name: {"host": facts[name].own_address} for name in inspectors.names}
-    ports = inspectors.ask_each("serve a store", _ANSWER_S, "serve", hosts)
+    arguments = {}
+    for name in inspectors.names:
+        arguments[name] = {"host": facts[name].own_address}
+    ports = inspectors.ask_each("serve a store", _ANSWER_S, "serve", arguments)
     peers = {}
     for name, port in ports.items():
         peers[name] = Peer(facts[name].own_address, port, facts[name].device)
@@ -242,17 +255,23 @@ def _measure_pairs(
     inspectors: Inspectors, pairs: list[tuple[str, str]], peers: Mapping[str, Peer], numbers: Iterator[int]
 ) -> list[Link]:
     """Measure the links of disjoint pairs of nodes at the same time."""
-    pairs = [pair for pair in pairs if set(pair) <= set(inspectors.names)]
+    alive = set(inspectors.names)
+    asked = []
     # All pairs use one kind of device: gloo between some nodes would look slow beside NCCL between other nodes.
     device = common_device(peers.values())
     arguments: dict[str, Any] = {}
-    for first, second in pairs:
+    for pair in pairs:
+        # A node that did not answer an earlier call has a finding already.
+        if not alive.issuperset(pair):
+            continue
+        asked.append(pair)
+        host, port, _ = peers[pair[0]]
+        # The store of a node serves several worlds in turn. Keys of an earlier world would mislead the next one.
         number = next(numbers)
-        for rank, name in enumerate((first, second)):
-            place = RankHost(peers[first].host, peers[first].port, number, rank, 2)
-            arguments[name] = {"place": place, "device": device}
+        for rank, name in enumerate(pair):
+            arguments[name] = {"place": RankHost(host, port, number, rank, 2), "device": device}
     answers = inspectors.ask_each("measure a link", _LINK_S, "link", arguments)
-    return [_link(pair, answers) for pair in pairs]
+    return [_link(pair, answers) for pair in asked]
 
 
 def _doubted(
@@ -266,24 +285,27 @@ def _doubted(
     # limited, because a slow node makes all of its links slow.
     until_s = time.monotonic() + _DOUBTS_S
     for _ in range(_NUM_DOUBTS):
-        better = []
+        measured = {}
         for link in slow_links(links):
             if time.monotonic() > until_s:
                 break
-            again = _measure_pairs(inspectors, [(link.first, link.second)], peers, numbers)
-            better += [link.or_better(each) for each in again]
-        measured = {link.name: link for link in better}
+            for again in _measure_pairs(inspectors, [(link.first, link.second)], peers, numbers):
+                measured[link.name] = link.or_better(again)
         links = [measured.get(link.name, link) for link in links]
     return links
 
 
 def _link(pair: tuple[str, str], answers: Mapping[str, LinkFigures | str | None]) -> Link:
     first, second = pair
-    errors = [answer for answer in map(answers.get, pair) if isinstance(answer, str)]
+    for name in pair:
+        answer = answers.get(name)
+        if isinstance(answer, str):
+            return Link(first, second, None, answer)
+    # Only rank 0, the first node, measures. The second one sends back what it receives, and answers None.
     measured = answers.get(first)
-    if isinstance(measured, LinkFigures) and not errors:
+    if isinstance(measured, LinkFigures):
         return Link(first, second, measured)
-    return Link(first, second, None, errors[0] if errors else f"no answer within {_LINK_S:g} s")
+    return Link(first, second, None, f"no answer within {_LINK_S:g} s")
 
 
 def _check_collectives(
@@ -291,23 +313,31 @@ def _check_collectives(
 ) -> Iterator[Finding]:
     ranks = training_peers({name: peers[name] for name in inspectors.names})
     device = common_device([peers[name] for name in ranks])
-    slowest = min((link.figures.bytes_per_s for link in links if link.figures), default=_LOCAL_SPEED)
+    # A world within one node has no link that was measured, and its speed allows the largest messages.
+    slowest = _LOCAL_SPEED
+    for link in links:
+        if link.figures:
+            slowest = min(slowest, link.figures.bytes_per_s)
     number = next(numbers)
     arguments = {}
     for rank, name in enumerate(ranks):
         place = RankHost(peers[ranks[0]].host, peers[ranks[0]].port, number, rank, len(ranks))
         arguments[name] = {"place": place, "device": device, "sizes_bytes": sizes_for(slowest)}
     answers = inspectors.ask_each("run collectives", _COLLECTIVES_S, "collectives", arguments)
+    seen = {}
     for name, answer in answers.items():
         if isinstance(answer, str):
             yield failed_finding(name, "run collectives", answer)
-    seen = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        else:
+            seen[name] = answer
     yield from judge_collectives(seen, "NCCL" if device == "cuda" else "gloo")
 
 
 def common_device(peers: Iterable[Peer]) -> str:
     """Return "cuda" if all peers have a GPU, otherwise "cpu"."""
-    return "cuda" if all(peer.device == "cuda" for peer in peers) else "cpu"
+    if all(peer.device == "cuda" for peer in peers):
+        return "cuda"
+    return "cpu"
 
 
 def training_peers(peers: Mapping[str, Peer]) -> list[str]:
@@ -321,6 +351,7 @@ def training_peers(peers: Mapping[str, Peer]) -> list[str]:
 
 def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
     skews = {}
+    # One node at a time: if all were asked together, the slowest one would add its delay to the error of each node.
     for name in inspectors.names:
         readings = []
         for _ in range(_NUM_CLOCK_READINGS):
@@ -329,6 +360,7 @@ def _skews(inspectors: Inspectors) -> dict[str, tuple[float, float]]:
             if not answer:
                 break
             readings.append(skew(asked_s, answer[name], time.time()))
+        # The reading with the shortest way there and back has the smallest error.
         if readings:
             skews[name] = min(readings, key=lambda reading: reading[1])
     return skews
@@ -351,12 +383,17 @@ def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
     here = "this command"
     errors = {here: marks.leave(here)}
     errors |= _of_nodes(inspectors.ask("write to run.storage", _ANSWER_S, "leave_mark", marks=marks))
+    # The folder would never show the file of a node that could not write one.
     awaited = {name for name, error in errors.items() if not error}
     seen = inspectors.ask("read run.storage", _ANSWER_S, "seen_marks", marks=marks, awaited=awaited)
     seen[here] = marks.seen()
+    # Each node cleans up, because without a shared storage each node has a folder of its own.
     inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", marks=marks)
     marks.remove()
-    return {name: Sight(frozenset(seen.get(name, ())), error) for name, error in errors.items()}
+    sights = {}
+    for name, error in errors.items():
+        sights[name] = Sight(frozenset(seen.get(name, ())), error)
+    return sights
 
 
 @dataclass(frozen=True)
@@ -367,11 +404,9 @@ class _Node:
 
 
 def _start(store: Store, on_gpus: bool) -> Inspectors:
-    """Start an inspector on each node.
-
-    A single node gets two inspectors, so that there is a link to measure.
-    """
+    """Start an inspector on each node, and two on a single node."""
     nodes = _alive()
+    # A collective needs two ranks. Two ranks of NCCL need two GPUs, so with one GPU both use the CPU.
     if len(nodes) == 1:
         both = replace(nodes[0], gpus=nodes[0].gpus // 2)
         nodes = [both, replace(both, name=f"{both.name}{_SECOND}")]
@@ -380,6 +415,7 @@ def _start(store: Store, on_gpus: bool) -> Inspectors:
     for node in nodes:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         num_gpus = int(on_gpus and node.gpus > 0)
+        # An inspector takes no CPU, because Ray would not start it on a node whose CPUs a run has taken.
         actor = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=here)(Inspector)
         start[node.name] = partial(actor.remote, node.name, head, store)
     return Inspectors(start)
@@ -398,17 +434,28 @@ def _alive() -> list[_Node]:
 
     A node is named by its host. If several nodes share a host, their names end with a part of their ids.
     """
-    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerHostname"]))
-    hosts = [node["NodeManagerHostname"] for node in nodes]
+    # Ray keeps listing nodes that have left the cluster.
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=_host)
+    num_on = Counter(map(_host, nodes))
     found = []
     for node in nodes:
-        host, identity = node["NodeManagerHostname"], node["NodeID"]
-        name = host if hosts.count(host) == 1 else f"{host}-{identity[:6]}"
+        name, identity = _host(node), node["NodeID"]
+        # Several raylets on one machine are nodes with one hostname, as in tests.
+        if num_on[name] > 1:
+            name = f"{name}-{identity[:6]}"
         found.append(_Node(name, identity, int(node["Resources"].get("GPU", 0))))
     return found
 
 
+def _host(node: Mapping[str, Any]) -> str:
+    return str(node["NodeManagerHostname"])
+
+
 def _short(error: BaseException) -> str:
     """Return the last informative line of an error's text."""
-    lines = [line for line in str(error).strip().splitlines() if not line.startswith(_NEVER_RAN)]
-    return lines[-1] if lines else type(error).__name__
+    # Ray's errors begin with general sentences and the actor's ids. The reason comes last.
+    for line in reversed(str(error).strip().splitlines()):
+        if not line.startswith(_NEVER_RAN):
+            return line
+    return type(error).__name__

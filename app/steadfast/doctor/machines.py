@@ -12,6 +12,7 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
 
     If a run would embed Ray, only this machine is checked.
     """
+    # Ray and torch take seconds to import, and the command prints a line before.
     import ray
 
     from steadfast.doctor.inspectors import check_nodes
@@ -29,4 +30,5 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
         gpus = gpus_per_worker(config, address == EMBEDDED)
         yield from check_nodes(config.run.storage, on_gpus=gpus > 0)
     finally:
+        # Without a shutdown the processes of an embedded Ray would run until the end of the command.
         ray.shutdown()

@@ -32,11 +32,14 @@ class Marks:
             place.commit(f"{self.folder}/{name}", _CONTENT)
         except OSError as error:
             why = error.strerror or str(error)
-            return why if place == self.store else f"{why} (in {place.uri}, the last folder of this path that exists)"
+            if place == self.store:
+                return why
+            return f"{why} (in {place.uri}, the last folder of this path that exists)"
         return ""
 
     def seen(self) -> set[str]:
         """Return the nodes whose files are visible on this node."""
+        # A node that cannot list the folder sees nothing, which is a finding too.
         with suppress(OSError):
             return set(_place(self.store).list(self.folder))
         return set()
@@ -62,7 +65,8 @@ class Marks:
             try:
                 _place(self.store).delete(self.folder)
                 return
-            except OSError:  # another node has deleted a file meanwhile
+            except OSError:
+                # Another node has deleted a file meanwhile.
                 time.sleep(_POLL_S)
 
 

@@ -20,14 +20,17 @@ from torch import Tensor
 from steadfast.world.groups import Groups
 from steadfast.world.timeouts import Timeouts
 
-SIZES_BYTES = (2**10, 2**16, 2**22)  # larger messages would need much memory on rank 0, which holds one of each rank
+# Larger messages would need much memory on rank 0, which holds a message of each rank.
+SIZES_BYTES = (2**10, 2**16, 2**22)
 _LINK_SIZES_BYTES = (2**10, 2**16, 2**19, 2**22)
 _NUM_PINGS = 20
-_NUM_TIMES = 5  # the fastest of these counts, because other load on the machines can only slow down a measurement
+# The fastest of these counts, because other load on the machines can only slow down a measurement.
+_NUM_TIMES = 5
 _LONG_S = 0.25  # a measurement that takes longer is not repeated
 _TOO_LONG_S = 2.0  # limit for a message and its answer
 _BYTES_PER_ELEMENT = 4
-_PERIOD = 997  # period of the sent values: a prime, so that blocks of a message differ from each other
+# Period of the sent values. It is a prime, so that blocks of a message differ from each other.
+_PERIOD = 997
 
 
 class RankHost(NamedTuple):
@@ -126,6 +129,7 @@ def _round_trip(groups: Groups, num_elements: int, device: torch.device, num_tim
         began_s = time.perf_counter()
         dist.send(sent, 1, group)
         dist.recv(received, 1, group)
+        # NCCL only queues transfers, so without this wait the measured time would be too short.
         groups.gate()
         shortest_s = min(shortest_s, time.perf_counter() - began_s)
         intact = intact and torch.equal(sent, received)
@@ -133,6 +137,7 @@ def _round_trip(groups: Groups, num_elements: int, device: torch.device, num_tim
 
 
 def _announce(groups: Groups, num_elements: int, num_times: int, device: torch.device) -> None:
+    # Rank 1 cannot know the next message, because its size depends on the speed that rank 0 has measured.
     dist.send(torch.tensor([num_elements, num_times], device=device), 1, groups.communicator.group)
 
 
@@ -142,6 +147,7 @@ def _echo(groups: Groups, device: torch.device) -> None:
     announced = torch.zeros(2, dtype=torch.int64, device=device)
     while True:
         dist.recv(announced, 0, group)
+        # NCCL only queues the receive, and the next line reads the values.
         groups.gate()
         num_elements, num_times = announced.tolist()
         if not num_elements:
@@ -172,6 +178,7 @@ def _repeat(case: _Case, collective: Callable[[_Case], _Ran]) -> tuple[float, st
     shortest_s = float("inf")
     wrong = ""
     for _ in range(_NUM_TIMES):
+        # Every result is checked, not only the fastest: a faulty part may fail now and then.
         ran = collective(case)
         shortest_s = min(shortest_s, ran.seconds)
         wrong = wrong or _difference(ran.found, ran.expected)
@@ -183,7 +190,8 @@ def sizes_for(bytes_per_s: float) -> tuple[int, ...]:
 
     The smallest size is always included.
     """
-    return tuple(size for size in SIZES_BYTES if size <= max(SIZES_BYTES[0], bytes_per_s * _LONG_S))
+    largest = max(SIZES_BYTES[0], bytes_per_s * _LONG_S)
+    return tuple(size for size in SIZES_BYTES if size <= largest)
 
 
 class _Case(NamedTuple):
@@ -237,10 +245,12 @@ def _broadcast(case: _Case) -> _Ran:
 
 def _gather(case: _Case) -> _Ran:
     tensor = case.message(case.rank)
-    gathered = [torch.zeros_like(tensor) for _ in range(case.size)] if case.rank == 0 else None
-    seconds = case.time(lambda: dist.gather(tensor, gathered, 0, case.group))
-    if gathered is None:  # other ranks than 0 receive nothing that could be compared
+    # Other ranks than 0 receive nothing that could be compared.
+    if case.rank != 0:
+        seconds = case.time(lambda: dist.gather(tensor, None, 0, case.group))
         return _Ran(seconds, tensor, tensor)
+    gathered = [torch.zeros_like(tensor) for _ in range(case.size)]
+    seconds = case.time(lambda: dist.gather(tensor, gathered, 0, case.group))
     return _Ran(seconds, torch.cat(gathered), torch.cat(case.messages()))
 
 

@@ -41,7 +41,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         bounds = before.num_workers or config.scaling.num_workers
         config = _scaled(config, bounds, directory.batch(config.batch).num_microbatches)
         stopping = "stopping; Ctrl-C again to stop at once"
-        with reported(config, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
+        with reported(config.run, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
             return _run(config, directory, ownership, started_s, console, interrupts, before)
     finally:
         release_run(directory, ownership, new)

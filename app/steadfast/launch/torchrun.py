@@ -216,7 +216,7 @@ def train_here(
             return Ending(int(answer["code"]), answer["refusal"])
         if place.rank > 0:
             return _train(config, place, directory, console, interrupts, answer, ownership)
-        with reported(config, directory, console.line):
+        with reported(config.run, directory, console.line):
             return _train(config, place, directory, console, interrupts, answer, ownership)
     except BadStep as error:
         raise TrainingError(str(error)) from error

@@ -35,10 +35,9 @@ class Curve:
         self.rows: list[dict[str, float]] = []
 
     def add(self, step: int, row: dict[str, float]) -> None:
-        """Add the figures of a step.
-
-        If the step was added before, its old figures and those of later steps are dropped first.
-        """
+        """Add the figures of a step, and drop those of the same and of later steps."""
+        # Figures come in the order of time. So a step that is not the highest belongs to a later attempt, which does
+        # the following steps again too.
         again = bisect_left(self.steps, step)
         del self.steps[again:], self.rows[again:]
         self._num_seen += 1
@@ -46,6 +45,7 @@ class Curve:
             return
         self.steps.append(step)
         self.rows.append(row)
+        # Half of the points go at once, so that the rest stays evenly spaced over the whole run.
         if len(self.steps) > self._most_points:
             del self.steps[::2], self.rows[::2]
             self._stride *= 2
@@ -84,7 +84,9 @@ class Course:
     def read(cls, directory: RunDirectory) -> Self:
         """Read the data of a run from its directory."""
         totals = read_totals(directory)
-        redone_s = {attempt: span.redone_s for attempt, span in totals.spans.items()}
+        redone_s = {}
+        for attempt, span in totals.spans.items():
+            redone_s[attempt] = span.redone_s
         interruptions = read_interruptions(directory.all_events(), redone_s)
         course = cls(directory, totals, TimeLedger(totals, directory.all_events()), interruptions)
         for event in directory.all_events():
@@ -95,21 +97,31 @@ class Course:
 
     def _learn(self, event: events.Event) -> None:
         if isinstance(event, events.Validation):
+            # Validations need no limit here, because a curve limits its points itself.
             self.validations.add(event.step, dict(event.metrics))
         elif len(self.told.setdefault(type(event), [])) < _MOST_EVENTS:
             self.told[type(event)].append(event)
 
     def _add_figures(self, line: dict[str, Any]) -> None:
-        row = {name: float(line[name]) for name in _CURVES if is_number(line.get(name))}
-        if is_count(line.get("step")):
-            self.figures.add(line["step"], row)
+        # Lines of a damaged file may have any content.
+        if not is_count(line.get("step")):
+            return
+        row = {}
+        for name in _CURVES:
+            if is_number(line.get(name)):
+                row[name] = float(line[name])
+        self.figures.add(line["step"], row)
+
+    def starts(self) -> dict[int, events.AttemptStarted]:
+        """Return the start of each attempt that has finished a step."""
+        return {event.attempt: event for event in self.told.get(events.AttemptStarted, [])}
 
     def ranks(self) -> list[Rank]:
         """Return the times of each attempt's ranks, in the order of attempts and ranks."""
         told: dict[int, list[events.RankTimes]] = {}
         for event in self.told.get(events.RankTimes, []):
             told.setdefault(event.attempt, []).append(event)
-        starts = {event.attempt: event for event in self.told.get(events.AttemptStarted, [])}
+        starts = self.starts()
         found: list[Rank] = []
         for attempt, times in told.items():
             found += _ranks(attempt, times, starts.get(attempt))
@@ -118,18 +130,24 @@ class Course:
 
 def _ranks(attempt: int, told: list[events.RankTimes], start: events.AttemptStarted | None) -> list[Rank]:
     nodes: dict[int, str] = {}
-    for node, ranks in ((start.nodes if start else None) or {}).items():
-        nodes.update(dict.fromkeys(ranks, node))
-    gpus = (start.gpus if start else None) or ()
-    num_steps = sum(event.num_steps for event in told) or 1
-    num_looks = sum(sum(event.last) for event in told) or 1
+    gpus: tuple[str, ...] = ()
+    if start is not None:
+        gpus = start.gpus or ()
+        for node, ranks in (start.nodes or {}).items():
+            nodes.update(dict.fromkeys(ranks, node))
+    num_steps = num_looks = 0
+    for event in told:
+        num_steps += event.num_steps
+        num_looks += sum(event.last)
     own_ms = []
     for rank in range(len(told[0].own_ms)):
-        own_ms.append(sum(event.own_ms[rank] * event.num_steps for event in told) / num_steps)
+        # Later events cover more steps, so a mean without weights would depend mostly on the first seconds.
+        own_ms.append(sum(event.own_ms[rank] * event.num_steps for event in told) / (num_steps or 1))
+    # Without any measured time the shares of the median are 0, instead of a division by 0.
     typical_ms = median(own_ms) or math.inf
     found = []
     for rank, each_ms in enumerate(own_ms):
-        last = sum(event.last[rank] for event in told) / num_looks
+        last = sum(event.last[rank] for event in told) / (num_looks or 1)
         gpu = gpus[rank] if gpus else ""
         found.append(Rank(attempt, rank, nodes.get(rank, ""), gpu, each_ms, each_ms / typical_ms, last))
     return found

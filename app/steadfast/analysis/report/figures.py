@@ -5,7 +5,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Span
@@ -65,9 +64,10 @@ class Drawing(NamedTuple):
 def losses(course: Course) -> Drawing:
     """Draw loss, validation loss and interruptions by step."""
     plot = _plot("step", "loss")
-    _line(plot, course.figures.steps, course.figures.column("loss"), _BLUE, "training")
+    _line(plot, _points(course.figures.steps, course.figures.column("loss")), _BLUE, "training")
     held_out = course.validations
-    _line(plot, held_out.steps, held_out.column("loss"), _ORANGE, "validation", marked=True)
+    # Validations are far apart. A line alone would not show where they are, nor a single one at all.
+    _line(plot, _points(held_out.steps, held_out.column("loss")), _ORANGE, "validation", marked=True)
     marks = _mark(plot, course, course.figures.column("loss"))
     return Drawing(plot, {"training": _BLUE, "validation": _ORANGE, **marks})
 
@@ -75,11 +75,12 @@ def losses(course: Course) -> Drawing:
 def step_times(course: Course) -> Drawing:
     """Draw the median step time and the time waiting for data by step."""
     plot = _plot("step", "ms a step")
-    _line(plot, course.figures.steps, course.figures.column("step_ms"), _BLUE, "step")
+    _line(plot, _points(course.figures.steps, course.figures.column("step_ms")), _BLUE, "step")
     waits_ms = []
     for row in course.figures.rows:
+        # A line of metrics has the wait as a share of the step's time.
         waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
-    _line(plot, course.figures.steps, waits_ms, COLORS["data wait"], "data wait")
+    _line(plot, _points(course.figures.steps, waits_ms), COLORS["data wait"], "data wait")
     marks = _mark(plot, course, course.figures.column("step_ms"))
     plot.y_range.start = 0
     return Drawing(plot, {"step": _BLUE, "data wait": COLORS["data wait"], **marks})
@@ -89,13 +90,14 @@ def worlds(course: Course) -> Drawing:
     """Draw the number of workers on each node over time."""
     unit_s, unit = time_unit(course)
     began_s = course.ledger.accounts[0].began_s
-    started = {event.attempt: event for event in course.told.get(AttemptStarted, [])}
+    started = course.starts()
     colors: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     for account in course.ledger.accounts:
         start = started.get(account.attempt)
         bottom = 0
         for node, count in _nodes(start, account).items():
+            # A node keeps its colour in all attempts, so that its absence is visible.
             color = colors.setdefault(node, _NODES[len(colors) % len(_NODES)])
             rows.append(
                 {
@@ -117,6 +119,7 @@ def worlds(course: Course) -> Drawing:
     plot.x_range.start = 0
     plot.y_range.start = 0
     plot.yaxis.ticker.desired_num_ticks = 4
+    # Workers are counted in whole numbers, so there are no ticks in between.
     plot.yaxis.ticker.num_minor_ticks = 0
     plot.yaxis.ticker.min_interval = 1
     return Drawing(plot, {node_name(node): color for node, color in colors.items()})
@@ -129,17 +132,21 @@ def time_of_ranks(course: Course) -> Drawing:
     """
     groups = _grouped(course.ledger.accounts)
     rows: list[dict[str, Any]] = []
+    labels = {}
     for place, accounts in enumerate(groups):
         rows += _bar(place, accounts)
+        labels[place] = _label(accounts)
     plot = _plot("attempt", "seconds of all ranks", x_range=(-0.5, len(groups) - 0.5))
     # Bars are placed by index, because labels may repeat: each command without a step is labelled as attempt 0.
     plot.xaxis.ticker = list(range(len(groups)))
-    plot.xaxis.major_label_overrides = {place: _label(accounts) for place, accounts in enumerate(groups)}
+    plot.xaxis.major_label_overrides = labels
     source = _source(rows, "place", "bottom", "top", "color")
     bars = plot.vbar(x="place", width=0.8, bottom="bottom", top="top", color="color", line_color=None, source=source)
     tooltips = [("", "@category"), ("seconds of ranks", "@rank_s{0.0}"), ("of the attempt", "@share{0.0 %}")]
     _hover(plot, [bars], tooltips)
+    # Bokeh would leave a gap below the bars.
     plot.y_range.start = 0
+    # More labels side by side would overlap.
     plot.xaxis.major_label_orientation = "horizontal" if len(groups) <= 12 else "vertical"
     plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
     return Drawing(plot, {})
@@ -180,21 +187,26 @@ def _plot(x: str, y: str, **options: Any) -> Any:
 
 
 def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
-    """Return the columns of `rows`.
+    """Return the columns of `rows`, or empty columns named `drawn` without rows."""
+    # Bokeh reports a missing column of a plot as an error.
+    names = tuple(rows[0]) if rows else drawn
+    columns = {}
+    for name in names:
+        columns[name] = [row[name] for row in rows]
+    return ColumnDataSource(columns)
 
-    Without rows it returns empty columns named `drawn`, because Bokeh reports a missing column of a plot as an error.
-    """
-    names = rows[0].keys() if rows else drawn
-    return ColumnDataSource({name: [row[name] for row in rows] for name in names})
+
+def _points(steps: Sequence[int], values: Sequence[float]) -> ColumnDataSource:
+    return ColumnDataSource({"step": steps, "value": values})
 
 
-def _line(
-    plot: Any, steps: Sequence[int], values: Sequence[float], color: str, label: str, marked: bool = False
-) -> None:
-    source = ColumnDataSource({"step": steps, "value": values})
+def _line(plot: Any, source: ColumnDataSource, color: str, label: str, marked: bool = False) -> None:
+    """Draw the columns `step` and `value`."""
     drawn = plot.line("step", "value", color=color, line_width=2, source=source)
     if marked:
+        # Only one of both drawings has tooltips. Otherwise each point would show two.
         drawn = plot.scatter("step", "value", color=color, size=7, source=source)
+    # A line is too thin to hit with the pointer, so the pointer's step alone counts.
     _hover(plot, [drawn], [("step", "@step"), (label, "@value{0.0000}")], mode="vline")
 
 
@@ -205,32 +217,46 @@ def _hover(plot: Any, drawn: list[Any], tooltips: list[tuple[str, str]], mode: s
 def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
     """Mark each interruption by a line, with details at its foot. Return the legend."""
     rows: list[dict[str, Any]] = []
-    lowest = min((value for value in values if math.isfinite(value)), default=0.0)
+    kinds = set()
+    # A loss may be NaN or infinite, and a mark at such a height would not be drawn.
+    lowest = min(filter(math.isfinite, values), default=0.0)
     for each in course.interruptions:
         if each.step is None:  # no other attempt has finished a step yet
             continue
         color = color_of(each)
         mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
         plot.add_layout(mark)
+        # The message of an exception may have pages.
         told = {"step": each.step, "y": lowest, "color": color, "kind": each.kind, "cause": each.cause[:200]}
+        kinds.add(each.kind)
         rows.append({**told, "source": each.source, "lost_steps": each.lost_steps, "lost_s": each.lost_s})
     if rows:
         signs = plot.scatter("step", "y", size=11, marker="inverted_triangle", color="color", source=_source(rows))
         tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
         _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
-    return {kind: color for kind, color in _MARKS.items() if any(row["kind"] == kind for row in rows)}
+    legend: dict[str, str] = {}
+    for kind, color in _MARKS.items():
+        if kind in kinds:
+            legend[kind] = color
+    return legend
 
 
 def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
     if start is not None and start.nodes:
         return {node: len(ranks) for node, ranks in start.nodes.items()}
+    # Only a run with copies in the memory of nodes records which node has which ranks.
     return {"workers": account.world_size}
 
 
 def _grouped(accounts: Sequence[Account]) -> list[Sequence[Account]]:
     num_bars = min(_MOST_BARS, len(accounts))
-    bounds = [len(accounts) * bar // num_bars for bar in range(num_bars + 1)]
-    return [accounts[start:stop] for start, stop in pairwise(bounds)]
+    groups = []
+    start = 0
+    for bar in range(1, num_bars + 1):
+        stop = len(accounts) * bar // num_bars
+        groups.append(accounts[start:stop])
+        start = stop
+    return groups
 
 
 def _bar(place: int, accounts: Sequence[Account]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from steadfast.config import Config
+from steadfast.config import RunConfig
 from steadfast.errors import UsageError
 from steadfast.run.directory import REPORT, RunDirectory
 
@@ -17,6 +17,7 @@ def write_report(directory: RunDirectory) -> str:
     Raises:
         UsageError: the run has not begun.
     """
+    # Bokeh takes long to import, and a run needs it only at its end.
     from steadfast.analysis.report.course import Course
     from steadfast.analysis.report.page import page_of
 
@@ -28,7 +29,7 @@ def write_report(directory: RunDirectory) -> str:
 
 
 @contextmanager
-def reported(config: Config, directory: RunDirectory, say: Callable[[str], object]) -> Iterator[None]:
+def reported(config: RunConfig, directory: RunDirectory, say: Callable[[str], object]) -> Iterator[None]:
     """Write the report when the context ends, if `run.report` is set.
 
     An error in the report is shown as a warning.
@@ -37,7 +38,7 @@ def reported(config: Config, directory: RunDirectory, say: Callable[[str], objec
         yield
     finally:
         # A user who presses Ctrl-C a second time should not have to wait for the report.
-        if config.run.report and not isinstance(sys.exception(), KeyboardInterrupt):
+        if config.report and not isinstance(sys.exception(), KeyboardInterrupt):
             try:
                 _report(directory, say)
             except Exception as error:
@@ -45,6 +46,7 @@ def reported(config: Config, directory: RunDirectory, say: Callable[[str], objec
 
 
 def _report(directory: RunDirectory, say: Callable[[str], object]) -> None:
+    # The last line shows the length of the ledger without reading all of it.
     num_steps = int(directory.last_step_line().get("step", 0))
     if num_steps > _MOST_STEPS:
         say(f"no {REPORT} is written automatically for {num_steps} steps; main.py report {directory.uri} writes it")
