@@ -98,6 +98,12 @@ PLANTED = {
         "GLOO_SOCKET_IFNAME=ib0 names no interface that is up; there are: lo (127.0.0.1), eth0 (10.0.0.5)",
         "Unset GLOO_SOCKET_IFNAME",
     ),
+    "interface in the syntax of NCCL": (
+        replace(HEALTHY, variables={"GLOO_SOCKET_IFNAME": "=eth0"}),
+        "error",
+        "GLOO_SOCKET_IFNAME==eth0 names no interface that is up",
+        "Unset GLOO_SOCKET_IFNAME",
+    ),
     "slow interface": (
         replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface("ens6", "10.1.0.5", True, 100000))),
         "warning",

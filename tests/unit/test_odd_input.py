@@ -91,6 +91,7 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: 
     [
         ("scaling={num_workers: 2, num_workers: 3}", "override: scaling.num_workers: given twice"),
         ("run.steps=true", "override: run.steps: must be a valid integer"),
+        ("batch.balance={A100: true}", "override: batch.balance.A100: must be a valid number"),
         ("run.steps=1:30", "override: run.steps: must be a valid integer"),
         ("run.steps=" + "9" * 5000, "override: run.steps: Unable to parse input string as an integer"),
     ],

@@ -61,6 +61,8 @@ def _takes(annotation: Any, *kinds: Any) -> bool:
 def _without_bools(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(_without_bools, value))
+    if isinstance(value, dict):
+        return {key: _without_bools(part) for key, part in value.items()}
     if isinstance(value, bool):
         return str(value).lower()
     return value

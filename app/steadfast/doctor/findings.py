@@ -283,19 +283,19 @@ def _judge_interfaces(node: str, facts: NodeFacts) -> list[Finding]:
             names.append(each.name)
             listed.append(f"{each.name} ({each.address})")
     for variable, value in facts.variables.items():
-        if not any(_selects(value, name) for name in names):
+        if not any(_selects(variable, value, name) for name in names):
             what = f"{node}: {variable}={value} names no interface that is up; there are: {', '.join(listed)}"
             remedy = f"Unset {variable}, or name one of these (in cluster.env or in the environment of the command)"
             findings.append(Finding("error", "interfaces", what, remedy))
     return findings + _judge_speed(node, facts)
 
 
-def _selects(value: str, name: str) -> bool:
-    """Return whether a value of an interface variable allows an interface."""
-    # This is the syntax of NCCL: a list of prefixes, after "^" of excluded prefixes, after "=" of full names.
-    if value.startswith("^"):
+def _selects(variable: str, value: str, name: str) -> bool:
+    """Return whether the value of an interface variable allows an interface."""
+    # NCCL takes a list of prefixes, after "^" of excluded prefixes, after "=" of full names. Gloo takes only prefixes.
+    if variable.startswith("NCCL") and value.startswith("^"):
         return not name.startswith(tuple(value[1:].split(",")))
-    if value.startswith("="):
+    if variable.startswith("NCCL") and value.startswith("="):
         return name in value[1:].split(",")
     return name.startswith(tuple(value.split(",")))
 
