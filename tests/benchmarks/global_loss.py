@@ -25,7 +25,7 @@ from steadfast.global_step import GlobalStepper
 from steadfast.parallel import build_parallel
 from steadfast.world.runtime import form_world
 from tests.benchmarks.statistics import paired_ratio, table
-from tests.dist.stepping import build_stepper
+from tests.support.stepping import build_stepper
 from tests.examples.clip import Contrast
 
 CPU = torch.device("cpu")

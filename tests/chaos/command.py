@@ -88,7 +88,7 @@ class Matrix:
 
     def run(self, yardstick: Yardstick) -> list[Row]:
         """Fault by fault, so that whatever time there is, the first rows are whole."""
-        from tests.chaos.bed import Bed
+        from tests.support.bed import Bed
 
         def drills_of(contender: Contender) -> Drills:
             return Drills(contender, self._say, self._pace(contender.folder.name), yardstick)

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from steadfast.run.ledger import History
-from tests.chaos import processes
+from tests.support import processes
 from tests.chaos.contenders import Contender
 from tests.chaos.matrix import HELD_S, NOTICE_S, NUM_STEPS, PACE_S, SLOW_S, Fault
-from tests.chaos.pace import set_pace
+from tests.support.pace import set_pace
 from tests.chaos.report import Line, Row, measure, strayed
 from tests.chaos.yardstick import Yardstick
 

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.checks import check_stopped
+from tests.support.checks import check_stopped
 from tests.cluster.test_endings import SHARED_MEMORY, mapped, wait_until_gone
-from tests.command import Commands, Running, descendants
+from tests.support.command import Commands, Running, descendants
 
 pytestmark = pytest.mark.ray
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.bed import Bed
-from tests.checks import check_stopped
-from tests.command import Commands
+from tests.support.bed import Bed
+from tests.support.checks import check_stopped
+from tests.support.command import Commands
 
 pytestmark = pytest.mark.ray
 

@@ -13,9 +13,9 @@ from itertools import cycle, islice
 import psutil
 import pytest
 
-from tests.chaos.bed import Bed
-from tests.checks import check_stopped
-from tests.command import ROOT, Commands, descendants
+from tests.support.bed import Bed
+from tests.support.checks import check_stopped
+from tests.support.command import ROOT, Commands, descendants
 
 FOR_EVER = "run.steps=1000000"
 STRANGERS = 1000

@@ -9,8 +9,8 @@ import signal
 import psutil
 import pytest
 
-from tests.checks import check_ledger, check_stopped, summary_of
-from tests.command import Commands, Running, is_alive, scale
+from tests.support.checks import check_ledger, check_stopped, summary_of
+from tests.support.command import Commands, Running, is_alive, scale
 
 pytestmark = pytest.mark.ray
 

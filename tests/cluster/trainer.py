@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from steadfast.checkpoint.initial import build_initial
 from steadfast.config import AdamWConfig, Config, LinearConfig, parse_config
 from steadfast.data import build_dataset
-from tests.checks import order_of, weights_of
+from tests.support.checks import order_of, weights_of
 from tests.examples import lora
 
 

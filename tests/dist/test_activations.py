@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
 from steadfast.parallel.activations import checkpoint_activations
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 
 class Layers(nn.Module):

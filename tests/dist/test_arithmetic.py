@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from steadfast.config import Config
 from steadfast.parallel import size_of_replica
 from steadfast.plan import even_shares
-from tests.dist.checks import EQUAL, check_equal
-from tests.dist.gang import Gang
-from tests.dist.reference import Reference, reference
-from tests.dist.small import small
-from tests.dist.stepping import Stepped, take_steps
+from tests.support.claims import EQUAL, check_equal
+from tests.support.gang import Gang
+from tests.support.reference import Reference, reference
+from tests.support.small import small
+from tests.support.stepping import Stepped, take_steps
 from tests.dist.test_compiled import write_no_code
 
 Shares = tuple[int, ...]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import steadfast.components.worker_state
 import steadfast.parallel.compiled
 from steadfast.components.hook import HookContext
-from tests.dist.checks import check_run
-from tests.dist.drill import Drilled, drill
-from tests.dist.reference import reference
-from tests.dist.small import CONTEXT, VOCABULARY, small
+from tests.support.claims import check_run
+from tests.support.drill import Drilled, drill
+from tests.support.reference import reference
+from tests.support.small import CONTEXT, VOCABULARY, small
 
 KINDS = ["ddp", "fsdp"]
 GRAPHS = 2  # one of all layers, and one of the loss

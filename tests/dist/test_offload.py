@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from steadfast.world.groups import Groups
-from tests.dist.checks import check_run
-from tests.dist.drill import Members, drill
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run
+from tests.support.drill import Members, drill
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 def put_all_beyond_reach() -> None:

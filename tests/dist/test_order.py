@@ -17,12 +17,12 @@ from steadfast.launch.resume import start_or_resume
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.tasks import Sums
-from tests.dist.checks import check_equal, check_run, check_weights
-from tests.dist.deaths import plot, survive
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_equal, check_run, check_weights
+from tests.support.deaths import plot, survive
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 HERE = "tests.dist.test_order"
 

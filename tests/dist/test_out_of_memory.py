@@ -9,11 +9,11 @@ import pytest
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import ForwardsShrunk
-from tests.dist.checks import check_run, check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run, check_weights
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 # The grid has four microbatches of up to four samples, the last of one.
 WORDS = ["model.dropout=0", "batch.microbatch_size=4"]

@@ -16,12 +16,12 @@ from steadfast.faults.corruption import Check, choose
 from steadfast.plan import Plan, even_shares
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_identical, check_ledger, check_weights
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.events import event_lines
+from tests.support.claims import check_identical, check_ledger, check_weights
+from tests.support.drill import Drilled, drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
+from tests.support.events import event_lines
 
 EVERY_STEP = ("run.deterministic=true", 'recompute.every="1 step"')
 STEP = 5  # of the flip

@@ -15,12 +15,12 @@ from steadfast.config import Config, DdpConfig
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Amendments
 from steadfast.world.runtime import World
-from tests.dist import drill as drills
-from tests.dist.checks import check_checkpoint, check_weights
-from tests.dist.drill import Drilled
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import CPU, reference
-from tests.dist.small import small
+from tests.support import drill as drills
+from tests.support.claims import check_checkpoint, check_weights
+from tests.support.drill import Drilled
+from tests.support.gang import MemberFailed
+from tests.support.reference import CPU, reference
+from tests.support.small import small
 
 
 @pytest.fixture(params=["ddp", "fsdp"])

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from steadfast.components.hook import HookContext
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_identical, check_ledger, check_run, check_weights
-from tests.dist.deaths import Plot, survive, undisturbed
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.like_nccl import Death
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_identical, check_ledger, check_run, check_weights
+from tests.support.deaths import Plot, survive, undisturbed
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.like_nccl import Death
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
 

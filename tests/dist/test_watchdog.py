@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from steadfast.world.progress import Limits
-from tests.dist.checks import check_run
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run
+from tests.support.reference import reference
+from tests.support.small import small
 from tests.dist.watched import watch
 
 SHORT = Limits(step_s=1.5, rare_s=1.5)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.checks import check_ledger
+from tests.support.checks import check_ledger
 from tests.e2e.lab.cloud import Cloud
 from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User

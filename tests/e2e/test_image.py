@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import SMALL
+from tests.support.command import SMALL
 from tests.e2e.lab.hosts import ROOT, missing
 from tests.e2e.user import copy_project
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from tests.checks import check_ledger
-from tests.command import Running
+from tests.support.checks import check_ledger
+from tests.support.command import Running
 from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
 

@@ -24,11 +24,11 @@ from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream, read_lines
 
-NUM_SAMPLES = 61  # of tests.dist.small.Tokens; 55 of them are trained on
+NUM_SAMPLES = 61  # of tests.support.small.Tokens; 55 of them are trained on
 RUN = """
 run: {epochs: 3}
 batch: {global_size: 13, microbatch_size: 2}
-data: {target: 'tests.dist.small:Tokens'}
+data: {target: 'tests.support.small:Tokens'}
 """
 LAST = 13  # of 9 samples: where the third epoch ends
 Break = Callable[[list[Line]], None]
@@ -325,7 +325,7 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     written.directory.write_config(parse_config(planted))
     assert main(0.0, ["audit", uri]) == 2
     said = capsys.readouterr().err
-    assert "error: data.target tests.dist.small:Tokens: the run's config.yaml names this code" in said
+    assert "error: data.target tests.support.small:Tokens: the run's config.yaml names this code" in said
     assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
     assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
     said = capsys.readouterr().err
@@ -345,7 +345,7 @@ def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, caps
     run.directory.store.delete("events.jsonl")
     run.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
     run.directory.write_config(
-        parse_config(RUN.replace("target: 'tests.dist.small:Tokens'", "path: gone, kind: tokens"))
+        parse_config(RUN.replace("target: 'tests.support.small:Tokens'", "path: gone, kind: tokens"))
     )
     assert main(0.0, ["audit", claimed]) == 2
     assert "If the data are not available here, give their length: --samples N" in capsys.readouterr().err

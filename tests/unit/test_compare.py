@@ -24,7 +24,7 @@ from steadfast.storage.jsonl import Line, open_stream
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
-data: {target: 'tests.dist.small:Tokens'}
+data: {target: 'tests.support.small:Tokens'}
 """
 
 NAN = float("nan")

@@ -85,7 +85,7 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 
 def test_names_that_the_architecture_names_are_in_the_code() -> None:
     words: set[str] = set()
-    for path in [*(ROOT / "app").rglob("*.py"), ROOT / "tests/dist/drill.py"]:
+    for path in [*(ROOT / "app").rglob("*.py"), ROOT / "tests/support/drill.py"]:
         words.update(re.findall(r"\w+", path.read_text()))
     # `Coordinator._lost`, `build_optimizer`, `World.shard`: identifiers, maybe with dots and with arguments.
     named = [each for each in quoted("docs/architecture.md") if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", each)]

@@ -12,7 +12,7 @@ from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, parse_event
 from steadfast.storage import LocalStore
-from tests.events import changed, event_lines
+from tests.support.events import changed, event_lines
 
 LOG = events.Log(
     step=10,

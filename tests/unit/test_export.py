@@ -27,7 +27,7 @@ from steadfast.storage import LocalStore
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
 task: {kind: classification}
-data: {target: 'tests.dist.small:Tokens'}
+data: {target: 'tests.support.small:Tokens'}
 """
 
 

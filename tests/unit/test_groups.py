@@ -21,7 +21,7 @@ from steadfast.world import groups
 from steadfast.world.communicator import NcclCommunicator
 from steadfast.world.groups import Groups, PeerLost, is_peer_loss, serve_store
 from steadfast.world.timeouts import Timeouts
-from tests.command import ROOT
+from tests.support.command import ROOT
 
 SOON_S = 10.0
 

@@ -17,7 +17,7 @@ from steadfast.config import Config, parse_config
 from steadfast.models import build_model
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.tasks import build_task
-from tests.allocator import peak_bytes
+from tests.support.allocator import peak_bytes
 
 RUN = """
 run: {steps: 100}

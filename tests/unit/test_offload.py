@@ -35,7 +35,7 @@ from steadfast.parallel.dtensor import local, on_mesh_of, sharded_like, unsharde
 from steadfast.parallel.precision import Precision
 from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
-from tests.dist.small import small
+from tests.support.small import small
 
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 

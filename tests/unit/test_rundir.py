@@ -19,7 +19,7 @@ from steadfast.run.events import RunStarted
 from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream, open_stream
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """

@@ -18,7 +18,7 @@ from steadfast.run.directory import EVENTS, METRICS, STEPS, RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
 from steadfast.storage.jsonl import open_stream
-from tests.events import changed
+from tests.support.events import changed
 
 NOW_S = time.time()
 PARTS = {"formed_s": 0.2, "built_s": 0.1, "restored_s": 0.1, "first_step_s": 0.1}

@@ -63,7 +63,7 @@ from steadfast.telemetry.throughput import peak_flops, total_peak_flops
 from steadfast.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
 from steadfast.units import compact, duration, node_name, size
 from steadfast.world.device import Gpu
-from tests.events import changed
+from tests.support.events import changed
 
 LOG = Log(
     time_s=1.0,

@@ -20,7 +20,7 @@ RUN = f"""
 batch:     {{global_size: 13, microbatch_size: 2}}
 model:     {{kind: gpt, num_layers: 2, num_heads: 2, embed_dim: 12, context_length: {CONTEXT},
             vocab_size: {VOCABULARY}, dropout: 0.1}}
-data:      {{target: "tests.dist.small:Tokens"}}
+data:      {{target: "tests.support.small:Tokens"}}
 optimizer: {{kind: adamw, lr: 1.0e-2, max_grad_norm: 0.5}}
 schedule:  {{kind: cosine, warmup_steps: 3}}
 precision: {{kind: fp64}}
@@ -67,7 +67,7 @@ class Drawing(LanguageModeling):
         return Sums(sums.loss_sum * weight, sums.count)
 
 
-DRAWING = "task.target=tests.dist.small:Drawing"
+DRAWING = "task.target=tests.support.small:Drawing"
 
 
 class Split(Tokens):

@@ -29,11 +29,11 @@ from steadfast.run.events import RunStarted
 from steadfast.worker import work
 from steadfast.world.groups import PeerLost, is_peer_loss
 from steadfast.world.runtime import World
-from tests.checks import check_audit
-from tests.dist.drill import Attempt, Drilled, DrillRuntime, what_is_left
-from tests.dist.gang import Gang, Member
-from tests.dist.like_nccl import CONNECTING, Death, behave_like_nccl
-from tests.events import event_lines
+from tests.support.checks import check_audit
+from tests.support.drill import Attempt, Drilled, DrillRuntime, what_is_left
+from tests.support.gang import Gang, Member
+from tests.support.like_nccl import CONNECTING, Death, behave_like_nccl
+from tests.support.events import event_lines
 
 # Of plots of three deaths each. A test of them has 96 deaths more with DEATH_PLOTS=36 and -m slow than its first 12.
 _NUM_QUICK, _NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))

@@ -26,10 +26,10 @@ from steadfast.world.groups import is_peer_loss
 from steadfast.world.progress import Progress
 from steadfast.world.runtime import Signals, World, form_world
 from steadfast.world.timeouts import Timeouts
-from tests.checks import check_audit
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.events import event_lines
+from tests.support.checks import check_audit
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.events import event_lines
 
 
 class _Patient(Timeouts):

@@ -19,8 +19,8 @@ from steadfast.step import Stepper
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import StepResult
 from steadfast.world.runtime import World, form_world
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
 
 
 class Stepped(NamedTuple):

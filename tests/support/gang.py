@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 # Imported once, by a server that each process is then forked from: fresh processes for the price of kept ones. The
 # server computes nothing, so it has no threads that a fork could lose.
-PRELOADED = ["__main__", "steadfast.worker", "tests.dist.drill", "tests.dist.stepping", "torch._dynamo"]
+PRELOADED = ["__main__", "steadfast.worker", "tests.support.drill", "tests.support.stepping", "torch._dynamo"]
 _GONE = "gone"
 LAST_WORDS_S = 5.0  # for the others to say what they saw of a failure, and for all to leave, before they are killed
 

@@ -27,7 +27,7 @@ from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.plan import Microbatch, Plan
 from steadfast.tasks import LanguageModeling, Sums
 from steadfast.world.sums import Plain
-from tests.dist.small import Tokens
+from tests.support.small import Tokens
 
 # Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
 EARLY, LATE = 26, 38

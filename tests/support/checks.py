@@ -17,7 +17,7 @@ from steadfast.data import SampleOrder, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import History, read_ledger
 from steadfast.storage import LocalStore
-from tests.command import Running
+from tests.support.command import Running
 
 
 def summary_of(directory: Path) -> dict[str, Any]:

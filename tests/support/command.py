@@ -15,10 +15,10 @@ from typing import Any
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import History, read_ledger
 from steadfast.storage import LocalStore
-from tests.chaos import processes
-from tests.events import event_lines
+from tests.support import processes
+from tests.support.events import event_lines
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # A GPT of a few thousand weights, in steps long enough that a test can act between two of them.
 SMALL = [

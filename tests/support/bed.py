@@ -12,7 +12,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from tests.chaos import processes
+from tests.support import processes
 
 _STORE_BYTES = 80 * 2**20  # nothing large travels through Ray's object store
 

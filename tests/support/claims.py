@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 
 from steadfast.checkpoint.state import sha256
-from tests.dist.drill import Drilled
-from tests.dist.reference import Reference
+from tests.support.drill import Drilled
+from tests.support.reference import Reference
 
 EQUAL = 1e-10  # the design's bound for `equal`: float64, at most a hundred steps
 

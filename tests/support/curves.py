@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import Running
+from tests.support.command import Running
 
 MOMENT_S = 0.3  # before the kill: what a tracker that was killed had not written yet
 

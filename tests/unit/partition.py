@@ -1,4 +1,4 @@
-"""`unshare --map-root-user --net python -m tests.dist.partition`: a network that ends, in a namespace of its own.
+"""`unshare --map-root-user --net python -m tests.unit.partition`: a network that ends, in a namespace of its own.
 
 Prints what the server of heartbeats knows of a stopped worker, and then of one that no packet reaches any more.
 """
@@ -35,7 +35,7 @@ async def watch() -> None:
 
     server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda _, cause: lost.set_result(cause), patience)
     port = await server.listen("127.0.0.1")
-    command = [sys.executable, "-m", "tests.dist.partition", str(port), "a", server.admit("a")]
+    command = [sys.executable, "-m", "tests.unit.partition", str(port), "a", server.admit("a")]
     worker = await asyncio.create_subprocess_exec(*command)
     try:
         while "a" not in server._peers:
