@@ -8,12 +8,11 @@ import signal
 import pytest
 
 from tests.support.checks import check_stopped
-from tests.cluster.test_endings import SHARED_MEMORY, mapped, wait_until_gone
+from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
 from tests.support.command import Commands, Running, descendants
+from tests.support.command import FOR_EVER
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 def kill(running: Running, title: str) -> int:

@@ -9,10 +9,9 @@ import pytest
 from tests.support.bed import Bed
 from tests.support.checks import check_stopped
 from tests.support.command import Commands
+from tests.support.command import FOR_EVER
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 @pytest.mark.timeout(300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.checks import check_ledger, summary_of, weights_of
-from tests.cluster.test_torchrun import STANDALONE
+from tests.support.command import STANDALONE
 from tests.support.command import Command, Commands
 
 # A microbatch is of eight samples.

@@ -11,10 +11,9 @@ import pytest
 
 from tests.support.checks import check_ledger, check_stopped, summary_of
 from tests.support.command import Commands, Running, is_alive, scale
+from tests.support.command import FOR_EVER
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 @pytest.mark.timeout(240)

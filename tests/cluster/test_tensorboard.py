@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.curves import check_curve, kill_rank
-from tests.cluster.test_torchrun import STANDALONE
+from tests.support.command import STANDALONE
 from tests.support.command import Commands
 
 NUM_STEPS = 150

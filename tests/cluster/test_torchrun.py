@@ -20,9 +20,8 @@ from steadfast.telemetry.interruptions import read_interruptions
 from tests.support.checks import check_identical, check_ledger, summary_of
 from tests.support.curves import kill_rank
 from tests.support.command import ROOT, SMALL, Commands
+from tests.support.command import STANDALONE, TORCHRUN
 
-TORCHRUN = ["-m", "torch.distributed.run"]
-STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 
 

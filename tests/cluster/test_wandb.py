@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.curves import check_curve, kill_rank
-from tests.cluster.test_torchrun import STANDALONE, TORCHRUN
+from tests.support.command import STANDALONE, TORCHRUN
 from tests.support.command import Commands
 from tests.cluster.wandb_files import offline_runs
 

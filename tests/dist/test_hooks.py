@@ -25,7 +25,7 @@ from tests.support.drill import Drilled, Members, drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import held_out, mean_loss, reference
 from tests.support.small import small
-from tests.dist.test_offload import put_all_beyond_reach
+from tests.support.patches import put_all_beyond_reach
 
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"

@@ -26,7 +26,7 @@ from tests.support.claims import EQUAL, check_ledger, check_weights, largest_dif
 from tests.support.drill import drill
 from tests.support.reference import reference
 from tests.support.small import CONTEXT, VOCABULARY, small
-from tests.dist.test_compiled import write_no_code
+from tests.support.patches import write_no_code
 
 from torchvision import models  # isort: skip
 

@@ -12,15 +12,7 @@ from tests.support.claims import check_run
 from tests.support.drill import Members, drill
 from tests.support.reference import reference
 from tests.support.small import small
-
-
-def put_all_beyond_reach() -> None:
-    """Have the communicator reach nothing where it is, as one of GPUs does not reach the host's memory."""
-
-    def reaches(self: Groups, tensor: Tensor) -> bool:
-        return False
-
-    Groups.reaches = reaches
+from tests.support.patches import put_all_beyond_reach
 
 
 @pytest.mark.parametrize(

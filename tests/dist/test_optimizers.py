@@ -13,7 +13,7 @@ from tests.support.gang import MemberFailed
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
 
-HERE, OWN = "tests.dist.test_optimizers", "tests.unit.test_own_optimizer"
+HERE, OWN = "tests.dist.test_optimizers", "tests.support.optimizers"
 SGD = ["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.01"]
 
 

@@ -27,19 +27,7 @@ from tests.support.small import small
 HERE = "tests.dist.test_order"
 
 
-class Weighted:
-    """Draws with replacement: the first tenth of the samples comes as often as all others together."""
-
-    def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
-        weights = np.ones(num_samples)
-        weights[: num_samples // 10] = 9.0
-        total = np.cumsum(weights)
-        drawn = uniform(seed, epoch, place) * total[-1]
-        ids: Int64s = np.searchsorted(total, drawn, side="right")
-        return ids
-
-
-WEIGHTED = f"data.order={{target: '{HERE}:Weighted'}}"
+WEIGHTED = "data.order={target: 'tests.support.orders:Weighted'}"
 ORDERS = pytest.mark.parametrize("order", ["data.order=sequential", WEIGHTED], ids=["sequential", "weighted"])
 
 

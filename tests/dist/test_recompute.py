@@ -186,10 +186,10 @@ def test_one_rank_has_nobody_to_compare_with_which_is_told_once_in_a_run(tmp_pat
     [
         pytest.param((), id="dropout"),
         pytest.param(("precision.kind=bf16",), id="bf16"),
-        pytest.param(("model.target=tests.dist.test_unusual_models:Normalised",), id="running statistics"),
-        pytest.param(("model.target=tests.dist.test_unusual_models:Codebook",), id="a buffer that a forward changes"),
+        pytest.param(("model.target=tests.support.models:Normalised",), id="running statistics"),
+        pytest.param(("model.target=tests.support.models:Codebook",), id="a buffer that a forward changes"),
         pytest.param(
-            ("model.target=tests.dist.test_unusual_models:Branched", "task.coupled=true"), id="unused parameters"
+            ("model.target=tests.support.models:Branched", "task.coupled=true"), id="unused parameters"
         ),
         pytest.param(("memory.activation_checkpointing=full",), id="activation checkpointing"),
         pytest.param(("batch.global_size=3", "run.steps=40"), id="fewer microbatches than ranks"),

@@ -21,23 +21,13 @@ from tests.support.drill import Drilled
 from tests.support.gang import MemberFailed
 from tests.support.reference import CPU, reference
 from tests.support.small import small
+from tests.support.patches import wait_for_storage
 
 
 @pytest.fixture(params=["ddp", "fsdp"])
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
-
-
-def wait_for_storage() -> None:
-    """So that each checkpoint is there that the schedule names, however slow the disk is."""
-    honest = Checkpoints.save
-
-    def save(self: Checkpoints, *args: Any, **named: Any) -> None:
-        honest(self, *args, **named)
-        self.wait_for_commit(60.0)
-
-    Checkpoints.save = save
 
 
 drill = partial(drills.drill, patch=wait_for_storage)

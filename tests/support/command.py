@@ -20,6 +20,10 @@ from tests.support.events import event_lines
 
 ROOT = Path(__file__).parents[2]
 
+TORCHRUN = ["-m", "torch.distributed.run"]
+STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+FOR_EVER = "run.steps=1000000"  # for a test that ends the run itself
+
 # A GPT of a few thousand weights, in steps long enough that a test can act between two of them.
 SMALL = [
     "model.num_layers=2",

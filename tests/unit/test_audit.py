@@ -130,7 +130,7 @@ def with_order(order: str) -> str:
     return RUN.replace("data: {", f"data: {{order: {order}, ")
 
 
-@pytest.mark.parametrize("order", ["sequential", "{target: 'tests.dist.test_order:Weighted'}"])
+@pytest.mark.parametrize("order", ["sequential", "{target: 'tests.support.orders:Weighted'}"])
 def test_a_run_is_proved_in_the_order_that_it_has(tmp_path: Path, order: str) -> None:
     written = Written(tmp_path, with_order(order))
     written.attempt(1, 1, LAST)
@@ -315,13 +315,13 @@ def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsy
 def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = with_order("{target: 'tests.dist.test_order:Weighted'}")
+    text = with_order("{target: 'tests.support.orders:Weighted'}")
     written = Written(tmp_path, text)
     written.attempt(1, 1, LAST)
     Ownership.claim(written.directory.store).release()
     uri = written.directory.uri
     touch = "data: {order: {target: 'os:system', args: {command: 'touch PLACE/touched'}},"
-    planted = text.replace("data: {order: {target: 'tests.dist.test_order:Weighted'},", touch.replace("PLACE", uri))
+    planted = text.replace("data: {order: {target: 'tests.support.orders:Weighted'},", touch.replace("PLACE", uri))
     written.directory.write_config(parse_config(planted))
     assert main(0.0, ["audit", uri]) == 2
     said = capsys.readouterr().err

@@ -21,8 +21,7 @@ from steadfast.data.order import SampleOrder, build_order, samples_digest
 from steadfast.errors import ConfigError, DataError
 from steadfast.models.gpt import Gpt
 from steadfast.plan import Microbatch
-
-CPU = torch.device("cpu")
+from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
 
 
 @pytest.mark.parametrize("source", ["corpus.txt", "*.txt"])
@@ -42,39 +41,6 @@ def test_data_lie_in_the_working_directory_or_where_runs_do(
     assert build_dataset(TokensData(path="corpus.bin", dtype="uint8", context_length=4))[0][0].tolist() == 4 * [115]
     (here / "corpus.txt").write_bytes(b"h" * 100)
     assert build_dataset(TextData(source=source, context_length=4))[0][0].unique().tolist() == [ord("h")]
-
-
-class Noisy:
-    """Fifty samples with augmentation from all three generators that user code draws from."""
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return torch.tensor([float(index), torch.rand(()), random.random(), np.random.rand()]), index
-
-
-class Odd(Noisy):
-    """Sample 7 is of another shape, or whatever else is asked for."""
-
-    def __init__(self, odd: Any, sample: int = 7) -> None:
-        self.odd = odd
-        self.sample = sample
-
-    def __getitem__(self, index: int) -> Any:
-        return self.odd if index == self.sample else (torch.zeros(2), index)
-
-
-def microbatches(start: int, stop: int, size: int = 8) -> Iterator[Microbatch]:
-    edges = [*range(start, stop, size), stop]
-    return iter([Microbatch(0, index, a, b, 1) for index, (a, b) in enumerate(pairwise(edges))])
-
-
-def loader_of(
-    dataset: Any, num_workers: int = 0, validation_fraction: float = 0.1, seed: int = 1, **fields: Any
-) -> Loader:
-    config = TargetData(target="a:b", num_workers=num_workers, **fields)
-    return Loader(dataset, SampleOrder(len(dataset), validation_fraction, seed), config, seed, CPU)
 
 
 # datasets

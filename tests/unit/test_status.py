@@ -19,60 +19,7 @@ from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
 from steadfast.storage.jsonl import open_stream
 from tests.support.events import changed
-
-NOW_S = time.time()
-PARTS = {"formed_s": 0.2, "built_s": 0.1, "restored_s": 0.1, "first_step_s": 0.1}
-FIRST = events.AttemptStarted(
-    time_s=NOW_S - 50, attempt=1, step=0, source="start", world_size=3, detected_s=5.0, **PARTS
-)
-SECOND = events.AttemptStarted(
-    time_s=NOW_S - 30,
-    attempt=2,
-    step=90,
-    source="rank 1",
-    world_size=2,
-    detected_s=1.5,
-    nodes={"a" * 56: (0, 1)},
-    **PARTS,
-)
-LOST = events.Failure(time_s=NOW_S - 31, attempt=1, error="reset", kind="worker", member="m1", node="0123456789")
-ENDED = events.AttemptEnded(time_s=NOW_S - 31, attempt=1, cause="worker lost", step=90)
-LOG = events.Log(
-    time_s=NOW_S - 10,
-    attempt=2,
-    step=100,
-    total_steps=400,
-    loss=2.5,
-    lr=1e-3,
-    grad_norm=1.0,
-    unit="tok",
-    memory_bytes=2**30,
-    world_size=2,
-    step_ms=20.0,
-    units_per_s=39_800.0,
-    samples_per_s=10.0,
-    eta_s=600.0,
-    at_risk={"worker": 0, "everything": 40},
-)
-
-
-def run_at(path: Path, pid: int, *told: events.Event, renewed: float | None = None) -> RunDirectory:
-    store = LocalStore(path)
-    owner = {"attempt": 2, "token": "t", "host": os.uname().nodename, "pid": pid, "renewed": renewed or time.time()}
-    write_json(store, "owner.json", owner)
-    for name, lines in (
-        (EVENTS, [event.to_line() for event in told]),
-        (METRICS, [LOG.to_line()]),
-        (STEPS, [{"step": 100, "attempt": 2, "num_samples": 8, "step_s": 0.02, "time_s": NOW_S - 10}]),
-    ):
-        stream = open_stream(store, name)
-        stream.write(lines)
-        stream.close()
-    return RunDirectory(store)
-
-
-def started() -> events.RunStarted:
-    return events.RunStarted(time_s=NOW_S - 60, launcher="ray")
+from tests.support.run_directories import ENDED, FIRST, LOG, LOST, NOW_S, PARTS, SECOND, run_at, started
 
 
 def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(

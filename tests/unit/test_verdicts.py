@@ -7,7 +7,7 @@ import pytest
 from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
 from steadfast.run import events
 from steadfast.world.lateness import Lateness
-from tests.unit.test_events import LOG
+from tests.support.events import LOG
 
 STALL_S = 60.0
 CHEAP = Price(reform_s=2.0)
