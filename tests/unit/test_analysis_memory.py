@@ -1,4 +1,4 @@
-"""The memory of a worker: what `plan` says of it, and what a worker that has no world yet holds."""
+"""The memory of a worker, as `plan` estimates it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Moved(torch.nn.Module):
 
 
 def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
-    target = "model={{target: 'tests.unit.test_memory:Moved', args: {{move: {}}}}}"
+    target = "model={{target: 'tests.unit.test_analysis_memory:Moved', args: {{move: {}}}}}"
     moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
     assert moved == plain
     assert moved["parameters"] == 256 * 64 * 4
@@ -118,8 +118,3 @@ def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.Captur
     assert re.search(r" MiB on its GPU, .* MiB in the memory of its machine\n", capsys.readouterr().out)
 
 
-def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:
-    """The state of AdamW is twice the model, and the whole model may fit just so."""
-    config = config_of("parallel.kind=fsdp", "model.embed_dim=256")
-    whole = sum(param.numel() * param.element_size() for param in build_model(config.model).parameters())
-    assert peak_bytes(lambda: WorkerState(config, torch.device("cpu"))) < 2 * whole

@@ -1,4 +1,4 @@
-"""Parts of a model: which are gathered one at a time under FSDP, and which keep their own format."""
+"""Blocks of a model, which FSDP gathers one at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 from steadfast.errors import UsageError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from steadfast.parallel.precision import Precision
-
-CPU = torch.device("cpu")
 
 
 class Block(nn.Sequential):
@@ -85,34 +83,3 @@ def test_parts_that_share_a_parameter_are_gathered_with_the_rest() -> None:
     assert blocks_of(tied) == []
 
 
-def with_frozen_base() -> nn.Module:
-    base = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16).requires_grad_(False)
-    return nn.ModuleDict({"base": base, "head": nn.Linear(4, 2, dtype=torch.bfloat16)})
-
-
-def dtypes(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    found: dict[str, set[torch.dtype]] = {}
-    for name, tensor in model.state_dict().items():
-        found.setdefault(name.partition(".")[0], set()).add(tensor.dtype)
-    return found
-
-
-def test_a_frozen_part_keeps_its_own_format() -> None:
-    expected = {"base": {torch.bfloat16, torch.int64}, "head": {torch.float32}}
-    assert dtypes(Precision(CPU).convert(with_frozen_base())) == expected
-
-
-def test_all_parts_are_float64_where_results_are_to_be_equal() -> None:
-    expected = {"base": {torch.float64, torch.int64}, "head": {torch.float64}}
-    assert dtypes(Precision(CPU, torch.float64).convert(with_frozen_base())) == expected
-
-
-def test_a_part_that_trains_takes_its_buffers_along_and_stays_tied() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to(torch.bfloat16)
-    model[2].weight = model[0].weight
-    assert dtypes(Precision(CPU).convert(model)) == {
-        "0": {torch.float32},
-        "1": {torch.float32, torch.int64},
-        "2": {torch.float32},
-    }
-    assert model[2].weight is model[0].weight

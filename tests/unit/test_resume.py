@@ -1,4 +1,4 @@
-"""A run's folder may hold what is not the run's."""
+"""A command that starts, resumes or extends a run, or is refused with the difference."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream, open_stream
 from tests.support.events import event_lines
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+import pytest
+import torch
+from torch import nn
+from steadfast.components.optimizer import build_optimizer, set_learning_rates
+from steadfast.components.schedule import build_schedule
+from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
+from steadfast.errors import ConfigError, RunConflict
+from steadfast.launch.resume import start_or_resume
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from steadfast.storage import LocalStore
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """
@@ -36,12 +50,6 @@ def nothing(line: str) -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(LocalStore(tmp_path / "run"))
-
-
-def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) -> None:
-    assert directory.check_writable()
-    directory.store.commit("model.safetensors", b"x")
-    assert not directory.check_writable()
 
 
 def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(directory: RunDirectory) -> None:
@@ -88,21 +96,6 @@ def test_copies_of_a_run_without_a_configuration_are_not_found(directory: RunDir
     (tmp_path / "run" / "config.yaml").unlink()
     start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
     assert read_key(directory.store) != key
-
-
-def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory, tmp_path: Path) -> None:
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"config.yaml cannot be read"):
-        directory.stored_config()
-
-
-def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
-    directory: RunDirectory, tmp_path: Path
-) -> None:
-    with pytest.raises(StorageError, match=r"does not see .*run"):
-        directory.check_shared()
-    (tmp_path / "run" / "owner.json").mkdir(parents=True)
-    directory.check_shared()
 
 
 def finish(directory: RunDirectory, text: str, num_samples: int) -> None:
@@ -273,9 +266,13 @@ def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_
     assert said == [f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations"]
 
 
-def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {exact: true}\nrecovery: {stall_s: 7}\naudit: {recompute: 5 steps}\n")
-    config = RunDirectory(LocalStore(tmp_path)).stored_config()
-    assert config is not None
-    assert config.recovery.hang_limit_s == 7
-    assert str(config.recompute.every) == "5 steps"
+def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    directory.check_writable()
+    said: list[str] = []
+    start_or_resume(parse_config(""), directory, BEGUN, said.append)
+    directory.store.commit("checkpoints/step-00000001/manifest.json", b"{}")
+    with pytest.raises(RunConflict, match=r"optimizer.kind: adamw -> sgd"):
+        start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, BEGUN, said.append)
+    start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
+    assert said == ["changed optimizer.lr: 0.001 -> 0.5"]

@@ -1,3 +1,5 @@
+"""Batches of samples: stacked or collated, the same wherever they are read, and the message for an odd sample."""
+
 from __future__ import annotations
 
 import pickle
@@ -22,185 +24,6 @@ from steadfast.errors import ConfigError, DataError
 from steadfast.models.gpt import Gpt
 from steadfast.plan import Microbatch
 from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
-
-
-@pytest.mark.parametrize("source", ["corpus.txt", "*.txt"])
-def test_data_lie_in_the_working_directory_or_where_runs_do(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared, here = tmp_path / "shared", tmp_path / "here"
-    for folder in (shared, here):
-        folder.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setattr("steadfast.run.directory._SHARED", shared)
-    with pytest.raises(DataError, match=f"matches no file in {here} or {shared}"):
-        build_dataset(TextData(source=source, context_length=4))
-    (shared / "corpus.txt").write_bytes(b"s" * 100)
-    (shared / "corpus.bin").write_bytes(b"s" * 100)
-    assert build_dataset(TextData(source=source, context_length=4))[0][0].unique().tolist() == [ord("s")]
-    assert build_dataset(TokensData(path="corpus.bin", dtype="uint8", context_length=4))[0][0].tolist() == 4 * [115]
-    (here / "corpus.txt").write_bytes(b"h" * 100)
-    assert build_dataset(TextData(source=source, context_length=4))[0][0].unique().tolist() == [ord("h")]
-
-
-# datasets
-
-
-def test_text_windows_cover_the_text_and_overlap_by_one(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"01234")
-    (tmp_path / "b.txt").write_bytes(b"56789abc")
-    dataset = TextDataset(f"{tmp_path}/*.txt", 4)
-    text = b"01234\n\n56789abc"
-    assert len(dataset) == (len(text) - 1) // 4 == 3
-    inputs, targets = dataset[1]
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert bytes(inputs.tolist()) == text[4:8]
-    assert bytes(targets.tolist()) == text[5:9]
-    assert dataset.units_per_sample == 4
-
-
-def test_python_docs_need_no_download() -> None:
-    assert len(build_dataset(TextData())) > 1000
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_tokens_are_mapped_and_pickle_without_the_file(tmp_path: Path, dtype: type) -> None:
-    path = tmp_path / "tokens.bin"
-    np.arange(100, dtype=dtype).tofile(path)
-    dataset: Any = build_dataset(TokensData(kind="tokens", path=str(path), dtype=dtype, context_length=9))
-    assert dataset[1][0].tolist() == list(range(9, 18))
-    assert isinstance(dataset.tokens, np.memmap)
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 400
-    assert pickle.loads(pickled)[10][1].tolist() == list(range(91, 100))
-
-
-class OfHalfASample(list[int]):
-    def __len__(self) -> Any:
-        return 0.5
-
-
-def test_unusable_data_say_what_was_seen_and_needed(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"12345")
-    builders: dict[str, Callable[[], object]] = {
-        "matches no file": lambda: TextDataset(f"{tmp_path}/none*", 4),
-        "holds 5 tokens; context_length 5 needs 6": lambda: TextDataset(str(path), 5),
-        "cannot be read as uint16: .* not a multiple": lambda: TokensDataset(str(path), "uint16", 2),
-        "No such file": lambda: TokensDataset(str(tmp_path / "y"), "uint16", 2),
-        "list returned a dataset of 0 samples": lambda: build_dataset(TargetData(target="builtins:list")),
-        "int, which lacks __len__ or __getitem__": lambda: build_dataset(TargetData(target="builtins:int")),
-        "OfHalfASample, whose length cannot be read: 'float' object": lambda: build_dataset(
-            TargetData(target="tests.unit.test_data:OfHalfASample")
-        ),
-    }
-    for message, build in builders.items():
-        with pytest.raises(DataError, match=message):
-            build()
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("jason:loads", "no module jason in "),
-        ("json.deep:loads", "no module json.deep in "),
-        ("json:load_", "json has no load_"),
-        ("math:pi", "is a float, which cannot be called"),
-        ("<live model>:Net", "was an object of the program that called steadfast.fit(); only such a program can go on"),
-    ],
-)
-def test_target_says_what_failed(target: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_target(target, "data.target")
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("data.target: ")
-
-
-def test_target_is_found_in_the_working_directory_and_a_failing_import_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine_b.py").write_text("def dataset(n): return [(float(i),) for i in range(n)]\n")
-    (tmp_path / "needs_b.py").write_text("import not_installed_b\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
-    assert len(build_dataset(TargetData(target="mine_b:dataset", args={"n": 3}))) == 3
-    with pytest.raises(ConfigError, match=r"data\.args: .* does not take .*'m'"):
-        build_dataset(TargetData(target="mine_b:dataset", args={"m": 3}))
-    with pytest.raises(ConfigError, match=r'target: "needs_b:x": needs_b\.py:1: .*No module named .not_installed_b'):
-        load_target("needs_b:x")
-
-
-BROKEN = {
-    "what it imports is broken": (
-        "import math\nfrom math import nope\n",
-        r"mine\.py:2: ImportError: cannot import name",
-    ),
-    "a lazy import without a name": (
-        'raise ModuleNotFoundError("Could not import module GPT2")\n',
-        r"mine\.py:1: ModuleNotFoundError: Could not import module GPT2",
-    ),
-    "no Python": ("x = = 1\n", r"mine\.py:1: SyntaxError: invalid syntax"),
-    "a bug at its top": ("x = 1\nx.y\n", r"mine\.py:2: AttributeError: 'int' object has no attribute 'y'"),
-    "another steadfast": (
-        "\nimport steadfast.utils\n",
-        r"mine\.py:2: .*No module named .steadfast\.utils.\. Steadfast's own package is",
-    ),
-}
-
-
-@pytest.mark.parametrize(("code", "message"), BROKEN.values(), ids=BROKEN)
-def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
-) -> None:
-    (tmp_path / "steadfast").mkdir()
-    (tmp_path / "steadfast" / "utils.py").touch()
-    (tmp_path / "mine.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=f'model\\.target: "mine:x": {message}') as caught:
-        load_target("mine:x", "model.target")
-    assert caught.value.__cause__ is not None  # for -v
-    assert "mine" not in sys.modules
-
-
-def test_a_users_package_called_app_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "net.py").write_text("def build(): return 3\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert load_target("app.net:build")() == 3
-    with pytest.raises(ConfigError, match=r"no module app\.nothing"):
-        load_target("app.nothing:build")
-    for name in ("app", "app.net"):
-        del sys.modules[name]
-
-
-def test_a_target_with_the_former_name_of_this_package_is_loaded_with_advice(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "app", None)  # as if no such package were installed
-    assert load_target("app.models.gpt:Gpt") is Gpt
-    assert caplog.messages == [
-        "app.models.gpt is called steadfast.models.gpt since version 0.3: change the configuration"
-    ]
-
-
-@pytest.mark.parametrize("target", ["steadfast.net:build", "steadfast.models:build"])
-def test_a_users_package_of_the_name_of_ours_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as without:
-        load_target(target)
-    assert "hides" not in str(without.value)
-    (tmp_path / "steadfast").mkdir()
-    with pytest.raises(
-        ConfigError, match=f"{target}.*Steadfast's own package is called steadfast too, and hides.*rename"
-    ):
-        load_target(target)
-
-
-# loader
 
 
 def test_fetched_is_the_ordered_samples_with_their_digest() -> None:
@@ -346,13 +169,13 @@ def ragged(num: int) -> list[torch.Tensor]:
 
 
 def loader_with(collate: Target) -> Loader:
-    config = TargetData(target="tests.unit.test_data:ragged", args={"num": 40}, collate=collate, validation_fraction=0)
+    config = TargetData(target="tests.unit.test_loader:ragged", args={"num": 40}, collate=collate, validation_fraction=0)
     dataset = build_dataset(config)
     return Loader(dataset, SampleOrder(40, 0.0, 1), config, 1, CPU)
 
 
 def test_a_function_of_the_users_makes_batches_of_ragged_samples_and_draws_the_same_wherever_it_runs() -> None:
-    collate = Target(target="tests.unit.test_data:pad")
+    collate = Target(target="tests.unit.test_loader:pad")
     whole = [fetched.batch for fetched in loader_with(collate).steps(microbatches(0, 40, 4))]
     assert {batch["ids"].shape[0] for batch in whole} == {4}
     part = next(loader_with(collate).steps(microbatches(36, 40, 4))).batch
@@ -362,7 +185,7 @@ def test_a_function_of_the_users_makes_batches_of_ragged_samples_and_draws_the_s
 
 
 def test_what_makes_batches_may_need_arguments() -> None:
-    collate = Target(target="tests.unit.test_data:Pad", args={"to": 9})
+    collate = Target(target="tests.unit.test_loader:Pad", args={"to": 9})
     assert next(loader_with(collate).steps(microbatches(0, 4, 4))).batch.shape == (4, 9)
 
 
@@ -375,8 +198,8 @@ def negative(samples: list[torch.Tensor]) -> torch.Tensor:
     return -torch.stack([torch.as_tensor(sample) for sample in samples])
 
 
-DOUBLED = Target(target="tests.unit.test_data:doubled")
-NEGATIVE = Target(target="tests.unit.test_data:negative")
+DOUBLED = Target(target="tests.unit.test_loader:doubled")
+NEGATIVE = Target(target="tests.unit.test_loader:negative")
 
 
 @pytest.mark.parametrize(
@@ -390,7 +213,7 @@ NEGATIVE = Target(target="tests.unit.test_data:negative")
 def test_collate_is_for_training_and_validation_has_its_own(validation: Any, expected: list[int] | None) -> None:
     own = {} if validation is None else {"validation": validation}
     if expected is None:
-        own = {"validation": ValidationTarget(target="tests.unit.test_data:numbers")}
+        own = {"validation": ValidationTarget(target="tests.unit.test_loader:numbers")}
         expected = [100, 101]
     config = TargetData(target="a:b", order="sequential", validation_fraction=0.2, collate=DOUBLED, **own)
     loader = Loader(range(10), build_order(config, 10, 1), config, 1, CPU)
@@ -404,7 +227,7 @@ def numbers() -> list[int]:
 
 
 def test_validation_samples_that_cannot_be_stacked_are_told_at_the_start() -> None:
-    collate = Target(target="tests.unit.test_data:pad")
+    collate = Target(target="tests.unit.test_loader:pad")
     config = TargetData(target="a:b", collate=collate, validation_fraction=0.5)
     loader = Loader(ragged(40), SampleOrder(40, 0.5, 1), config, 1, CPU)
     missing = r"data\.validation\.collate is missing, and data\.collate is for training only"
@@ -454,26 +277,6 @@ def test_a_dataset_with_epochs_is_told_them_by_the_position_of_each_sample() -> 
     assert next(loader.steps(microbatches(6, 10))).batch[1].tolist() == [0, 0, 1, 1]
 
 
-class Sampled(Noisy):
-    def __init__(self, sampler: Any = None, batch_sampler: Any = None) -> None:
-        self.sampler = sampler
-        self.batch_sampler = batch_sampler
-
-
-@pytest.mark.parametrize("attribute", ["sampler", "batch_sampler"])
-def test_a_dataset_with_a_sampler_is_refused_as_nothing_would_ask_it(attribute: str) -> None:
-    assert len(build_dataset(TargetData(target="tests.unit.test_data:Sampled"))) == 50
-    target = TargetData(target="tests.unit.test_data:Sampled", args={attribute: [3, 1]})
-    with pytest.raises(DataError, match=rf"returned a Sampled with a {attribute}, .* as data\.order"):
-        build_dataset(target)
-
-
-def test_a_data_loader_is_refused_as_a_dataset() -> None:
-    target = TargetData(target="torch.utils.data:DataLoader", args={"dataset": [1, 2], "batch_size": 2})
-    with pytest.raises(DataError, match=r"returned a DataLoader, .* Return its dataset, and configure data\.order"):
-        build_dataset(target)
-
-
 class Augmented(Noisy):
     def without_augmentation(self) -> list[tuple[Any, ...]]:
         return [(torch.full((4,), float(index)), index) for index in range(50)]
@@ -498,23 +301,13 @@ def test_a_view_without_augmentation_has_as_many_samples() -> None:
 
 
 def test_data_of_their_own_are_validated_on_in_order_and_nothing_is_held_out() -> None:
-    own = ValidationTarget(target="tests.unit.test_data:ragged", args={"num": 4})
+    own = ValidationTarget(target="tests.unit.test_loader:ragged", args={"num": 4})
     config = TargetData(target="builtins:range", args={}, validation=own)
     assert config.held_out_fraction == 0
     loader = Loader(list(range(50)), SampleOrder(50, config.held_out_fraction, 1), config, 1, CPU)
     assert loader.num_validation == 4
     sizes = [fetched.batch.shape for fetched in loader.validation(microbatches(0, 1, 1))]
     assert sizes == [(1, 1)]
-
-
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-
-def test_a_stream_is_refused_by_its_name() -> None:
-    with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Return a map-style dataset"):
-        build_dataset(TargetData(target="tests.unit.test_data:Stream"))
 
 
 @pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (3, 2), (64, 2)])
