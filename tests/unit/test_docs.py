@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -44,6 +45,40 @@ def test_each_thing_that_a_stranger_reaches_has_a_test_that_is_there() -> None:
     for what, _, test in rows:
         file, _, name = test.strip("`").partition("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), what
+
+
+def promises() -> dict[str, list[str]]:
+    """Return the rows of CONTRIBUTING.md by promise: the tests, or for a promise without a test the reason."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Promises and their tests\n")[2]
+    tested, _, untested = text.partition("\n### Not tested yet\n")
+    found: dict[str, list[str]] = {}
+    for part, of_tests in ((tested, True), (untested.partition("\n## ")[0], False)):
+        for line in part.splitlines():
+            if not line.startswith("| ") or line.startswith("| promise |"):
+                continue
+            promise, _, rest = line.strip("| ").rpartition(" | ")
+            assert promise not in found, f"CONTRIBUTING.md has two rows for: {promise}"
+            found[promise] = re.findall(r"`(\w+/\w+\.py::\w+)`", rest) if of_tests else [rest]
+    return found
+
+
+def test_each_promise_has_a_test_that_is_there_or_a_reason_for_having_none() -> None:
+    rows = promises()
+    assert len(rows) > 150
+    functions: dict[str, set[str]] = {}
+    wrong: list[str] = []
+    for promise, found in rows.items():
+        if not found:
+            wrong.append(f"{promise}: the row names no test as `folder/test_file.py::test_name`, and gives no reason")
+        for test in found:
+            file, separator, name = test.partition("::")
+            if separator and file not in functions:
+                path = ROOT / "tests" / file
+                nodes = ast.parse(path.read_text()).body if path.exists() else []
+                functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+            if separator and name not in functions[file]:
+                wrong.append(f"{promise}: tests/{file} has no {name}; give the row the new name in CONTRIBUTING.md")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_page_of_programs_is_what_would_be_written_now() -> None:
