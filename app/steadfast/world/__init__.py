@@ -16,7 +16,7 @@ How a worker becomes a rank, and what the ranks of an attempt exchange:
                            ends and read when the next one ends --> all ranks act on the same requests and losses
     beside training        phases of the training thread --> Progress.report --> heartbeat to the coordinator (on Ray)
 
-    Groups.abort           ends running collectives, here and at the peers; called by the thread of the heartbeats when a peer is
-                           lost, or by a rank that fails
+    Groups.abort           ends running collectives, here and at the peers; called by the thread of the heartbeats when
+                           a peer is lost, or by a rank that fails
     Groups.destroy         ends the groups, so that the process can take its place in the next world
 """
