@@ -1,8 +1,4 @@
-"""Write docs/events.md from app/steadfast/run/events.py, docs/reference.md from the schema,
-docs/programs.md from tests/programs.
-
-`make docs` does so, and unit tests compare the pages with what would be written.
-"""
+"""Make docs/events.md: every event with its fields, from app/steadfast/run/events.py."""
 
 from __future__ import annotations
 
@@ -13,14 +9,6 @@ import tokenize
 from pathlib import Path
 
 from steadfast.run import events
-from tests.programs.catalog import PROGRAMS
-from tests.programs.program import BOTH, Program
-from tests.reference import reference_page
-
-ROOT = Path(__file__).parents[1]
-EVENTS = ROOT / "docs" / "events.md"
-REFERENCE = ROOT / "docs" / "reference.md"
-PROGRAMS_PAGE = ROOT / "docs" / "programs.md"
 
 _HEAD = """\
 # Events
@@ -31,20 +19,6 @@ Written by `make docs` from `app/steadfast/run/events.py`; change that file, not
 `metrics.jsonl`. Scripts may rely on names and fields. Beside the fields below each line has `event` (the name),
 `time_s` (Unix time) and, within an attempt, `attempt` (its number). Units are in names: `_s` seconds, `_ms`
 milliseconds, `_bytes` bytes. A field that is *optional* is left out where it is not known.
-"""
-
-_PROGRAMS_HEAD = """\
-# Which programs train as in a plain loop
-
-Written by `make docs` from `tests/programs/`; change those files, not this one.
-
-Each row is a program that is written twice: as a plain loop of torch, and for Steadfast. The link leads to both.
-`tests/dist/test_differential.py` trains each on one, two and three workers in turn, kills one of them, and compares the
-loss of every step and the weights in the end with those of the plain loop: *equal* is a relative difference of at most
-1e-6 in float64. What cannot be equal is refused in one line before the first step; the words are of that line.
-
-| program | `ddp` | `fsdp` | what to do |
-|---|---|---|---|
 """
 
 # How JSON calls what a field's annotation names.
@@ -107,23 +81,3 @@ def _comment_of(field: ast.AnnAssign, comments: dict[int, tuple[bool, str]]) -> 
         above.insert(0, comments[line][1])
         line -= 1
     return " ".join(above)
-
-
-def programs_page() -> str:
-    """Return the page that lists every program of the differential suite, and what becomes of it."""
-    return _PROGRAMS_HEAD + "".join(f"{_program_row(program)}\n" for program in PROGRAMS)
-
-
-def _program_row(program: Program) -> str:
-    outcomes = []
-    for kind in BOTH:
-        words = program.refused.get(kind)
-        outcomes.append("equal" if words is None else f'refused: "{words}"')
-    link = f"[{program.shape}](../tests/programs/{program.name}.py)"
-    return f"| {link} | {' | '.join(outcomes)} | {program.advice} |"
-
-
-if __name__ == "__main__":
-    EVENTS.write_text(events_page())
-    REFERENCE.write_text(reference_page())
-    PROGRAMS_PAGE.write_text(programs_page())
