@@ -305,12 +305,6 @@ def test_a_communicator_whose_first_launch_raises_is_aborted() -> None:
     assert communicator.num_aborts == 1
 
 
-def test_the_limit_for_connecting_grows_with_the_world() -> None:
-    timeouts = Timeouts()
-    assert timeouts.first_collectives(2) >= timeouts.form
-    assert timeouts.first_collectives(512) > 3 * timeouts.first_collectives(2)
-
-
 def test_nccl_s_groups_wait_briefly_while_they_form_and_long_from_their_first_collective_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
