@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support import processes
 from tests.chaos.matrix import FAULTS, LIMIT_S, Fault
+from tests.support import processes
 
 OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
 _TORCHRUN = ("-m", "torch.distributed.run")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import STANDALONE
-from tests.support.command import Commands, Running
+from tests.support.command import STANDALONE, Commands, Running
 
 OVERRIDES = ["run.steps=1000000", "checkpoint.every=1000 seconds"]
 

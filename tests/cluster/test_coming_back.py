@@ -8,9 +8,8 @@ import signal
 import pytest
 
 from tests.support.checks import check_stopped
+from tests.support.command import FOR_EVER, Commands, Running, descendants
 from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
-from tests.support.command import Commands, Running, descendants
-from tests.support.command import FOR_EVER
 
 pytestmark = pytest.mark.ray
 

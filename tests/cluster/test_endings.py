@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checks import check_ledger, summary_of
-from tests.support.command import Commands, descendants, is_alive
+from tests.support.command import Commands, descendants
 from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
 
 pytestmark = pytest.mark.ray

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.bed import Bed
 from tests.support.checks import check_stopped
-from tests.support.command import Commands
-from tests.support.command import FOR_EVER
+from tests.support.command import FOR_EVER, Commands
 
 pytestmark = pytest.mark.ray
 

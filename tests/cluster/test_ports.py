@@ -15,8 +15,7 @@ import pytest
 
 from tests.support.bed import Bed
 from tests.support.checks import check_stopped
-from tests.support.command import ROOT, Commands, descendants
-from tests.support.command import FOR_EVER
+from tests.support.command import FOR_EVER, ROOT, Commands, descendants
 
 STRANGERS = 1000
 PAUSE_S = 7.0  # longer than recovery.silence_s

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.bed import Bed
-from tests.support.pace import set_pace
 from tests.support.checks import check_ledger, differences, distance, summary_of
 from tests.support.command import Command, Commands, Running, descendants
+from tests.support.pace import set_pace
 
 pytestmark = pytest.mark.ray
 

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from tests.support.checks import check_ledger, check_stopped, summary_of
-from tests.support.command import Commands, Running, is_alive, scale
-from tests.support.command import FOR_EVER
+from tests.support.command import FOR_EVER, Commands, Running, is_alive, scale
 
 pytestmark = pytest.mark.ray
 

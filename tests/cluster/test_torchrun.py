@@ -18,9 +18,8 @@ from steadfast.storage import LocalStore
 from steadfast.telemetry.goodput import TimeLedger
 from steadfast.telemetry.interruptions import read_interruptions
 from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
 from tests.support.curves import kill_rank
-from tests.support.command import ROOT, SMALL, Commands
-from tests.support.command import STANDALONE, TORCHRUN
 
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 

@@ -17,8 +17,7 @@ from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
-from tests.support.small import VOCABULARY, small
-from tests.support.models import Layers
+from tests.support.small import small
 
 
 @pytest.mark.parametrize("how", ["full", "selective", "2"])

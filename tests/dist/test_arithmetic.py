@@ -16,10 +16,10 @@ from steadfast.parallel import size_of_replica
 from steadfast.plan import even_shares
 from tests.support.claims import EQUAL, check_equal
 from tests.support.gang import Gang
+from tests.support.patches import write_no_code
 from tests.support.reference import Reference, reference
 from tests.support.small import small
 from tests.support.stepping import Stepped, take_steps
-from tests.support.patches import write_no_code
 
 Shares = tuple[int, ...]
 Steps = Callable[[Config, Shares], Stepped]

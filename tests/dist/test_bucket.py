@@ -12,8 +12,8 @@ from steadfast.run.owner import Ownership
 from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.reference import reference
-from tests.support.small import small
 from tests.support.s3 import FaultKind, Proxy
+from tests.support.small import small
 
 
 def impatient() -> None:

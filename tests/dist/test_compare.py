@@ -20,8 +20,8 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from tests.support import drill as drills
 from tests.support.drill import Drilled
-from tests.support.small import small
 from tests.support.patches import wait_for_storage
+from tests.support.small import small
 
 ROOT = Path(__file__).parents[2]
 EVERY_4 = "logging.weights_digest_every=4 steps"

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import steadfast.components.worker_state
-import steadfast.parallel.compiled
 from steadfast.components.hook import HookContext
 from tests.support.claims import check_run
 from tests.support.drill import Drilled, drill
+from tests.support.patches import write_no_code
 from tests.support.reference import reference
 from tests.support.small import CONTEXT, VOCABULARY, small
-from tests.support.patches import write_no_code
 
 KINDS = ["ddp", "fsdp"]
 GRAPHS = 2  # one of all layers, and one of the loss

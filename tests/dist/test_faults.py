@@ -16,10 +16,10 @@ from steadfast.telemetry.memory_history import record_memory_history, write_memo
 from steadfast.world.runtime import World
 from tests.support.claims import check_checkpoint, check_ledger, check_losses, check_weights
 from tests.support.drill import drill
+from tests.support.events import event_lines
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
 from tests.support.small import small
-from tests.support.events import event_lines
 
 
 @pytest.mark.parametrize(

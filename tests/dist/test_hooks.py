@@ -23,9 +23,9 @@ from steadfast.run.owner import Ownership
 from tests.support.claims import EQUAL, check_equal, check_identical, check_run, check_weights
 from tests.support.drill import Drilled, Members, drill
 from tests.support.gang import MemberFailed
+from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import held_out, mean_loss, reference
 from tests.support.small import small
-from tests.support.patches import put_all_beyond_reach
 
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-from steadfast.world.groups import Groups
 from tests.support.claims import check_run
 from tests.support.drill import Members, drill
+from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import reference
 from tests.support.small import small
-from tests.support.patches import put_all_beyond_reach
 
 
 @pytest.mark.parametrize(

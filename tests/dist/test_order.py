@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import Config
-from steadfast.data.order import Int64s, uniform
+from steadfast.data.order import Int64s
 from steadfast.errors import RunConflict
 from steadfast.launch.resume import start_or_resume
 from steadfast.run.directory import RunDirectory
@@ -61,7 +61,8 @@ def test_a_run_is_not_resumed_in_another_order(tmp_path: Path) -> None:
 
 
 def test_an_order_that_is_no_pure_function_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(MemberFailed, match=r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"):
+    said = r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"
+    with pytest.raises(MemberFailed, match=said):
         drill(small(tmp_path, f"data.order={{target: '{HERE}:by_chance'}}"), worlds=[2])
 
 

@@ -20,9 +20,9 @@ from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream
 from tests.support.claims import check_checkpoint, check_run, check_weights
 from tests.support.drill import Drilled, drill
+from tests.support.events import event_lines
 from tests.support.reference import reference
 from tests.support.small import small
-from tests.support.events import event_lines
 
 NUM_STEPS = 60
 # Slow enough for the disk to be mended while steps are left.

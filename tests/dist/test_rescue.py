@@ -17,10 +17,10 @@ from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.support.claims import check_run, check_weights
 from tests.support.drill import drill
+from tests.support.events import event_lines
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
 from tests.support.small import small
-from tests.support.events import event_lines
 
 BUG = "faults.inject=[{kind: fail_at, step: 9, rank: 1}]"
 

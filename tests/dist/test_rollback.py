@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from steadfast.checkpoint.durable import Checkpoints
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, DdpConfig
 from steadfast.parallel.replicated import ReplicatedParallelism
@@ -19,9 +18,9 @@ from tests.support import drill as drills
 from tests.support.claims import check_checkpoint, check_weights
 from tests.support.drill import Drilled
 from tests.support.gang import MemberFailed
+from tests.support.patches import wait_for_storage
 from tests.support.reference import CPU, reference
 from tests.support.small import small
-from tests.support.patches import wait_for_storage
 
 
 @pytest.fixture(params=["ddp", "fsdp"])

@@ -16,9 +16,9 @@ from tests.support.deaths import Plot, survive, undisturbed
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.like_nccl import Death
+from tests.support.models import Normalised
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
-from tests.support.models import Branched, Codebook, Normalised
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
 
@@ -90,9 +90,7 @@ def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path
 
 @pytest.mark.parametrize("parallel", ["{reducer: steadfast}", "{reducer: torch}", "{kind: fsdp}"])
 def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
-    config = small(
-        tmp_path, "model.target=tests.support.models:Branched", f"parallel={parallel}", "task.coupled=true"
-    )
+    config = small(tmp_path, "model.target=tests.support.models:Branched", f"parallel={parallel}", "task.coupled=true")
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
 
 

@@ -31,9 +31,9 @@ from steadfast.world.groups import PeerLost, is_peer_loss
 from steadfast.world.runtime import World
 from tests.support.checks import check_audit
 from tests.support.drill import Attempt, Drilled, DrillRuntime, what_is_left
+from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
 from tests.support.like_nccl import CONNECTING, Death, behave_like_nccl
-from tests.support.events import event_lines
 
 # Of plots of three deaths each. A test of them has 96 deaths more with DEATH_PLOTS=36 and -m slow than its first 12.
 _NUM_QUICK, _NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))

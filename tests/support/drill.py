@@ -27,9 +27,9 @@ from steadfast.world.progress import Progress
 from steadfast.world.runtime import Signals, World, form_world
 from steadfast.world.timeouts import Timeouts
 from tests.support.checks import check_audit
+from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
-from tests.support.events import event_lines
 
 
 class _Patient(Timeouts):

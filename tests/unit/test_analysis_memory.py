@@ -12,7 +12,6 @@ import torch
 from steadfast.cli import main
 from steadfast.commands.plan import plan
 from steadfast.components.optimizer import build_optimizer
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
 from steadfast.models import build_model
 from steadfast.parallel.buckets import GradientBuckets
@@ -116,5 +115,3 @@ def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.Captur
     offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", *offloaded]) == 0
     assert re.search(r" MiB on its GPU, .* MiB in the memory of its machine\n", capsys.readouterr().out)
-
-

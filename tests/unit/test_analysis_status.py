@@ -14,12 +14,8 @@ import pytest
 from steadfast.analysis.status import state_of
 from steadfast.cli import main
 from steadfast.run import events
-from steadfast.run.directory import EVENTS, METRICS, STEPS, RunDirectory
-from steadfast.storage import LocalStore
-from steadfast.storage.documents import write_json
-from steadfast.storage.jsonl import open_stream
 from tests.support.events import changed
-from tests.support.run_directories import ENDED, FIRST, LOG, LOST, NOW_S, PARTS, SECOND, run_at, started
+from tests.support.run_directories import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
 
 def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(

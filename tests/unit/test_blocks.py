@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from steadfast.errors import UsageError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
-from steadfast.parallel.precision import Precision
 
 
 class Block(nn.Sequential):
@@ -81,5 +79,3 @@ def test_parts_that_share_a_parameter_are_gathered_with_the_rest() -> None:
     assert blocks_of(tied) == [other]
     other[0].weight = tied.small[0].weight
     assert blocks_of(tied) == []
-
-

@@ -10,7 +10,6 @@ import pytest
 
 from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
 from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
-from steadfast.checkpoint.retention import steps_to_keep
 from steadfast.checkpoint.writer import Dropped
 from steadfast.commands.doctor import examine
 from steadfast.config import CheckpointConfig
@@ -208,5 +207,3 @@ def test_a_marker_counts_whatever_is_in_it(catalog: Catalog, store: MemoryStore)
     commit(catalog, 7)
     store.files[f"{path_of(7)}.quarantined.json"] = b""
     assert (catalog.steps(), catalog.quarantined()) == ([], {7: "the marker does not say why"})
-
-

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import random
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
-from steadfast.config.target import load_target
+
+from steadfast.config import TargetData, TextData, TokensData
 from steadfast.data.datasets import TextDataset, TokensDataset, build_dataset
-from steadfast.data.loader import Loader, num_loader_processes
-from steadfast.data.order import SampleOrder, build_order, samples_digest
-from steadfast.errors import ConfigError, DataError
-from steadfast.models.gpt import Gpt
-from steadfast.plan import Microbatch
-from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
+from steadfast.errors import DataError
+from tests.support.loading import Noisy
 
 
 @pytest.mark.parametrize("source", ["corpus.txt", "*.txt"])

@@ -14,17 +14,14 @@ import torch.distributed as dist
 
 from steadfast import worker
 from steadfast.config import Config, diff, parse_config
-from steadfast.config.schema import PrecisionConfig
 from steadfast.errors import UsageError
 from steadfast.launch.torchrun import run_under_torchrun
 from steadfast.orchestration import worker_runtime
 from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
-from steadfast.parallel.precision import build_precision
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
 from steadfast.world.device import (
     DETERMINISTIC,
-    Gpu,
     assigned_device,
     cores_of_a_worker,
     gather_gpus,

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
+
 import pytest
-from steadfast.checkpoint import memory_server
-from steadfast.checkpoint.catalog import Catalog
-from steadfast.checkpoint.manifest import Manifest
-from steadfast.config import parse_config
-from steadfast.errors import RunConflict, StorageError
-from steadfast.launch.resume import start_or_resume
-from steadfast.plan import End
-from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import RunStarted
-from steadfast.run.owner import read_key
+
+from steadfast.errors import StorageError
+from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import FileStream, open_stream
-from tests.support.events import event_lines
 
 
 @pytest.fixture

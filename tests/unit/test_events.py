@@ -12,8 +12,7 @@ from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, parse_event
 from steadfast.storage import LocalStore
-from tests.support.events import changed, event_lines
-from tests.support.events import LOG
+from tests.support.events import LOG, changed, event_lines
 
 SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [

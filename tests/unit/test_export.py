@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,10 @@ import torch
 from torch import nn
 
 from steadfast.checkpoint.catalog import Catalog, path_of
-from steadfast.checkpoint.initial import Loaded, load_weights
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import StagingBuffer, shards_of
 from steadfast.cli import main
-from steadfast.components.worker_state import WorkerState
-from steadfast.config import Config, parse_config
-from steadfast.errors import UsageError
+from steadfast.config import parse_config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
@@ -136,5 +131,3 @@ def damage(run: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
-
-

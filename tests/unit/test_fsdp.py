@@ -29,26 +29,15 @@ from steadfast.checkpoint.restore import broadcast
 from steadfast.checkpoint.state import NamedOptimizer, flatten
 from steadfast.components.optimizer import rescale_gradients
 from steadfast.components.worker_state import WorkerState
-from steadfast.config import FsdpConfig
+from steadfast.config import FsdpConfig, PrecisionConfig
 from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.deferred import allocate
 from steadfast.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded
-from steadfast.parallel.precision import Precision
-from steadfast.world.groups import Groups
-from steadfast.world.runtime import World
-from tests.support.small import small
-import threading
-import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from steadfast.config import FsdpConfig, PrecisionConfig
-from steadfast.parallel import arrange, build_parallel
-from steadfast.parallel.precision import build_precision
+from steadfast.parallel.precision import Precision, build_precision
 from steadfast.world.communicator import GlooCommunicator
 from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
+from tests.support.small import small
 
 CPU = torch.device("cpu")
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from steadfast.checkpoint.catalog import Catalog, path_of
+
 from steadfast.checkpoint.initial import Loaded, load_weights
-from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import StagingBuffer, shards_of
-from steadfast.cli import main
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
 from steadfast.errors import UsageError
-from steadfast.run.directory import RunDirectory
-from steadfast.run.owner import Ownership
-from steadfast.storage import LocalStore
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
-from steadfast.run import events
+
 from steadfast.world.lateness import Lateness
-from tests.support.events import LOG
 
 
 class Clock:

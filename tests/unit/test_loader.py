@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
-from steadfast.config.target import load_target
-from steadfast.data.datasets import TextDataset, TokensDataset, build_dataset
+from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, ValidationTarget
+from steadfast.data.datasets import TextDataset, build_dataset
 from steadfast.data.loader import Loader, num_loader_processes
 from steadfast.data.order import SampleOrder, build_order, samples_digest
-from steadfast.errors import ConfigError, DataError
-from steadfast.models.gpt import Gpt
+from steadfast.errors import DataError
 from steadfast.plan import Microbatch
 from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
 
@@ -169,7 +163,9 @@ def ragged(num: int) -> list[torch.Tensor]:
 
 
 def loader_with(collate: Target) -> Loader:
-    config = TargetData(target="tests.unit.test_loader:ragged", args={"num": 40}, collate=collate, validation_fraction=0)
+    config = TargetData(
+        target="tests.unit.test_loader:ragged", args={"num": 40}, collate=collate, validation_fraction=0
+    )
     dataset = build_dataset(config)
     return Loader(dataset, SampleOrder(40, 0.0, 1), config, 1, CPU)
 

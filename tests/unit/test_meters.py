@@ -1,67 +1,6 @@
 """The meters of a log step: the median step and the mean rates."""
 
-import io
-import json
-import logging
-import os
-import pty
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable
-from contextlib import closing
-from importlib.metadata import PackageNotFoundError
-from pathlib import Path
-from threading import Event as Flag
-from typing import Any, ClassVar
-import pytest
-import torch
-from steadfast.config import parse_config
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import (
-    AttemptEnded,
-    AttemptStarted,
-    Checkpoint,
-    CheckpointFailed,
-    CheckpointQuarantined,
-    Event,
-    Failure,
-    Finished,
-    Hang,
-    HangOver,
-    Log,
-    ModelSharded,
-    NodeQuarantined,
-    NotSaved,
-    PartsInEvaluation,
-    PrecisionLowered,
-    Preemption,
-    RankTimes,
-    Rollback,
-    Scale,
-    Shares,
-    Silent,
-    Snapshot,
-    Straggler,
-    Validation,
-    VariablesKept,
-    Waiting,
-    WarmupShortened,
-    WeightsLeftOut,
-)
-from steadfast.storage import LocalStore
-from steadfast.telemetry.console import Console
-from steadfast.telemetry.environment import environment
 from steadfast.telemetry.meters import Meters
-from steadfast.telemetry.outcome import result
-from steadfast.telemetry.past import Past
-from steadfast.telemetry.tensorboard import TensorBoardTracker
-from steadfast.telemetry.throughput import peak_flops, total_peak_flops
-from steadfast.telemetry.trackers import MemoryTracker, Tracker, Trackers, build_trackers
-from steadfast.units import compact, duration, node_name, size
-from steadfast.world.device import Gpu
-from tests.support.events import changed
 
 
 def test_meters_give_median_step_and_mean_rates() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,8 @@ from torch import nn
 
 from steadfast.components.optimizer import build_optimizer, set_learning_rates
 from steadfast.components.schedule import build_schedule
-from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
-from steadfast.errors import ConfigError, RunConflict
-from steadfast.launch.resume import start_or_resume
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
-from steadfast.storage import LocalStore
+from steadfast.config import ConstantConfig, SgdConfig, parse_config
+from steadfast.errors import ConfigError
 
 OURS = "tests.unit.test_optimizer"
 

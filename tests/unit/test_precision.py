@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from steadfast.config import parse_config
-from steadfast.parallel.precision import build_precision
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-import pytest
-import torch
-import torch.distributed as dist
-from steadfast import worker
-from steadfast.config import Config, diff, parse_config
 from steadfast.config.schema import PrecisionConfig
-from steadfast.errors import UsageError
-from steadfast.launch.torchrun import run_under_torchrun
-from steadfast.orchestration import worker_runtime
-from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
-from steadfast.parallel.precision import build_precision
-from steadfast.run.directory import RunDirectory
-from steadfast.telemetry.console import Console
-from steadfast.world.device import DETERMINISTIC, Gpu, assigned_device, cores_of_a_worker, gather_gpus, set_numerics, torchrun_device, variables_kept
-from steadfast.world.groups import interface_of
-from typing import Any
-import pytest
-import torch
-from torch import nn
-from steadfast.errors import UsageError
-from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
-from steadfast.parallel.precision import Precision
+from steadfast.parallel.precision import Precision, build_precision
+from steadfast.world.device import (
+    Gpu,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)

@@ -20,20 +20,6 @@ from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream, open_stream
 from tests.support.events import event_lines
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-import pytest
-import torch
-from torch import nn
-from steadfast.components.optimizer import build_optimizer, set_learning_rates
-from steadfast.components.schedule import build_schedule
-from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
-from steadfast.errors import ConfigError, RunConflict
-from steadfast.launch.resume import start_or_resume
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
-from steadfast.storage import LocalStore
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import replace
+
 import pytest
-from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, path_of
-from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
+
+from steadfast.checkpoint.manifest import Manifest
 from steadfast.checkpoint.retention import steps_to_keep
-from steadfast.checkpoint.writer import Dropped
-from steadfast.commands.doctor import examine
 from steadfast.config import CheckpointConfig
-from steadfast.errors import StorageError
-from steadfast.storage.memory import MemoryStore
 
 NOTHING = frozenset[int]()
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 2.5, 60: 2.2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from steadfast.components.schedule import learning_rate
+from steadfast.components.schedule import build_schedule, learning_rate
 from steadfast.config import (
     ConstantConfig,
     CosineConfig,
@@ -14,22 +14,9 @@ from steadfast.config import (
     OneCycleConfig,
     ScheduleConfig,
     StepConfig,
+    Target,
     WsdConfig,
 )
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-import pytest
-import torch
-from torch import nn
-from steadfast.components.optimizer import build_optimizer, set_learning_rates
-from steadfast.components.schedule import build_schedule
-from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
-from steadfast.errors import ConfigError, RunConflict
-from steadfast.launch.resume import start_or_resume
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
-from steadfast.storage import LocalStore
 
 COSINE = CosineConfig(warmup_steps=50, min_lr_fraction=0.1)
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-import numpy as np
+
 import pytest
-import torch
-from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, TokensData, ValidationTarget
+
+from steadfast.config import TargetData
 from steadfast.config.target import load_target
-from steadfast.data.datasets import TextDataset, TokensDataset, build_dataset
-from steadfast.data.loader import Loader, num_loader_processes
-from steadfast.data.order import SampleOrder, build_order, samples_digest
-from steadfast.errors import ConfigError, DataError
+from steadfast.data.datasets import build_dataset
+from steadfast.errors import ConfigError
 from steadfast.models.gpt import Gpt
-from steadfast.plan import Microbatch
-from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
 from steadfast.run import events
-from steadfast.world.lateness import Lateness
 from tests.support.events import LOG
 
 STALL_S = 60.0
@@ -96,5 +95,3 @@ def test_sharded_state_is_lost_with_any_member() -> None:
     costs.reached(7, now_s=1.0)
     assert costs.price(["a"], ["a", "b", "c"]).lost_steps == 7
     assert costs.price([], ["a"]).lost_steps == 7
-
-

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from importlib.util import find_spec
-from pathlib import Path
-import pytest
 import torch
-from steadfast.cli import main
-from steadfast.commands.plan import plan
-from steadfast.components.optimizer import build_optimizer
+
 from steadfast.components.worker_state import WorkerState
-from steadfast.config import Config, parse_config
+from steadfast.config import parse_config
 from steadfast.models import build_model
-from steadfast.parallel.buckets import GradientBuckets
-from steadfast.tasks import build_task
 from tests.support.allocator import peak_bytes
 
 RUN = """
