@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.leaks import forbid_leaks
-from tests.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
+from tests.support.leaks import forbid_leaks
+from tests.support.s3 import CREDENTIALS, Proxy, find_weed, serve_s3
 
 # Tests share the machine with each other and with the processes that they start, which inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

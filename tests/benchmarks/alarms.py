@@ -39,9 +39,9 @@ from steadfast.storage.memory import MemoryStore
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.timeouts import Timeouts
 from tests.benchmarks.statistics import table
-from tests.command import Command, Running, descendants
-from tests.events import event_lines
-from tests.s3 import BUCKET, CREDENTIALS, find_weed, serve_s3
+from tests.support.command import Command, Running, descendants
+from tests.support.events import event_lines
+from tests.support.s3 import BUCKET, CREDENTIALS, find_weed, serve_s3
 
 _TICK_S = 0.25
 _BEAT_S = Timeouts().heartbeat_s

@@ -35,7 +35,7 @@ from tests.benchmarks.savers import Ours, Training, run_in_ray_train
 from tests.benchmarks.speed import CASES, Case, take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict
 from tests.benchmarks.turns import read_text
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT = 0.965, 0.1, 1.1
 SMALL = CASES["10m"]

@@ -26,8 +26,8 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from tests.benchmarks.statistics import table
-from tests.chaos import processes
-from tests.command import Command, Running, descendants, is_alive
+from tests.support import processes
+from tests.support.command import Command, Running, descendants, is_alive
 
 WORLD_SIZE = 3
 STRATEGIES = ("ddp", "fsdp")

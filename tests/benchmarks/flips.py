@@ -47,9 +47,9 @@ from steadfast.step import Stepper
 from steadfast.world.device import set_numerics
 from steadfast.world.runtime import Runtime, World, form_world
 from tests.benchmarks.statistics import table
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.dist.small import small
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.small import small
 
 SIZE = 3
 PLACES = ("gradient", "activation", "weight")

@@ -25,8 +25,8 @@ from steadfast.global_step import GlobalStepper
 from steadfast.parallel import build_parallel
 from steadfast.world.runtime import form_world
 from tests.benchmarks.statistics import paired_ratio, table
-from tests.dist.stepping import build_stepper
 from tests.examples.clip import Contrast
+from tests.support.stepping import build_stepper
 
 CPU = torch.device("cpu")
 

@@ -30,11 +30,11 @@ from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
 from tests.benchmarks.commands import ROOT
 from tests.benchmarks.statistics import table
-from tests.chaos import processes
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.killing import DAMAGES, Point, kill_at, newest_whole, points, record, recorded, wait_for_each
-from tests.dist.small import small
+from tests.support import processes
+from tests.support.drill import Drilled, drill
+from tests.support.gang import MemberFailed
+from tests.support.killing import DAMAGES, Point, kill_at, newest_whole, points, record, recorded, wait_for_each
+from tests.support.small import small
 
 
 class Row(NamedTuple):

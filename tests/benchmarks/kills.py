@@ -19,13 +19,14 @@ from ray.cluster_utils import Cluster
 
 from steadfast.config import load_config
 from tests.benchmarks.statistics import table
-from tests.chaos import contenders, processes
+from tests.chaos import contenders
 from tests.chaos.contenders import RAY_TRAIN, TORCHRUN, Contender
 from tests.chaos.drills import Drills
 from tests.chaos.loop import Job
 from tests.chaos.matrix import FAULTS, SNAPSHOT_STEPS, TRAINING
 from tests.chaos.report import Row
 from tests.chaos.yardstick import Yardstick
+from tests.support import processes
 
 NUM_WORKERS = 3
 LIMITS = {TORCHRUN: 0.15, RAY_TRAIN: 0.05}  # of the stall that a rival's workers have

@@ -25,7 +25,7 @@ from steadfast.run.ledger import Ledger, StepStats, StepTimes
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import last_lines
 from steadfast.telemetry.goodput import goodput, read_totals
-from tests.command import ROOT, descendants
+from tests.support.command import ROOT, descendants
 
 _LINES_AT_ONCE = 100_000
 _LOOK_EVERY_S = 20.0

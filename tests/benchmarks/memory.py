@@ -12,11 +12,11 @@ from steadfast.commands.plan import plan
 from steadfast.config import Config, parse_config
 from steadfast.plan import even_shares
 from steadfast.world.runtime import form_world
-from tests.allocator import peak_bytes
 from tests.benchmarks.statistics import table
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.dist.stepping import train_by_hand
+from tests.support.allocator import peak_bytes
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.stepping import train_by_hand
 
 _RUN = """
 run: {steps: 2}

@@ -18,7 +18,7 @@ from tests.benchmarks.commands import end_on_sigterm
 from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
 from tests.benchmarks.speed import CASES, Case
 from tests.benchmarks.statistics import table
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 
 def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:

@@ -19,9 +19,9 @@ from typing import Any
 
 from tests.benchmarks.stalls import first_step_after, into
 from tests.benchmarks.statistics import table
-from tests.chaos.bed import Bed
-from tests.checks import check_stopped
-from tests.command import Command, Running, descendants
+from tests.support.bed import Bed
+from tests.support.checks import check_stopped
+from tests.support.command import Command, Running, descendants
 
 _SILENCE_S = 2.0
 _DRAIN_S = 15.0

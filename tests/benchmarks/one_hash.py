@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.benchmarks.statistics import table
-from tests.command import Command, Running
+from tests.support.command import Command, Running
 
 _START_S, _LEG_S = 600.0, 1800.0
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -31,8 +31,8 @@ from ray.cluster_utils import Cluster
 
 from tests.benchmarks.stalls import between_worlds
 from tests.benchmarks.statistics import table
-from tests.checks import check_ledger, differences, summary_of
-from tests.command import Command, Running, descendants
+from tests.support.checks import check_ledger, differences, summary_of
+from tests.support.command import Command, Running, descendants
 
 _PAUSE_S = (0.2, 2.5)  # between two kills
 _LONG_PAUSE_S = (1.0, 8.0)  # where nobody is spared: newcomers are to have a chance

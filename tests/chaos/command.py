@@ -25,13 +25,14 @@ from steadfast.data.order import samples_digest
 from steadfast.errors import TrainingError
 from steadfast.run.ledger import History
 from steadfast.storage import LocalStore
-from tests.chaos import contenders, processes
+from tests.chaos import contenders
 from tests.chaos.contenders import OURS, TORCHRUN, Contender
 from tests.chaos.drills import Drills, Stream
 from tests.chaos.loop import Job
 from tests.chaos.matrix import CLAIMS, FAULTS, NUM_STEPS, SNAPSHOT_STEPS, TRAINING
 from tests.chaos.report import Line, Row, broken, only_stalls, table
 from tests.chaos.yardstick import Yardstick
+from tests.support import processes
 
 _EQUAL = 1e-10  # largest difference between fp64 weights
 
@@ -88,7 +89,7 @@ class Matrix:
 
     def run(self, yardstick: Yardstick) -> list[Row]:
         """Fault by fault, so that whatever time there is, the first rows are whole."""
-        from tests.chaos.bed import Bed
+        from tests.support.bed import Bed
 
         def drills_of(contender: Contender) -> Drills:
             return Drills(contender, self._say, self._pace(contender.folder.name), yardstick)

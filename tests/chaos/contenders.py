@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import processes
 from tests.chaos.matrix import FAULTS, LIMIT_S, Fault
+from tests.support import processes
 
 OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
 _TORCHRUN = ("-m", "torch.distributed.run")
@@ -153,7 +153,7 @@ class Agents(Contender):
 
 
 def ours(words: list[str], folder: Path, bed: Any, pace_file: str) -> Contender:
-    task = f'task={{target: "tests.chaos.pace:Paced", args: {{file: "{pace_file}"}}}}'
+    task = f'task={{target: "tests.support.pace:Paced", args: {{file: "{pace_file}"}}}}'
     place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}"]
     return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed, "Coordinator")
 

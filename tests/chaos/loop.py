@@ -24,7 +24,7 @@ from steadfast.data.datasets import TextDataset
 from steadfast.models.gpt import Gpt
 from steadfast.storage.jsonl import FileStream
 from tests.chaos.matrix import LIMIT_S
-from tests.chaos.pace import pace
+from tests.support.pace import pace
 
 State = dict[str, Any]
 

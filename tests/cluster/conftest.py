@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.head import serve_head, wait_until_clear
-from tests.command import Command, Commands, Head, Running
+from tests.support.command import Command, Commands, Head, Running
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.command import Head, descendants
-from tests.s3 import CREDENTIALS
+from tests.support.command import Head, descendants
+from tests.support.s3 import CREDENTIALS
 
 NUM_CPUS = 2
 _STORE_BYTES = 80 * 2**20  # nothing large travels through Ray's object store

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Commands
+from tests.support.command import Commands
 
 BEFORE_RAY = {
     "a target that does not import": ("model.target=nope.mod:Net", "no module nope"),

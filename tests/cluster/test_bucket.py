@@ -12,10 +12,10 @@ import pytest
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore, open_store
-from tests.checks import check_ledger
-from tests.command import Commands
-from tests.events import event_lines
-from tests.s3 import Proxy
+from tests.support.checks import check_ledger
+from tests.support.command import Commands
+from tests.support.events import event_lines
+from tests.support.s3 import Proxy
 
 pytestmark = pytest.mark.ray
 

@@ -16,8 +16,8 @@ from steadfast.doctor.findings import Finding
 from steadfast.doctor.inspectors import Inspector
 from steadfast.doctor.machines import check_machines
 from steadfast.storage import Store
-from tests.chaos.bed import Bed
-from tests.command import descendants
+from tests.support.bed import Bed
+from tests.support.command import descendants
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

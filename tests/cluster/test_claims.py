@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_torchrun import STANDALONE
-from tests.command import Commands, Running
+from tests.support.command import STANDALONE, Commands, Running
 
 OVERRIDES = ["run.steps=1000000", "checkpoint.every=1000 seconds"]
 

@@ -7,13 +7,11 @@ import signal
 
 import pytest
 
-from tests.checks import check_stopped
-from tests.cluster.test_endings import SHARED_MEMORY, mapped, wait_until_gone
-from tests.command import Commands, Running, descendants
+from tests.support.checks import check_stopped
+from tests.support.command import FOR_EVER, Commands, Running, descendants
+from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 def kill(running: Running, title: str) -> int:

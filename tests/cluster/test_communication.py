@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.command import Commands
+from tests.support.command import Commands
 
 pytestmark = pytest.mark.ray
 

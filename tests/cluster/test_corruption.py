@@ -7,9 +7,9 @@ import pytest
 from steadfast.config import BatchConfig, RunConfig
 from steadfast.faults.corruption import Check, choose
 from steadfast.plan import Plan, even_shares
-from tests.chaos.bed import Bed
-from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import Commands
+from tests.support.bed import Bed
+from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import Commands
 
 STEPS, STEP = 60, 20
 WORDS = [f"run.steps={STEPS}", "run.deterministic=true", "checkpoint.every=1000 minutes"]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.checks import check_ledger, summary_of
-from tests.command import Commands, descendants, is_alive
+from tests.support.checks import check_ledger, summary_of
+from tests.support.command import Commands, descendants
+from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
 
 pytestmark = pytest.mark.ray
 
-SHARED_MEMORY = Path("/dev/shm")
 RAYS_OWN_S = 120.0  # two agents of Ray try for a minute to tell a head that is gone of their end
 
 
@@ -55,13 +54,6 @@ def test_sigterm_to_all_processes_of_a_run_is_a_stop_and_loses_nothing(command: 
     assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
 
 
-def wait_until_gone(pids: list[int], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in alive]
-        time.sleep(0.1)  # nobody tells of the death of a process that is not one's child
-
-
 def ports_of(pids: Iterable[int]) -> set[str]:
     """Inodes of the listening TCP sockets that these processes hold."""
     listening = {fields[9] for fields in map(str.split, tcp_lines()) if fields[3] == "0A"}
@@ -73,15 +65,6 @@ def ports_of(pids: Iterable[int]) -> set[str]:
             continue
         held |= {link[8:-1] for link in links if link.startswith("socket:")}
     return listening & held
-
-
-def mapped() -> set[Path]:
-    """Return the files of shared memory that a process still uses: somebody else's."""
-    found: set[Path] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has just ended
-            found |= {Path(line.split()[5]) for line in maps.read_text().splitlines() if f" {SHARED_MEMORY}/" in line}
-    return found
 
 
 def tcp_lines() -> list[str]:

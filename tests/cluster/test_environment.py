@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Commands, Head, files_with
+from tests.support.command import Commands, Head, files_with
 
 SECRET = f"secret-{uuid.uuid4()}"  # not as text here: the working directory goes to the nodes
 NAMES = ["TOKEN", "THREADS", "WANDB_API_KEY", "PRIVATE"]

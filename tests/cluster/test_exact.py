@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from steadfast.run.ledger import History
-from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import Commands
+from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import Commands
 
 EXACT = ["run.exact=true", "run.steps=300", "model.dropout=0.1"]
 

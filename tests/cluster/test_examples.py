@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from tests.checks import check_ledger, summary_of, weights_of
 from tests.cluster.own_loops import mingpt_by_hand, resnet_by_hand
-from tests.command import ROOT, Command, Commands
 from tests.examples import mingpt
+from tests.support.checks import check_ledger, summary_of, weights_of
+from tests.support.command import ROOT, Command, Commands
 
 from torchvision import models  # isort: skip
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.checks import check_ledger, summary_of
-from tests.command import ROOT, Command, Commands
+from tests.support.checks import check_ledger, summary_of
+from tests.support.command import ROOT, Command, Commands
 
 pytestmark = pytest.mark.ray
 

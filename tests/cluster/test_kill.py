@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import Commands
+from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import Commands
 
 pytestmark = pytest.mark.ray
 

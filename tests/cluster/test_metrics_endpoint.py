@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from tests.command import Commands, Head
+from tests.support.command import Commands, Head
 
 _ENDPOINTS = """
 import sys, time, ray

@@ -17,9 +17,8 @@ from steadfast.config import parse_config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
-from tests.checks import check_audit, check_identical, check_ledger, check_stopped, summary_of
-from tests.cluster.test_slots import FOR_EVER
-from tests.command import Command, Commands, Running
+from tests.support.checks import check_audit, check_identical, check_ledger, check_stopped, summary_of
+from tests.support.command import FOR_EVER, Command, Commands, Running
 
 pytestmark = pytest.mark.ray
 

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.bed import Bed
-from tests.checks import check_stopped
-from tests.command import Commands
+from tests.support.bed import Bed
+from tests.support.checks import check_stopped
+from tests.support.command import FOR_EVER, Commands
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 @pytest.mark.timeout(300)

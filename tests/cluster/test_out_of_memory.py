@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checks import check_ledger, summary_of, weights_of
-from tests.cluster.test_torchrun import STANDALONE
-from tests.command import Command, Commands
+from tests.support.checks import check_ledger, summary_of, weights_of
+from tests.support.command import STANDALONE, Command, Commands
 
 # A microbatch is of eight samples.
 WORDS = ["run.steps=150", "model.dropout=0", "precision.kind=fp64", "checkpoint.every=20 steps"]

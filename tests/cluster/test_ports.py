@@ -13,11 +13,10 @@ from itertools import cycle, islice
 import psutil
 import pytest
 
-from tests.chaos.bed import Bed
-from tests.checks import check_stopped
-from tests.command import ROOT, Commands, descendants
+from tests.support.bed import Bed
+from tests.support.checks import check_stopped
+from tests.support.command import FOR_EVER, ROOT, Commands, descendants
 
-FOR_EVER = "run.steps=1000000"
 STRANGERS = 1000
 PAUSE_S = 7.0  # longer than recovery.silence_s
 NOISE = (b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", b"deadbeef\n", os.urandom(4096), b"A" * 300_000)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.checks import check_identical, check_ledger, summary_of
-from tests.command import Commands, descendants, is_alive
+from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import Commands, descendants, is_alive
 
 pytestmark = pytest.mark.ray
 

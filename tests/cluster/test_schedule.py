@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.bed import Bed
-from tests.chaos.pace import set_pace
-from tests.checks import check_ledger, differences, distance, summary_of
-from tests.command import Command, Commands, Running, descendants
+from tests.support.bed import Bed
+from tests.support.checks import check_ledger, differences, distance, summary_of
+from tests.support.command import Command, Commands, Running, descendants
+from tests.support.pace import set_pace
 
 pytestmark = pytest.mark.ray
 
@@ -47,7 +47,7 @@ def disturb(command: Command, *words: str) -> Path:
     """The run directory of a run of which everything is changed that may change."""
     pace = command.storage / "pace"
     set_pace(pace, HELD_S)
-    paced = f"task={{target: 'tests.chaos.pace:Paced', args: {{file: {pace}}}}}"
+    paced = f"task={{target: 'tests.support.pace:Paced', args: {{file: {pace}}}}}"
     with Bed(num_nodes=4) as bed:
         running = command.start(*words, paced, f"cluster.address={bed.address}", "scaling.num_workers=4")
         running.wait_for_step(3, timeout_s=200)  # four workers start

@@ -9,12 +9,10 @@ import signal
 import psutil
 import pytest
 
-from tests.checks import check_ledger, check_stopped, summary_of
-from tests.command import Commands, Running, is_alive, scale
+from tests.support.checks import check_ledger, check_stopped, summary_of
+from tests.support.command import FOR_EVER, Commands, Running, is_alive, scale
 
 pytestmark = pytest.mark.ray
-
-FOR_EVER = "run.steps=1000000"
 
 
 @pytest.mark.timeout(240)

@@ -17,8 +17,8 @@ import ray
 from ray._private.state import state
 from ray.cluster_utils import Cluster
 
-from tests.command import ROOT
-from tests.metadata import INSTANCE_ACTION, MetadataService, metadata_service
+from tests.support.command import ROOT
+from tests.support.metadata import INSTANCE_ACTION, MetadataService, metadata_service
 
 pytestmark = pytest.mark.ray
 WORKER_IP = "127.0.0.2"  # so that head and worker are two machines to Ray

@@ -12,8 +12,8 @@ import pytest
 from steadfast.analysis.report.course import Course
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from tests.checks import check_stopped
-from tests.command import ROOT, Commands, Running
+from tests.support.checks import check_stopped
+from tests.support.command import ROOT, Commands, Running
 
 SLOW = "faults.inject=[{kind: slow_at, ranks: [1], ms: 60}, {kind: slow_at, ranks: [0], ms: 20}]"
 

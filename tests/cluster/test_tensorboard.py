@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.curves import check_curve, kill_rank
-from tests.cluster.test_torchrun import STANDALONE
-from tests.command import Commands
+from tests.support.command import STANDALONE, Commands
+from tests.support.curves import check_curve, kill_rank
 
 NUM_STEPS = 150
 FIGURES = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": "lr"}

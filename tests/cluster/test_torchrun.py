@@ -17,12 +17,10 @@ from steadfast.run.ledger import History
 from steadfast.storage import LocalStore
 from steadfast.telemetry.goodput import TimeLedger
 from steadfast.telemetry.interruptions import read_interruptions
-from tests.checks import check_identical, check_ledger, summary_of
-from tests.cluster.curves import kill_rank
-from tests.command import ROOT, SMALL, Commands
+from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
+from tests.support.curves import kill_rank
 
-TORCHRUN = ["-m", "torch.distributed.run"]
-STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 
 

@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from tests.cluster.curves import check_curve, kill_rank
-from tests.cluster.test_torchrun import STANDALONE, TORCHRUN
-from tests.command import Commands
-from tests.wandb_files import offline_runs
+from tests.cluster.wandb_files import offline_runs
+from tests.support.command import STANDALONE, TORCHRUN, Commands
+from tests.support.curves import check_curve, kill_rank
 
 OVERRIDES = ["trackers=[{kind: wandb, project: drills}]", "logging.every_steps=1", "checkpoint.every=1000 steps"]
 SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 30}]"

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from steadfast.checkpoint.initial import build_initial
 from steadfast.config import AdamWConfig, Config, LinearConfig, parse_config
 from steadfast.data import build_dataset
-from tests.checks import order_of, weights_of
 from tests.examples import lora
+from tests.support.checks import order_of, weights_of
 
 
 def main(directory: Path, exported: Path) -> None:

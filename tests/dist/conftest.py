@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.dist.checks", "tests.stores")
+pytest.register_assert_rewrite("tests.support.claims", "tests.support.stores")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.tasks import IGNORED, LanguageModeling, Sums
-from tests.dist.small import Tokens
+from tests.support.small import Tokens
 
 
 class PartlyHidden(Tokens):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from steadfast.components.hook import Hook, HookContext
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.small import Tokens
+from tests.support.small import Tokens
 
 
 class Unprintable(Exception):

@@ -13,28 +13,11 @@ from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
 from steadfast.parallel.activations import checkpoint_activations
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
-
-
-class Layers(nn.Module):
-    """Two like layers, whose statistics of their inputs every forward in training changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.layers = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(12), nn.Conv1d(12, 12, 1)) for _ in range(2)])
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens).transpose(1, 2)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits: Tensor = self.head(hidden.transpose(1, 2))
-        return logits
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 @pytest.mark.parametrize("how", ["full", "selective", "2"])
@@ -55,7 +38,7 @@ def test_layers_that_keep_a_part_are_gathered_as_a_whole(tmp_path: Path, wrap: s
 
 
 def test_running_statistics_learn_once_from_a_microbatch(tmp_path: Path) -> None:
-    words = ["model.target=tests.dist.test_activations:Layers", "memory.activation_checkpointing=full"]
+    words = ["model.target=tests.support.models:Layers", "memory.activation_checkpointing=full"]
     run = drill(small(tmp_path, *words), worlds=[2])
     check_run(run, reference(small(tmp_path, *words[:1])))
 

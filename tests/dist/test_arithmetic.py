@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from steadfast.config import Config
 from steadfast.parallel import size_of_replica
 from steadfast.plan import even_shares
-from tests.dist.checks import EQUAL, check_equal
-from tests.dist.gang import Gang
-from tests.dist.reference import Reference, reference
-from tests.dist.small import small
-from tests.dist.stepping import Stepped, take_steps
-from tests.dist.test_compiled import write_no_code
+from tests.support.claims import EQUAL, check_equal
+from tests.support.gang import Gang
+from tests.support.patches import write_no_code
+from tests.support.reference import Reference, reference
+from tests.support.small import small
+from tests.support.stepping import Stepped, take_steps
 
 Shares = tuple[int, ...]
 Steps = Callable[[Config, Shares], Stepped]
@@ -91,7 +91,7 @@ FEW, MANY = (
 @FEW
 @given(case=cases())
 @example(case=([], (0, 7, 0)))
-@example(case=(["model.target=tests.dist.test_unusual_models:Normalised"], (3, 0, 1, 2, 1)))
+@example(case=(["model.target=tests.support.models:Normalised"], (3, 0, 1, 2, 1)))
 @example(case=(["batch.global_size=1", "batch.microbatch_size=1", "data.args.masked=false"], (0, 0, 0, 0, 1)))
 def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
     check_case(steps, kind, case)

@@ -12,12 +12,12 @@ import torch
 import steadfast.balance.shares
 from steadfast.config import Config
 from steadfast.world.runtime import World
-from tests.dist import mutations
-from tests.dist.checks import check_ledger, check_run
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support import mutations
+from tests.support.claims import check_ledger, check_run
+from tests.support.drill import Drilled, drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 # Sleep is most of a microbatch, so that a busy machine, which adds to both, leaves the one slower by far.
 UNEQUAL = "faults.inject=[{kind: slow_at, ranks: [0], ms: 20}, {kind: slow_at, ranks: [1], ms: 66}]"

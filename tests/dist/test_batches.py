@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from steadfast.data.batches import Batch
 from steadfast.tasks import IGNORED, LanguageModeling, Sums
-from tests.dist.checks import check_equal, check_identical, check_ledger
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import expected_ledger
-from tests.dist.small import VOCABULARY, Tokens, small
+from tests.support.claims import check_equal, check_identical, check_ledger
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import expected_ledger
+from tests.support.small import VOCABULARY, Tokens, small
 
 
 class NamedTokens(Tokens):

@@ -9,11 +9,11 @@ import pytest
 from steadfast.cli import main
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.s3 import FaultKind, Proxy
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.reference import reference
+from tests.support.s3 import FaultKind, Proxy
+from tests.support.small import small
 
 
 def impatient() -> None:

@@ -19,7 +19,7 @@ from steadfast.doctor.network import (
     measure_collectives,
     measure_link,
 )
-from tests.dist.gang import Gang, Member
+from tests.support.gang import Gang, Member
 
 CPU = torch.device("cpu")
 SIZES = (2**10, 2**16)

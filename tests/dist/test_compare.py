@@ -18,10 +18,10 @@ from steadfast.analysis.compare import compare
 from steadfast.components.hook import HookContext
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from tests.dist import drill as drills
-from tests.dist.drill import Drilled
-from tests.dist.small import small
-from tests.dist.test_rollback import wait_for_storage
+from tests.support import drill as drills
+from tests.support.drill import Drilled
+from tests.support.patches import wait_for_storage
+from tests.support.small import small
 
 ROOT = Path(__file__).parents[2]
 EVERY_4 = "logging.weights_digest_every=4 steps"

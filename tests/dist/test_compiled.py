@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import steadfast.components.worker_state
-import steadfast.parallel.compiled
 from steadfast.components.hook import HookContext
-from tests.dist.checks import check_run
-from tests.dist.drill import Drilled, drill
-from tests.dist.reference import reference
-from tests.dist.small import CONTEXT, VOCABULARY, small
+from tests.support.claims import check_run
+from tests.support.drill import Drilled, drill
+from tests.support.patches import write_no_code
+from tests.support.reference import reference
+from tests.support.small import CONTEXT, VOCABULARY, small
 
 KINDS = ["ddp", "fsdp"]
 GRAPHS = 2  # one of all layers, and one of the loss
-
-
-def write_no_code() -> None:
-    """Compile by a backend that traces, and has autograd trace, but writes no machine code: for speed."""
-
-    def compile_quickly(forward: Callable[..., Any]) -> Any:
-        return torch.compile(forward, dynamic=False, backend="aot_eager")
-
-    steadfast.parallel.compiled._compile = compile_quickly
-    steadfast.components.worker_state.probe = lambda device: None  # type: ignore[attr-defined]
 
 
 class Graphs:
@@ -148,7 +136,7 @@ def test_in_16_bits(tmp_path: Path, kind: str) -> None:
 
 def test_running_statistics_are_those_without(tmp_path: Path) -> None:
     """Of layers that are compiled twice: the inputs of the first one lie in memory in another order."""
-    words = ["model.target=tests.dist.test_activations:Layers"]
+    words = ["model.target=tests.support.models:Layers"]
     run = drill(small(tmp_path, *compiling(tmp_path, *words)), worlds=[3, 2], leave_after=[4], patch=write_no_code)
     check_run(run, reference(small(tmp_path, *words)))
     assert ["stride mismatch" in reason for reason in run.told("recompiled", "reason")] == [True]

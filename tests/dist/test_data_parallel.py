@@ -12,10 +12,10 @@ import torch
 from steadfast.config import DataParallelConfig
 from steadfast.errors import UsageError
 from steadfast.parallel import build_parallel
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 def test_one_worker_trains_as_one_process_does_and_is_told_of_ddp(tmp_path: Path) -> None:

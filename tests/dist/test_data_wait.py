@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.dist.drill import drill
-from tests.dist.small import Tokens, small
+from tests.support.drill import drill
+from tests.support.small import Tokens, small
 
 PAUSE_S = 0.01
 

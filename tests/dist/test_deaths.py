@@ -17,8 +17,8 @@ from steadfast.parallel.precision import Precision
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import History
 from steadfast.world.groups import Groups
-from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_weights
-from tests.dist.deaths import (
+from tests.support.claims import EQUAL, check_checkpoint, check_equal, check_weights
+from tests.support.deaths import (
     SEEDS,
     Plot,
     Survived,
@@ -29,10 +29,10 @@ from tests.dist.deaths import (
     validation_losses,
     with_a_death_in_connect,
 )
-from tests.dist.gang import MemberFailed
-from tests.dist.like_nccl import Death
-from tests.dist.reference import Reference, reference
-from tests.dist.small import small
+from tests.support.gang import MemberFailed
+from tests.support.like_nccl import Death
+from tests.support.reference import Reference, reference
+from tests.support.small import small
 
 # Collectives of an attempt's first steps, with the broadcasts to a newcomer before them.
 NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}

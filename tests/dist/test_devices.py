@@ -15,10 +15,10 @@ from steadfast.models import build_model
 from steadfast.parallel.precision import Precision
 from steadfast.world.device import DETERMINISTIC, Gpu
 from steadfast.world.runtime import form_world
-from tests.dist.drill import drill
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.dist.small import small
+from tests.support.drill import drill
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.small import small
 
 CUDA = torch.device("cuda", 0)
 L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)

@@ -16,14 +16,14 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.run.ledger import read_ledger
 from steadfast.worker import work
-from tests.checks import check_audit
-from tests.dist.deaths import MortalRuntime, Plot
-from tests.dist.drill import Drilled, drill, what_is_left
-from tests.dist.gang import Gang, Member, MemberFailed
-from tests.dist.like_nccl import Death
 from tests.programs import methods, part_of_model
 from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, STEPS, Program, Trained
+from tests.support.checks import check_audit
+from tests.support.deaths import MortalRuntime, Plot
+from tests.support.drill import Drilled, drill, what_is_left
+from tests.support.gang import Gang, Member, MemberFailed
+from tests.support.like_nccl import Death
 
 # Steps 1 and 2 on one worker, 3 and 4 on two, then three; one of these is killed in step 8, and two go on.
 KILLED_IN = 8

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import steadfast.components.worker_state
 from steadfast.checkpoint.state import sha256
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist import mutations
-from tests.dist.checks import check_ledger, largest_difference
-from tests.dist.drill import Drilled, Members, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import DRAWING, small
+from tests.support import mutations
+from tests.support.claims import check_ledger, largest_difference
+from tests.support.drill import Drilled, Members, drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import DRAWING, small
 
 EXACT = "run.exact=true"
 

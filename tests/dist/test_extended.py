@@ -12,11 +12,11 @@ from steadfast.config import Config
 from steadfast.launch.resume import start_or_resume
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
-from tests.dist import drill as drills
-from tests.dist.checks import check_checkpoint, check_run, check_weights
-from tests.dist.drill import Drilled
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support import drill as drills
+from tests.support.claims import check_checkpoint, check_run, check_weights
+from tests.support.drill import Drilled
+from tests.support.reference import reference
+from tests.support.small import small
 
 FIRST = 5  # steps of the first epoch: 55 samples, of which the last step has 3
 

@@ -14,12 +14,12 @@ from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore
 from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
 from steadfast.world.runtime import World
-from tests.dist.checks import check_checkpoint, check_ledger, check_losses, check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.events import event_lines
+from tests.support.claims import check_checkpoint, check_ledger, check_losses, check_weights
+from tests.support.drill import drill
+from tests.support.events import event_lines
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 @pytest.mark.parametrize(

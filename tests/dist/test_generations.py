@@ -10,11 +10,11 @@ import torch
 
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
-from tests.dist.checks import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import DRAWING, small
+from tests.support.claims import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
+from tests.support.drill import Drilled, drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import DRAWING, small
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -102,7 +102,7 @@ def test_a_dataset_that_draws_its_samples_when_it_is_built_is_the_same_on_every_
 ) -> None:
     def config(storage: Path) -> Config:
         parts = [
-            f"{{target: 'tests.dist.small:Split', args: {{part: {part}, generator: {generator}}}" for part in (0, 1)
+            f"{{target: 'tests.support.small:Split', args: {{part: {part}, generator: {generator}}}" for part in (0, 1)
         ]
         return small(storage, f"data={parts[0]}, validation: {parts[1]}}}}}")
 

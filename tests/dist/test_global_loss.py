@@ -20,12 +20,12 @@ from steadfast.plan import Microbatch
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import Sums
-from tests.dist.checks import EQUAL, check_equal
-from tests.dist.deaths import Plot, survive
-from tests.dist.drill import drill
-from tests.dist.like_nccl import Death
-from tests.dist.reference import CPU, GlobalBatch, global_batches, held_out
-from tests.dist.small import small
+from tests.support.claims import EQUAL, check_equal
+from tests.support.deaths import Plot, survive
+from tests.support.drill import drill
+from tests.support.like_nccl import Death
+from tests.support.reference import CPU, GlobalBatch, global_batches, held_out
+from tests.support.small import small
 
 WIDTH = 5
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from steadfast.world.groups import Groups, PeerLost, is_peer_loss
 from steadfast.world.timeouts import Timeouts
-from tests.dist.gang import Gang, Member
+from tests.support.gang import Gang, Member
 
 GENERATIONS = 5
 

@@ -20,12 +20,12 @@ from steadfast.config import Config
 from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from tests.dist.checks import EQUAL, check_equal, check_identical, check_run, check_weights
-from tests.dist.drill import Drilled, Members, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import held_out, mean_loss, reference
-from tests.dist.small import small
-from tests.dist.test_offload import put_all_beyond_reach
+from tests.support.claims import EQUAL, check_equal, check_identical, check_run, check_weights
+from tests.support.drill import Drilled, Members, drill
+from tests.support.gang import MemberFailed
+from tests.support.patches import put_all_beyond_reach
+from tests.support.reference import held_out, mean_loss, reference
+from tests.support.small import small
 
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"

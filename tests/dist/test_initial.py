@@ -13,10 +13,10 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.models import build_model
 from steadfast.models.gpt import Gpt
-from tests.dist.checks import check_equal, check_identical
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.small import small
+from tests.support.claims import check_equal, check_identical
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.small import small
 
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 

@@ -17,10 +17,10 @@ import pytest
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
-from tests.dist.checks import check_identical
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.killing import (
+from tests.support.claims import check_identical
+from tests.support.drill import Drilled, drill
+from tests.support.gang import MemberFailed
+from tests.support.killing import (
     DAMAGES,
     Point,
     flip_a_bit,
@@ -32,7 +32,7 @@ from tests.dist.killing import (
     recorded,
     wait_for_each,
 )
-from tests.dist.small import small
+from tests.support.small import small
 
 AT_ONCE = 2  # drills: a part of each is waiting
 pytestmark = pytest.mark.timeout(900)  # each of these tests is dozens of runs

@@ -25,8 +25,8 @@ from steadfast.analysis.status import StatusReader
 from steadfast.errors import ConfigError, RunConflict, TrainingError, UsageError
 from steadfast.faults.inject import InjectedFault
 from steadfast.run.directory import RunDirectory
-from tests.command import ROOT
 from tests.examples.script import Counts, line, squared_error, train
+from tests.support.command import ROOT
 
 SCRIPT = "tests/examples/script.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from steadfast.errors import DataError, UserExit
-from tests.unit.test_data import Noisy, Odd, loader_of, microbatches
+from tests.support.loading import Noisy, Odd, loader_of, microbatches
 
 
 def test_worker_processes_give_the_same_survive_between_calls_and_end() -> None:
@@ -46,7 +46,7 @@ TERMINATED = """
 import os, signal, sys
 sys.path.insert(0, os.getcwd())
 import psutil
-from tests.unit.test_data import Noisy, loader_of, microbatches
+from tests.support.loading import Noisy, loader_of, microbatches
 
 if __name__ == "__main__":
     loader = loader_of(Noisy(), num_workers=1)

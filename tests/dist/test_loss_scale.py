@@ -12,8 +12,8 @@ from steadfast.checkpoint.initial import build_initial
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
-from tests.dist.drill import Drilled, drill
-from tests.dist.small import small
+from tests.support.drill import Drilled, drill
+from tests.support.small import small
 
 # So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
 SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"

@@ -16,8 +16,8 @@ from steadfast.config import Config, parse_config
 from steadfast.data import SampleOrder, build_dataset
 from steadfast.models import build_model
 from steadfast.tasks import Classification, Mean, Sums
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
 
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassRecall  # isort: skip
 

@@ -21,11 +21,11 @@ from steadfast.errors import StorageError
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import Sums
 from steadfast.world.runtime import World
-from tests.dist.checks import check_identical, check_run, check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_identical, check_run, check_weights
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 subject: Any = steadfast.components.microbatch_size
 AUTO = "batch.microbatch_size=auto"

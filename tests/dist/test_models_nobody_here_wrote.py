@@ -21,12 +21,12 @@ from steadfast.components.hook import HookContext
 from steadfast.components.modes import evaluating
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from tests.command import ROOT
-from tests.dist.checks import EQUAL, check_ledger, check_weights, largest_difference
-from tests.dist.drill import drill
-from tests.dist.reference import reference
-from tests.dist.small import CONTEXT, VOCABULARY, small
-from tests.dist.test_compiled import write_no_code
+from tests.support.claims import EQUAL, check_ledger, check_weights, largest_difference
+from tests.support.command import ROOT
+from tests.support.drill import drill
+from tests.support.patches import write_no_code
+from tests.support.reference import reference
+from tests.support.small import CONTEXT, VOCABULARY, small
 
 from torchvision import models  # isort: skip
 

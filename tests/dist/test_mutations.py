@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import mutations
-from tests.dist.checks import (
+from tests.support import mutations
+from tests.support.claims import (
     CLAIMS,
     check_equal,
     check_identical,
@@ -16,9 +16,9 @@ from tests.dist.checks import (
     check_losses,
     check_weights,
 )
-from tests.dist.drill import Drilled, drill
-from tests.dist.reference import Reference, reference
-from tests.dist.small import small
+from tests.support.drill import Drilled, drill
+from tests.support.reference import Reference, reference
+from tests.support.small import small
 
 Claim = Callable[[Drilled, Reference], None]
 Mutation = Callable[[], None]

@@ -10,11 +10,11 @@ import pytest
 
 from steadfast.config import Config
 from steadfast.data import SampleOrder
-from tests.dist.checks import check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import global_batches, reference
-from tests.dist.small import small
+from tests.support.claims import check_weights
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import global_batches, reference
+from tests.support.small import small
 
 NUM_STEPS = 14
 GLOBAL_SIZE = 13

@@ -5,22 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-from steadfast.world.groups import Groups
-from tests.dist.checks import check_run
-from tests.dist.drill import Members, drill
-from tests.dist.reference import reference
-from tests.dist.small import small
-
-
-def put_all_beyond_reach() -> None:
-    """Have the communicator reach nothing where it is, as one of GPUs does not reach the host's memory."""
-
-    def reaches(self: Groups, tensor: Tensor) -> bool:
-        return False
-
-    Groups.reaches = reaches
+from tests.support.claims import check_run
+from tests.support.drill import Members, drill
+from tests.support.patches import put_all_beyond_reach
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.dist.checks import check_equal, check_identical, check_ledger, check_losses, check_run
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_equal, check_identical, check_ledger, check_losses, check_run
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
-HERE, OWN = "tests.dist.test_optimizers", "tests.unit.test_own_optimizer"
+HERE, OWN = "tests.dist.test_optimizers", "tests.support.optimizers"
 SGD = ["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0.01"]
 
 

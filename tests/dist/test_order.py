@@ -11,35 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import Config
-from steadfast.data.order import Int64s, uniform
+from steadfast.data.order import Int64s
 from steadfast.errors import RunConflict
 from steadfast.launch.resume import start_or_resume
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.tasks import Sums
-from tests.dist.checks import check_equal, check_run, check_weights
-from tests.dist.deaths import plot, survive
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_equal, check_run, check_weights
+from tests.support.deaths import plot, survive
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 HERE = "tests.dist.test_order"
 
 
-class Weighted:
-    """Draws with replacement: the first tenth of the samples comes as often as all others together."""
-
-    def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
-        weights = np.ones(num_samples)
-        weights[: num_samples // 10] = 9.0
-        total = np.cumsum(weights)
-        drawn = uniform(seed, epoch, place) * total[-1]
-        ids: Int64s = np.searchsorted(total, drawn, side="right")
-        return ids
-
-
-WEIGHTED = f"data.order={{target: '{HERE}:Weighted'}}"
+WEIGHTED = "data.order={target: 'tests.support.orders:Weighted'}"
 ORDERS = pytest.mark.parametrize("order", ["data.order=sequential", WEIGHTED], ids=["sequential", "weighted"])
 
 
@@ -73,9 +61,8 @@ def test_a_run_is_not_resumed_in_another_order(tmp_path: Path) -> None:
 
 
 def test_an_order_that_is_no_pure_function_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        MemberFailed, match=r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"
-    ):
+    said = r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"
+    with pytest.raises(MemberFailed, match=said):
         drill(small(tmp_path, f"data.order={{target: '{HERE}:by_chance'}}"), worlds=[2])
 
 

@@ -9,11 +9,11 @@ import pytest
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import ForwardsShrunk
-from tests.dist.checks import check_run, check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run, check_weights
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 # The grid has four microbatches of up to four samples, the last of one.
 WORDS = ["model.dropout=0", "batch.microbatch_size=4"]
@@ -57,7 +57,7 @@ def test_what_does_not_fit_alone_ends_the_run_with_what_to_try(tmp_path: Path) -
 
 
 def test_statistics_of_a_microbatch_are_the_mean_of_its_parts(tmp_path: Path) -> None:
-    words = ["batch.microbatch_size=4", "model.target=tests.dist.test_unusual_models:Normalised", "run.steps=1"]
+    words = ["batch.microbatch_size=4", "model.target=tests.support.models:Normalised", "run.steps=1"]
     plain = drill(small(tmp_path / "plain", *words), worlds=[1])
     config = small(tmp_path / "parts", *words)
     run_out(config, 2)

@@ -15,11 +15,11 @@ from steadfast.config import Config
 from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
-from tests.dist.checks import check_checkpoint, check_equal, check_ledger, check_losses, check_run
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_checkpoint, check_equal, check_ledger, check_losses, check_run
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 WIDTH = 12

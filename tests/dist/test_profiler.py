@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.reference import reference
+from tests.support.small import small
 
 
 def test_a_profile_is_a_trace_for_perfetto_and_a_table_and_changes_nothing(tmp_path: Path) -> None:

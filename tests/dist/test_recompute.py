@@ -16,12 +16,12 @@ from steadfast.faults.corruption import Check, choose
 from steadfast.plan import Plan, even_shares
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_identical, check_ledger, check_weights
-from tests.dist.drill import Drilled, drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.events import event_lines
+from tests.support.claims import check_identical, check_ledger, check_weights
+from tests.support.drill import Drilled, drill
+from tests.support.events import event_lines
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 EVERY_STEP = ("run.deterministic=true", 'recompute.every="1 step"')
 STEP = 5  # of the flip
@@ -186,11 +186,9 @@ def test_one_rank_has_nobody_to_compare_with_which_is_told_once_in_a_run(tmp_pat
     [
         pytest.param((), id="dropout"),
         pytest.param(("precision.kind=bf16",), id="bf16"),
-        pytest.param(("model.target=tests.dist.test_unusual_models:Normalised",), id="running statistics"),
-        pytest.param(("model.target=tests.dist.test_unusual_models:Codebook",), id="a buffer that a forward changes"),
-        pytest.param(
-            ("model.target=tests.dist.test_unusual_models:Branched", "task.coupled=true"), id="unused parameters"
-        ),
+        pytest.param(("model.target=tests.support.models:Normalised",), id="running statistics"),
+        pytest.param(("model.target=tests.support.models:Codebook",), id="a buffer that a forward changes"),
+        pytest.param(("model.target=tests.support.models:Branched", "task.coupled=true"), id="unused parameters"),
         pytest.param(("memory.activation_checkpointing=full",), id="activation checkpointing"),
         pytest.param(("batch.global_size=3", "run.steps=40"), id="fewer microbatches than ranks"),
         pytest.param(("run.steps=null", "run.epochs=5"), id="a short last step"),

@@ -18,11 +18,11 @@ from steadfast.checkpoint.catalog import Catalog, of_attempt, path_of
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream
-from tests.dist.checks import check_checkpoint, check_run, check_weights
-from tests.dist.drill import Drilled, drill
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.events import event_lines
+from tests.support.claims import check_checkpoint, check_run, check_weights
+from tests.support.drill import Drilled, drill
+from tests.support.events import event_lines
+from tests.support.reference import reference
+from tests.support.small import small
 
 NUM_STEPS = 60
 # Slow enough for the disk to be mended while steps are left.

@@ -14,11 +14,11 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import local
 from steadfast.storage import LocalStore
-from tests.dist.checks import check_equal, check_identical, check_run, check_weights
-from tests.dist.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
-from tests.dist.drill import Members, drill
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_equal, check_identical, check_run, check_weights
+from tests.support.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
+from tests.support.drill import Members, drill
+from tests.support.reference import reference
+from tests.support.small import small
 
 HSDP = "parallel={kind: fsdp, shard_size: 2}"
 NUM_COLLECTIVES = 150  # of some steps

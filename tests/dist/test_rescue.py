@@ -15,12 +15,12 @@ from steadfast.data import build_order
 from steadfast.parallel.precision import Precision
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from tests.dist.checks import check_run, check_weights
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import small
-from tests.events import event_lines
+from tests.support.claims import check_run, check_weights
+from tests.support.drill import drill
+from tests.support.events import event_lines
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import small
 
 BUG = "faults.inject=[{kind: fail_at, step: 9, rank: 1}]"
 

@@ -20,9 +20,9 @@ from steadfast.parallel import arrange, build_parallel
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
 from steadfast.world.runtime import Outcome, form_world
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.dist.small import small
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.small import small
 
 WORLDS = [(kind, size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)]
 NUM_PROCESSES = 4

@@ -22,8 +22,8 @@ from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.storage import LocalStore
 from steadfast.world.groups import PeerLost
 from steadfast.world.runtime import Outcome, form_world
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
 
 NO_STATE = -1
 

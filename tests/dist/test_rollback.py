@@ -9,35 +9,24 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from steadfast.checkpoint.durable import Checkpoints
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, DdpConfig
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Amendments
 from steadfast.world.runtime import World
-from tests.dist import drill as drills
-from tests.dist.checks import check_checkpoint, check_weights
-from tests.dist.drill import Drilled
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import CPU, reference
-from tests.dist.small import small
+from tests.support import drill as drills
+from tests.support.claims import check_checkpoint, check_weights
+from tests.support.drill import Drilled
+from tests.support.gang import MemberFailed
+from tests.support.patches import wait_for_storage
+from tests.support.reference import CPU, reference
+from tests.support.small import small
 
 
 @pytest.fixture(params=["ddp", "fsdp"])
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
-
-
-def wait_for_storage() -> None:
-    """So that each checkpoint is there that the schedule names, however slow the disk is."""
-    honest = Checkpoints.save
-
-    def save(self: Checkpoints, *args: Any, **named: Any) -> None:
-        honest(self, *args, **named)
-        self.wait_for_commit(60.0)
-
-    Checkpoints.save = save
 
 
 drill = partial(drills.drill, patch=wait_for_storage)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from steadfast.storage import Store, open_store
-from tests.s3 import BUCKET, FaultKind, Proxy
-from tests.stores import StoreContract, claim_in_pairs
+from tests.support.s3 import BUCKET, FaultKind, Proxy
+from tests.support.stores import StoreContract, claim_in_pairs
 
 LARGE = os.urandom(1 << 20) * 21  # three parts of an upload
 

@@ -14,9 +14,9 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
 from steadfast.plan import even_shares
 from steadfast.world.runtime import form_world
-from tests.dist.gang import Gang, Member, MemberFailed
-from tests.dist.reference import CPU
-from tests.dist.stepping import train_by_hand
+from tests.support.gang import Gang, Member, MemberFailed
+from tests.support.reference import CPU
+from tests.support.stepping import train_by_hand
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # in malloc.h

@@ -23,10 +23,10 @@ from steadfast.parallel.dtensor import unsharded
 from steadfast.parallel.fsdp import FullyShardedDataParallelism
 from steadfast.plan import Amendments
 from steadfast.world.runtime import World, form_world
-from tests.dist.drill import drill
-from tests.dist.gang import Gang, Member
-from tests.dist.reference import CPU
-from tests.dist.small import small
+from tests.support.drill import drill
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+from tests.support.small import small
 
 NOTHING = frozenset[int]()
 MEMORY = ProcessMemory()  # of each process

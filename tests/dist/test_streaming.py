@@ -13,10 +13,10 @@ from steadfast.config import TargetData
 from steadfast.data import build_dataset
 from steadfast.data.batches import Batch
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_equal, check_ledger
-from tests.dist.drill import drill
-from tests.dist.reference import expected_ledger
-from tests.dist.small import CONTEXT, VOCABULARY, small
+from tests.support.claims import check_equal, check_ledger
+from tests.support.drill import drill
+from tests.support.reference import expected_ledger
+from tests.support.small import CONTEXT, VOCABULARY, small
 
 
 class NextToken(LanguageModeling):

@@ -14,9 +14,9 @@ from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import read_ledger
 from steadfast.tasks import Sums
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.small import small
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.small import small
 
 HERE = "tests.dist.test_task_check"
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -18,10 +18,10 @@ import steadfast.step
 from steadfast.tasks import LanguageModeling, Sums
 from steadfast.world import control
 from steadfast.world.groups import PeerLost
-from tests.dist.checks import check_run, check_weights
-from tests.dist.drill import DrillRuntime, drill
-from tests.dist.reference import reference
-from tests.dist.small import small
+from tests.support.claims import check_run, check_weights
+from tests.support.drill import DrillRuntime, drill
+from tests.support.reference import reference
+from tests.support.small import small
 
 OWN = "{target: 'tests.examples.json_lines:JsonLines', args: {file: mine.jsonl}}"
 BROKEN = "{target: 'tests.dist.test_trackers:Broken'}"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.components.hook import HookContext
-from tests.dist.checks import check_run
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_run
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 COUPLED = "task.coupled=true"  # which layers a forward runs follows from all samples of its microbatch
 HERE = "tests.dist.test_unused_parameters"

@@ -11,30 +11,16 @@ from torch import Tensor, nn
 
 from steadfast.components.hook import HookContext
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.checks import check_identical, check_ledger, check_run, check_weights
-from tests.dist.deaths import Plot, survive, undisturbed
-from tests.dist.drill import drill
-from tests.dist.gang import MemberFailed
-from tests.dist.like_nccl import Death
-from tests.dist.reference import reference
-from tests.dist.small import VOCABULARY, small
+from tests.support.claims import check_identical, check_ledger, check_run, check_weights
+from tests.support.deaths import Plot, survive, undisturbed
+from tests.support.drill import drill
+from tests.support.gang import MemberFailed
+from tests.support.like_nccl import Death
+from tests.support.models import Normalised
+from tests.support.reference import reference
+from tests.support.small import VOCABULARY, small
 
 REDUCERS = pytest.mark.parametrize("reducer", ["steadfast", "torch"])
-
-
-class Normalised(nn.Module):
-    """Statistics of its inputs are buffers, which every forward in training changes."""
-
-    def __init__(self, momentum: float | None = 0.1) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.norm = nn.BatchNorm1d(12, momentum=momentum)
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
-        logits: Tensor = self.head(hidden)
-        return logits
 
 
 class Pooled(Normalised):
@@ -47,27 +33,9 @@ class Pooled(Normalised):
         return logits
 
 
-class Branched(nn.Module):
-    """Half of its microbatches, by what is in them, do not use one of its layers; another is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.sometimes = nn.Linear(12, 12)
-        self.never = nn.Linear(12, 12)
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        if int(tokens.sum()) % 2:
-            hidden = hidden + torch.tanh(self.sometimes(hidden))
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
 @REDUCERS
 def test_statistics_after_five_new_worlds_are_those_of_an_undisturbed_run(tmp_path: Path, reducer: str) -> None:
-    words = [f"parallel.reducer={reducer}", "model.target=tests.dist.test_unusual_models:Normalised", "run.steps=18"]
+    words = [f"parallel.reducer={reducer}", "model.target=tests.support.models:Normalised", "run.steps=18"]
     undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
     disturbed = drill(small(tmp_path / "disturbed", *words), worlds=[2] * 6, leave_after=[1] * 5)
     assert len(disturbed.pids()) == 6
@@ -83,7 +51,7 @@ def test_running_statistics_are_those_of_one_process_at_any_world_size(
     tmp_path: Path, kind: str, momentum: str
 ) -> None:
     model = f"model.args={{momentum: {momentum}}}"
-    words = [f"parallel.kind={kind}", "model.target=tests.dist.test_unusual_models:Normalised", model, "run.epochs=3"]
+    words = [f"parallel.kind={kind}", "model.target=tests.support.models:Normalised", model, "run.epochs=3"]
     config = small(tmp_path, *words)
     check_run(drill(config, worlds=[3, 1, 4, 2], leave_after=[2, 2, 2]), reference(config))
 
@@ -100,7 +68,7 @@ def test_a_worker_without_a_microbatch_runs_what_a_model_can_take(
 
 
 def test_a_run_with_running_statistics_that_is_stopped_and_resumed_is_identical(tmp_path: Path) -> None:
-    words = ["precision.kind=fp32", "model.target=tests.dist.test_unusual_models:Normalised", "run.steps=40"]
+    words = ["precision.kind=fp32", "model.target=tests.support.models:Normalised", "run.steps=40"]
     undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
     config = small(tmp_path / "stopped", *words)
     drill(config, worlds=[2], stop_after=19)
@@ -109,7 +77,7 @@ def test_a_run_with_running_statistics_that_is_stopped_and_resumed_is_identical(
 
 @pytest.mark.parametrize("collective", [14, 15])
 def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path, collective: int) -> None:
-    words = ["model.target=tests.dist.test_unusual_models:Normalised", "run.steps=18"]
+    words = ["model.target=tests.support.models:Normalised", "run.steps=18"]
     calm = undisturbed(small(tmp_path / "undisturbed", *words))
     killed = Plot(worlds=[[0, 1, 2], [0, 1, 3]], deaths={1: (2, Death(collective, "before it is launched"))})
     survived = survive(small(tmp_path / "killed", *words), killed)
@@ -122,31 +90,8 @@ def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path
 
 @pytest.mark.parametrize("parallel", ["{reducer: steadfast}", "{reducer: torch}", "{kind: fsdp}"])
 def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
-    config = small(
-        tmp_path, "model.target=tests.dist.test_unusual_models:Branched", f"parallel={parallel}", "task.coupled=true"
-    )
+    config = small(tmp_path, "model.target=tests.support.models:Branched", f"parallel={parallel}", "task.coupled=true")
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
-
-
-class Codebook(nn.Module):
-    """Keeps a table that every forward in training moves, in place, and one that it replaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.head = nn.Linear(12, VOCABULARY)
-        self.codes: Tensor
-        self.seen: Tensor
-        self.register_buffer("codes", torch.zeros(12))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        if self.training:
-            self.codes.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
-            self.seen = self.seen + 1
-        logits: Tensor = self.head(hidden + self.codes)
-        return logits
 
 
 class Held:
@@ -164,7 +109,7 @@ class Held:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path: Path, kind: str) -> None:
     hook = f"hooks=[{{target: 'tests.dist.test_unusual_models:Held', args: {{folder: {tmp_path}}}}}]"
-    model = "model.target=tests.dist.test_unusual_models:Codebook"
+    model = "model.target=tests.support.models:Codebook"
     run = drill(small(tmp_path, model, hook, f"parallel.kind={kind}"), worlds=[2, 3], leave_after=[4])
     lines = [json.loads(line) for line in (tmp_path / "held").read_text().splitlines()]
     held: dict[int, list[dict[str, object]]] = {}
@@ -180,7 +125,7 @@ def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_pads_of_the_leader_leave_its_buffers_alone(tmp_path: Path, kind: str) -> None:
-    words = ["model.target=tests.dist.test_unusual_models:Codebook", f"parallel.kind={kind}", "run.epochs=1"]
+    words = ["model.target=tests.support.models:Codebook", f"parallel.kind={kind}", "run.epochs=1"]
     run = drill(small(tmp_path, *words), worlds=[2])
     # The last step has three samples, in two of the four microbatches that the leader runs in each step before it.
     assert [line["num_samples"] for line in run.history.lines] == [13, 13, 13, 13, 3]
@@ -236,7 +181,7 @@ class Asked(LanguageModeling):
 @pytest.mark.parametrize("parallel", ["{reducer: torch}", "{reducer: steadfast}", "{kind: fsdp}"])
 def test_a_task_sees_the_attributes_of_the_plain_model(tmp_path: Path, parallel: str) -> None:
     words = [
-        "model.target=tests.dist.test_unusual_models:Normalised",
+        "model.target=tests.support.models:Normalised",
         "task.target=tests.dist.test_unusual_models:Asked",
     ]
     run = drill(small(tmp_path, *words, f"parallel={parallel}", "run.steps=3"), worlds=[2])

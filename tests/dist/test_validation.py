@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
-from tests.dist.checks import EQUAL, check_identical, check_weights
-from tests.dist.drill import drill
-from tests.dist.reference import GlobalBatch, mean_loss, reference
-from tests.dist.small import DRAWING, VOCABULARY, small
+from tests.support.claims import EQUAL, check_identical, check_weights
+from tests.support.drill import drill
+from tests.support.reference import GlobalBatch, mean_loss, reference
+from tests.support.small import DRAWING, VOCABULARY, small
 
 
 def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
-    own = "data.validation={target: 'tests.dist.small:Tokens', args: {num_samples: 11}}"
+    own = "data.validation={target: 'tests.support.small:Tokens', args: {num_samples: 11}}"
     config = small(tmp_path, own, "run.epochs=1")
     run = drill(config, worlds=[2, 3], leave_after=[2])
     assert sum(line["num_samples"] for line in run.history.lines) == 61  # none is held out

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from steadfast.world.progress import Limits
-from tests.dist.checks import check_run
-from tests.dist.reference import reference
-from tests.dist.small import small
 from tests.dist.watched import watch
+from tests.support.claims import check_run
+from tests.support.reference import reference
+from tests.support.small import small
 
 SHORT = Limits(step_s=1.5, rare_s=1.5)
 

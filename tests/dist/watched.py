@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import steadfast.faults.inject
-import tests.dist.drill
+import tests.support.drill
 from steadfast.config import Config
 from steadfast.faults.watchdog import Hang, Watchdog
 from steadfast.world.progress import Limits, Progress, ProgressReport
-from tests.dist.drill import Drilled, DrillRuntime, drill
+from tests.support.drill import Drilled, DrillRuntime, drill
 
 BEAT_S = 0.1
 
@@ -73,7 +73,7 @@ def _patch(folder: Path, limits: Limits) -> None:
             self.progress = Progress(limits)
             threading.Thread(target=_beat, args=(folder, self._member.number, self.progress), daemon=True).start()
 
-    tests.dist.drill.DrillRuntime = Watching  # type: ignore[assignment, misc]
+    tests.support.drill.DrillRuntime = Watching  # type: ignore[assignment, misc]
     steadfast.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
 
 

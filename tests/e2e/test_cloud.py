@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.checks import check_ledger
 from tests.e2e.lab.cloud import Cloud
 from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
+from tests.support.checks import check_ledger
 
 CLUSTER = "cluster/aws.yaml"
 STEPS = 300

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import SMALL
 from tests.e2e.lab.hosts import ROOT, missing
 from tests.e2e.user import copy_project
+from tests.support.command import SMALL
 
 DOCKERFILE = ROOT / "cluster" / "Dockerfile"
 TRAIN = ["python", "main.py", "--config", "ddp.yaml", *SMALL, "scaling.num_workers=1", "run.steps=1"]

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.checks import check_ledger, distance, summary_of
-from tests.command import Command, Running, files_with
 from tests.e2e.lab.hosts import ROOT, Lab
 from tests.e2e.user import SLOW, WORDS, User
-from tests.wheels import write_wheel
+from tests.support.checks import check_ledger, distance, summary_of
+from tests.support.command import Command, Running, files_with
+from tests.support.wheels import write_wheel
 
 HEAD, WORKERS = "head", ("w1", "w2", "w3")
 CLUSTER = "cluster/onprem.yaml"

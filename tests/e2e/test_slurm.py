@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from tests.checks import check_ledger
-from tests.command import Running
 from tests.e2e.lab.hosts import Lab
 from tests.e2e.user import SLOW, WORDS, User
+from tests.support.checks import check_ledger
+from tests.support.command import Running
 
 STEPS = 150
 SCONTROL = """#!/usr/bin/env bash

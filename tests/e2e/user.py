@@ -8,8 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.command import SMALL, Running
 from tests.e2e.lab.hosts import ROOT, Lab
+from tests.support.command import SMALL, Running
 
 # What `ddp.yaml` is changed to for machines that share two cores: small, and slow enough to act between two steps.
 WORDS = [word for word in SMALL if not word.startswith(("cluster.", "scaling."))]

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.processes import descendants, send
 from tests.gpu.machine import ROOT
+from tests.support.processes import descendants, send
 
 
 class RunFiles:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.chaos.processes import descendants, send
 from tests.gpu.child import ENDING, State
 from tests.gpu.machine import ROOT
 from tests.gpu.scene import FIGURES
+from tests.support.processes import descendants, send
 
 PASSES: tuple[State, ...] = ("PASSED", "REHEARSED")
 RESULTS, LOGS = "drills.jsonl", "logs.tar"

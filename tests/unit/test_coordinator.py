@@ -34,7 +34,7 @@ from steadfast.run.events import (
 )
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 
 def failure(kind: str, attempt: int = 1) -> FailureReport:

@@ -14,17 +14,14 @@ import torch.distributed as dist
 
 from steadfast import worker
 from steadfast.config import Config, diff, parse_config
-from steadfast.config.schema import PrecisionConfig
 from steadfast.errors import UsageError
 from steadfast.launch.torchrun import run_under_torchrun
 from steadfast.orchestration import worker_runtime
 from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
-from steadfast.parallel.precision import build_precision
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
 from steadfast.world.device import (
     DETERMINISTIC,
-    Gpu,
     assigned_device,
     cores_of_a_worker,
     gather_gpus,
@@ -35,7 +32,6 @@ from steadfast.world.device import (
 from steadfast.world.groups import interface_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)
 
 
 class FakeCuda:
@@ -188,28 +184,6 @@ def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
     loopback = interface_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
     assert os.environ["NCCL_SOCKET_IFNAME"] == (own or f"={loopback}")
-
-
-@pytest.mark.parametrize(
-    ("kind", "gpus", "dtype"),
-    [
-        ("auto", (), torch.float32),
-        ("auto", (L4, L4), torch.bfloat16),
-        ("auto", (L4, T4), torch.float32),
-        ("bf16", (L4, T4), torch.bfloat16),
-        ("fp32", (L4, L4), torch.float32),
-        ("fp64", (L4, L4), torch.float64),
-    ],
-)
-def test_a_world_computes_in_what_all_its_gpus_have(kind: Any, gpus: tuple[Gpu, ...], dtype: torch.dtype) -> None:
-    assert build_precision(PrecisionConfig(kind=kind), CUDA, gpus).compute_dtype == dtype
-
-
-@pytest.mark.parametrize("kind", ["auto", "fp32", "bf16", "fp64"])
-def test_the_format_of_parameters_is_known_before_the_world(kind: Any) -> None:
-    config = PrecisionConfig(kind=kind)
-    before = build_precision(config, CUDA)
-    assert [build_precision(config, CUDA, gpus).param_dtype for gpus in ((L4,), (T4,))] == [before.param_dtype] * 2
 
 
 def test_a_world_on_cpus_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

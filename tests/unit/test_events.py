@@ -12,24 +12,8 @@ from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, parse_event
 from steadfast.storage import LocalStore
-from tests.events import changed, event_lines
+from tests.support.events import LOG, changed, event_lines
 
-LOG = events.Log(
-    step=10,
-    total_steps=20,
-    loss=2.5,
-    lr=1e-3,
-    grad_norm=0.5,
-    unit="tok",
-    memory_bytes=1024,
-    world_size=2,
-    step_ms=12.5,
-    units_per_s=100.0,
-    samples_per_s=10.0,
-    mfu=0.4,
-    eta_s=1.5,
-    metrics={"accuracy": 0.75},
-)
 SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [
     events.RunStarted(launcher="ray"),

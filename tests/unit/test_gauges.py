@@ -7,7 +7,7 @@ from ray.util.metrics import Gauge
 
 from steadfast.orchestration.gauges import Gauges
 from steadfast.run.events import AttemptEnded, Event, Log
-from tests.events import changed
+from tests.support.events import changed
 
 LOG = Log(
     time_s=1000.0,

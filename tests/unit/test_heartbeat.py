@@ -354,7 +354,7 @@ ALONE = ["unshare", "--map-root-user", "--net"]  # a network of its own, without
 def test_a_machine_that_answers_no_more_is_told_from_a_process_that_is_stopped() -> None:
     if not shutil.which("ip") or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs ip, and a kernel that lets everybody have a network of his own")
-    command = [*ALONE, sys.executable, "-m", "tests.dist.partition"]
+    command = [*ALONE, sys.executable, "-m", "tests.unit.partition"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     found = json.loads(done.stdout)
     assert (found["stopped"], found["cut off"]) == (True, False)

@@ -16,7 +16,7 @@ from steadfast.data.datasets import build_dataset
 from steadfast.data.loader import Loader
 from steadfast.data.order import SampleOrder
 from steadfast.errors import ConfigError, DataError
-from tests.unit.test_data import CPU, microbatches
+from tests.support.loading import CPU, microbatches
 
 ROWS = {"tokens": [[index, index + 1] for index in range(10)], "label": list(range(10)), "text": ["word"] * 10}
 

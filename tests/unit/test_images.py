@@ -18,7 +18,7 @@ from steadfast.data.loader import Loader
 from steadfast.data.order import SampleOrder
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import ConfigError, DataError
-from tests.unit.test_data import CPU, microbatches
+from tests.support.loading import CPU, microbatches
 
 from PIL import Image  # isort: skip
 

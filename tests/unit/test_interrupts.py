@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from steadfast.run.interrupts import Interrupts
-from tests.command import ROOT
+from tests.support.command import ROOT
 
 
 def test_the_second_signal_raises_where_the_process_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,6 @@ def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_st
 COMMAND = """
 import pty, os, sys, time
 from steadfast.run.interrupts import Interrupts
-from tests.command import ROOT
 with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
     with interrupts.spared():
         print("ready", flush=True)

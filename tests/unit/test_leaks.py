@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tests.leaks import forbid_leaks
+from tests.support.leaks import forbid_leaks
 
 
 def test_a_variable_that_is_left_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

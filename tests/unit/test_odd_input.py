@@ -31,7 +31,7 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from tests.command import ROOT
+from tests.support.command import ROOT
 
 SECOND_S = 5.0  # no file here is worth more, on any machine
 NESTED = b"[" * 100_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,9 @@ from torch import nn
 
 from steadfast.components.optimizer import build_optimizer, set_learning_rates
 from steadfast.components.schedule import build_schedule
-from steadfast.config import ConstantConfig, SgdConfig, Target, parse_config
-from steadfast.errors import ConfigError, RunConflict
-from steadfast.launch.resume import start_or_resume
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
-from steadfast.storage import LocalStore
+from steadfast.config import ConstantConfig, SgdConfig, parse_config
+from steadfast.errors import ConfigError
 
-BEGUN = RunStarted(time_s=0.0, launcher="ray")
 OURS = "tests.unit.test_optimizer"
 
 
@@ -28,10 +22,6 @@ def head_at_a_tenth(params: Iterable[nn.Parameter], lr: float, betas: Any) -> to
     *body, weight, bias = params
     groups: list[dict[str, Any]] = [{"params": body}, {"params": [weight, bias], "lr": lr / 10}]
     return torch.optim.Adam(groups, lr=lr, betas=betas)
-
-
-def halved_every_third_step(step: int, num_steps: int, start: float) -> float:
-    return start * 0.5 ** ((step - 1) // 3)
 
 
 def model() -> nn.Module:
@@ -55,28 +45,10 @@ def test_each_group_of_ones_own_optimizer_keeps_its_rate() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
 
 
-def test_ones_own_schedule_is_a_factor_of_the_peak() -> None:
-    target = Target(target=f"{OURS}:halved_every_third_step", args={"start": 0.8})
-    schedule = build_schedule(target, num_steps=10)
-    assert [schedule(step, 2.0) for step in (1, 3, 4, 7)] == pytest.approx([1.6, 1.6, 0.8, 0.4])
-
-
 def test_what_is_no_optimizer_is_refused_by_name() -> None:
     config = parse_config("", overrides=["optimizer.target=builtins:dict"])
     with pytest.raises(ConfigError, match=r"optimizer.target: .*gave a dict, not a torch.optim.Optimizer"):
         build_optimizer(config.optimizer, model())
-
-
-def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path / "run"))
-    directory.check_writable()
-    said: list[str] = []
-    start_or_resume(parse_config(""), directory, BEGUN, said.append)
-    directory.store.commit("checkpoints/step-00000001/manifest.json", b"{}")
-    with pytest.raises(RunConflict, match=r"optimizer.kind: adamw -> sgd"):
-        start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, BEGUN, said.append)
-    start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
-    assert said == ["changed optimizer.lr: 0.001 -> 0.5"]
 
 
 def groups_of(*groups: str) -> torch.optim.Optimizer:

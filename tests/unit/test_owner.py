@@ -31,7 +31,7 @@ from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
 from steadfast.storage.memory import MemoryStore
 from steadfast.world.runtime import World
-from tests.stores import claim_in_pairs
+from tests.support.stores import claim_in_pairs
 
 COUNT = 100
 

@@ -13,7 +13,7 @@ import pytest
 from steadfast.errors import ConfigError, UsageError
 from steadfast.orchestration import packages
 from steadfast.orchestration.packages import check_packages, install_packages
-from tests.wheels import write_wheel
+from tests.support.wheels import write_wheel
 
 
 def test_a_node_installs_once_and_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from steadfast.components.schedule import learning_rate
+from steadfast.components.schedule import build_schedule, learning_rate
 from steadfast.config import (
     ConstantConfig,
     CosineConfig,
@@ -14,6 +14,7 @@ from steadfast.config import (
     OneCycleConfig,
     ScheduleConfig,
     StepConfig,
+    Target,
     WsdConfig,
 )
 
@@ -74,3 +75,13 @@ def test_wsd_warms_up_is_stable_and_decays() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
 def test_rates_of_the_shortest_runs_are_rates(config: ScheduleConfig, num_steps: int) -> None:
     assert all(0 <= rate <= 1 for rate in rates(config, num_steps))
+
+
+def halved_every_third_step(step: int, num_steps: int, start: float) -> float:
+    return start * 0.5 ** ((step - 1) // 3)
+
+
+def test_ones_own_schedule_is_a_factor_of_the_peak() -> None:
+    target = Target(target="tests.unit.test_schedule:halved_every_third_step", args={"start": 0.8})
+    schedule = build_schedule(target, num_steps=10)
+    assert [schedule(step, 2.0) for step in (1, 3, 4, 7)] == pytest.approx([1.6, 1.6, 0.8, 0.4])

@@ -18,7 +18,7 @@ import pytest
 
 from cluster import spot_watcher
 from cluster.spot_watcher import Ask, Aws, FirstToAnswer, Notice, Watcher, azure, gcp
-from tests.metadata import (
+from tests.support.metadata import (
     EVENTS,
     INSTANCE_ACTION,
     NAME,

@@ -15,7 +15,7 @@ import pytest
 from steadfast.storage import LocalStore, Store, open_store
 from steadfast.storage.arrow import ArrowStore
 from steadfast.storage.memory import MemoryStore
-from tests.stores import StoreContract
+from tests.support.stores import StoreContract
 
 
 class TestContract(StoreContract):

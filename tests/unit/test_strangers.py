@@ -23,7 +23,7 @@ from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import read_lines
 from steadfast.telemetry.console import Console
 from steadfast.units import printable
-from tests.unit.test_status import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
+from tests.support.run_directories import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eabc\r\b[/bold] [red]"
 SHOWN = "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffdabc\ufffd\ufffd[/bold] [red]"

@@ -22,7 +22,7 @@ from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Event, Failure, Log, RunStarted, Scale
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 SILENCE_S = 0.1
 HANGS_S = 5.0

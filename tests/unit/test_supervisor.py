@@ -21,7 +21,7 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.world.flight_recorder import pack
-from tests.events import event_lines
+from tests.support.events import event_lines
 
 STALL_S = 60.0
 SOON_S = 10.0

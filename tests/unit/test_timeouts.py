@@ -20,3 +20,9 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
     ]
     assert limits == sorted(set(limits))
     assert timeouts.silence_s >= 3 * timeouts.heartbeat_s  # two late heartbeats are not a death
+
+
+def test_the_limit_for_connecting_grows_with_the_world() -> None:
+    timeouts = Timeouts()
+    assert timeouts.first_collectives(2) >= timeouts.form
+    assert timeouts.first_collectives(512) > 3 * timeouts.first_collectives(2)

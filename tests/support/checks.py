@@ -1,0 +1,72 @@
+"""What every drill asserts, whatever was done to the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from steadfast.analysis.audit import Proof, audit
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.weights import read_whole
+from steadfast.config import Config, parse_config
+from steadfast.data import SampleOrder, build_dataset, build_order
+from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import History, read_ledger
+from steadfast.storage import LocalStore
+from tests.support.command import Running
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return found
+
+
+def check_ledger(directory: Path, num_steps: int) -> History:
+    """The run has come to `num_steps`, and each step has the samples that the seed puts there, or was left out."""
+    config = parse_config((directory / "config.yaml").read_text())
+    assert check_audit(RunDirectory(LocalStore(directory)), config).steps == num_steps
+    return read_ledger(LocalStore(directory))
+
+
+def check_audit(directory: RunDirectory, config: Config) -> Proof:
+    """Every step is committed once, with the digest of its samples. Raises CounterExample."""
+    return audit(directory, config, len(build_dataset(config.data)))
+
+
+def check_stopped(running: Running, lost_steps: int = 0) -> None:
+    """Ends a run by Ctrl-C: each of its steps is committed, and at most `lost_steps` were done twice."""
+    running.interrupt()
+    stopped = running.wait()
+    assert stopped.code == 3, stopped.output
+    summary = summary_of(running.directory)
+    assert check_ledger(running.directory, summary["step"]).num_lost == summary["lost_steps"] <= lost_steps
+
+
+def order_of(config: Config) -> SampleOrder:
+    return build_order(config.data, len(build_dataset(config.data)), config.run.seed)
+
+
+def check_identical(one: Path, other: Path) -> None:
+    ours, theirs = summary_of(one), summary_of(other)
+    for part in ("model_sha256", "optimizer_sha256"):
+        assert ours[part] == theirs[part], f"{part} of {one.name} and {other.name}"
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    """Whole, from the run's last checkpoint."""
+    return read_whole(Catalog(LocalStore(directory)), summary_of(directory)["step"])
+
+
+def differences(one: Path, other: Path) -> list[Tensor]:
+    """Of the weights of two runs, tensor by tensor."""
+    ours, theirs = weights_of(one), weights_of(other)
+    return [ours[name] - theirs[name] for name in ours]
+
+
+def distance(one: Path, other: Path) -> float:
+    """Euclidean, of all weights."""
+    return math.sqrt(sum(float(each.double().square().sum()) for each in differences(one, other)))

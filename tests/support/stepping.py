@@ -1,0 +1,106 @@
+"""Some optimizer steps by hand, without the loop around them: any shares that a plan allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from steadfast.components.schedule import build_schedule
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import Config
+from steadfast.data import Fetched
+from steadfast.global_step import GlobalStepper
+from steadfast.parallel import Parallel, arrange, build_parallel
+from steadfast.plan import Plan, even_shares
+from steadfast.step import Stepper
+from steadfast.tasks.own import GlobalTask
+from steadfast.world.control import StepResult
+from steadfast.world.runtime import World, form_world
+from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
+
+
+class Stepped(NamedTuple):
+    """weights: whole, as rank 0 has them. samples, digests: of each step, summed over the ranks."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    num_samples: list[int]
+    digests: list[int]
+
+
+def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]) -> Stepped:
+    """All steps of the run by as many workers as there are shares. `attempt` is another number at each call."""
+    answers = gang.run(_work, attempt, config, shares)[: len(shares)]
+    by_step = list(zip(*(results for _, results in answers), strict=True))
+    return Stepped(
+        weights=answers[0][0],
+        losses=[float(sum(r.numbers[0] for r in each) / sum(r.numbers[1] for r in each)) for each in by_step],
+        num_samples=[sum(result.num_samples for result in each) for each in by_step],
+        digests=[sum(result.samples_digest for result in each) % 2**64 for each in by_step],
+    )
+
+
+def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...]) -> object:
+    if member.number >= len(shares):
+        return None
+    world = form_world(member.store, member.number, len(shares), attempt, CPU)
+    try:
+        return _steps(world, config, shares)
+    finally:
+        world.groups.destroy()
+
+
+def _steps(world: World, config: Config, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], list[StepResult]]:
+    model, results = train_by_hand(world, config, shares)
+    whole = StateDictOptions(full_state_dict=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
+    return weights, results
+
+
+def train_by_hand(
+    world: World, config: Config, shares: tuple[int, ...], worker: WorkerState | None = None
+) -> tuple[nn.Module, list[StepResult]]:
+    """Take all steps of the run as a worker of `world`. A collective. Return the model and what the steps gave."""
+    worker = worker or WorkerState(config, CPU)
+    world = arrange(world, config.parallel)
+    parallel = build_parallel(config.parallel, world, worker.precision)
+    stepper, batches = build_stepper(world, config, worker, parallel, shares)
+    assert not worker.compiled.refused
+    results = [stepper.step(step, batches) for step in range(1, worker.num_steps + 1)]
+    assert next(batches, None) is None, "microbatches were left over"
+    return parallel.unwrap(stepper.model), results
+
+
+def build_stepper(
+    world: World, config: Config, worker: WorkerState, parallel: Parallel, shares: tuple[int, ...] | None = None
+) -> tuple[Stepper, Iterator[Fetched]]:
+    """Return what takes the steps of the run, and its batches; shares are even if none are given. A collective."""
+    batch = config.batch
+    num_samples = config.run.num_samples(worker.order.num_train)
+    shares = shares or even_shares(batch.num_microbatches, world.size)
+    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.replica_size, num_samples)
+    model, _ = worker.prepare(world.amendments, parallel)
+    worker.load_initial()
+    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
+    stepper: Stepper = kind(
+        model,
+        worker.optimizer,
+        worker.task,
+        parallel,
+        worker.precision,
+        build_schedule(config.schedule, worker.num_steps),
+        plan,
+        world,
+        units_per_sample=worker.units_per_sample,
+        counts_vary=worker.counts_vary,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        seed=config.run.seed,
+        exact=config.run.exact,
+        coupled=config.task.coupled,
+        compiled=worker.compiled,
+    )
+    return stepper, worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

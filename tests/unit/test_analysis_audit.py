@@ -1,0 +1,359 @@
+"""`audit`: what it proves of a ledger, and each way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from steadfast.analysis.audit import CounterExample, audit
+from steadfast.cli import main
+from steadfast.config import Config, parse_config
+from steadfast.data.order import SampleOrder, build_order, samples_digest
+from steadfast.errors import ConfigError
+from steadfast.launch.resume import start_or_resume
+from steadfast.plan import Amendments, End, Plan
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
+from steadfast.run.ledger import Ledger, StepStats, StepTimes
+from steadfast.run.owner import Ownership
+from steadfast.storage import LocalStore
+from steadfast.storage.jsonl import Line, open_stream, read_lines
+
+NUM_SAMPLES = 61  # of tests.support.small.Tokens; 55 of them are trained on
+RUN = """
+run: {epochs: 3}
+batch: {global_size: 13, microbatch_size: 2}
+data: {target: 'tests.support.small:Tokens'}
+"""
+LAST = 13  # of 9 samples: where the third epoch ends
+Break = Callable[[list[Line]], None]
+
+
+class Written:
+    """A run directory whose ledger and events are written as a run writes them."""
+
+    def __init__(self, folder: Path, text: str = RUN, num_samples: int = NUM_SAMPLES) -> None:
+        self.config: Config = parse_config(text)
+        self.directory = RunDirectory(LocalStore(folder))
+        self.directory.write_config(self.config)
+        self.num_samples = num_samples
+        self._order = build_order(self.config.data, num_samples, self.config.run.seed)
+
+    def extend(self, epochs: int) -> None:
+        """Take the run up again with another length, as the command does."""
+        self.config = parse_config(RUN, overrides=[f"run.epochs={epochs}"])
+        assert start_or_resume(self.config, self.directory, RunStarted(launcher="torchrun"), lambda line: None)
+
+    def attempt(
+        self, number: int, first: int, last: int, as_planned: tuple[int, ...] = (), ends: tuple[End, ...] | None = None
+    ) -> None:
+        """Write the lines of steps `first` to `last`, those `as_planned` without a message of their own.
+
+        Args:
+            ends: in place of those that the run's events tell of.
+        """
+        batch = self.config.batch
+        skip = self.directory.amendments().skip
+        end = self.config.run.num_samples(self._order.num_train)
+        ends = self.directory.amendments().ends if ends is None else ends
+        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, 2, num_samples=end)
+        plan = plan.amended(Amendments(skip, ends))
+        with closing(Ledger(self.directory.store, number, plan, writes=True)) as ledger:
+            for step in range(first, last + 1):
+                digest = self._digest(*plan.positions(step))
+                if step in skip or step in as_planned:
+                    ledger.as_planned(step, digest)
+                else:
+                    stats = StepStats(step, 2.5, 13, 1.0, plan.num_samples_in(step), digest, finite=True)
+                    ledger.commit([(stats, StepTimes(0.01, 100.0 + step))])
+
+    def _digest(self, start: int, stop: int) -> int:
+        positions = np.arange(start, stop)
+        return samples_digest(self._order.train(positions), positions, self.config.run.seed)
+
+    def rewrite(self, breaks: Break) -> None:
+        lines = list(read_lines(self.directory.store, STEPS))
+        breaks(lines)
+        self.directory.store.delete(STEPS)
+        with closing(open_stream(self.directory.store, STEPS)) as stream:
+            stream.write(lines)
+
+    def audit(self) -> dict[str, int]:
+        found: dict[str, int] = audit(self.directory, self.config, self.num_samples).to_line()
+        return found
+
+    def started(self, attempt: int, step: int) -> None:
+        times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
+        started = AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times)
+        self.directory.record(started.model_copy(update={"num_samples": self.num_samples}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    """Three attempts: the second does two steps again and one whose message was lost, the third leaves a step out."""
+    written = Written(tmp_path)
+    written.attempt(1, 1, 6)
+    written.started(2, 4)
+    written.attempt(2, 5, 9, as_planned=(6,))
+    written.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
+    written.started(3, 8)
+    written.attempt(3, 9, LAST)
+    written.directory.write_summary({"status": "finished", "step": LAST, "metrics": {}})
+    return written
+
+
+def test_the_numbers_of_a_proof(run: Written) -> None:
+    assert run.audit() == {
+        "steps": 13,
+        "samples": 3 * 55 - 13,
+        "epochs": 3,
+        "epoch_samples": 55,
+        "digests": 14,
+        "redone": 3,
+        "unconfirmed": 1,
+        "left_out": 1,
+        "left_out_samples": 13,
+    }
+
+
+def test_lines_of_a_leader_that_was_cut_off_may_come_late(run: Written) -> None:
+    before = run.audit()
+    run.rewrite(lambda lines: lines.append(lines.pop(5)))
+    assert run.audit() == before
+
+
+def with_order(order: str) -> str:
+    return RUN.replace("data: {", f"data: {{order: {order}, ")
+
+
+@pytest.mark.parametrize("order", ["sequential", "{target: 'tests.support.orders:Weighted'}"])
+def test_a_run_is_proved_in_the_order_that_it_has(tmp_path: Path, order: str) -> None:
+    written = Written(tmp_path, with_order(order))
+    written.attempt(1, 1, LAST)
+    assert written.audit()["epochs"] == 3
+    written.config = parse_config(RUN)
+    with pytest.raises(CounterExample, match="step 1: expected samples_digest"):
+        written.audit()
+
+
+def test_the_code_of_an_order_that_is_not_there_is_named(tmp_path: Path) -> None:
+    written = Written(tmp_path, with_order("sequential"))
+    written.attempt(1, 1, LAST)
+    written.config = parse_config(with_order("{target: 'gone_away:order'}"))
+    with pytest.raises(ConfigError, match=r"data\.order\.target: .*no module gone_away"):
+        written.audit()
+
+
+def remove(index: int) -> Break:
+    return lambda lines: lines.__delitem__(index)
+
+
+def repeat(index: int, place: int | None = None) -> Break:
+    return lambda lines: lines.insert(index if place is None else place, dict(lines[index]))
+
+
+def change(index: int, **fields: object) -> Break:
+    return lambda lines: lines[index].update(fields)
+
+
+def shift(index: int) -> Break:
+    """A digest is that of samples one place further on."""
+
+    def shifted(lines: list[Line]) -> None:
+        order = SampleOrder(NUM_SAMPLES, 0.1, 1)
+        positions = np.arange(13) + 13 * (lines[index]["step"] - 1)
+        lines[index]["samples_digest"] = f"{samples_digest(order.train(positions + 1), positions + 1, 1):016x}"
+
+    return shifted
+
+
+# Of 16 lines: steps 1 to 6, 5 to 9 and 9 to 13.
+BROKEN = {
+    "the first step removed": (remove(0), "step 1: expected a line, found none"),
+    "one step removed": (remove(2), "step 3: expected a line, found step 4 as the next step of attempt 1"),
+    "one step removed that was done again": (remove(4), "step 5: expected a line, found step 6"),
+    "the first step of an attempt removed": (remove(6), "step 5: expected a line, found step 6 as the next step of"),
+    "the last step removed": (remove(-1), "step 13: expected a line, found none"),
+    "one step twice": (repeat(2), "step 3: expected one line of an attempt, found a second line of attempt 1"),
+    "one step twice, far from each other": (repeat(2, -1), "step 3: expected one line of an attempt, found a second"),
+    "one step twice, after a later attempt's": (repeat(5, 14), "step 6: expected one line of an attempt, found a sec"),
+    "one digest changed": (change(7, samples_digest="00000000deadbeef"), "step 6: expected samples_digest "),
+    "no digest": (change(7, samples_digest=None), "step 6: expected samples_digest "),
+    "one sample range shifted": (shift(3), "step 4: expected samples_digest "),
+    "too few samples": (change(3, num_samples=12), "step 4: expected num_samples 13, found 12"),
+    "a full last step": (change(-1, num_samples=13), "step 13: expected num_samples 9, found 13"),
+    "a range shifted that was left out": (change(11, positions=[105, 118]), "step 9: expected positions [104, 117]"),
+    "left out for no reason": (change(12, skipped=True), "step 10: expected the samples of this step, found a skipped"),
+    "not left out": (
+        change(11, skipped=False),
+        "step 9: expected a skipped step since the rollback in attempt 2, found used",
+    ),
+    "a step behind the end": (change(-1, step=14, attempt=4), "step 14: expected no step after 13, found step 14"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_ledger_is_refuted(run: Written, name: str) -> None:
+    breaks, said = BROKEN[name]
+    run.rewrite(breaks)
+    with pytest.raises(CounterExample) as refuted:
+        run.audit()
+    assert str(refuted.value).startswith(said)
+
+
+def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
+    run.extend(4)
+    run.started(4, 11)
+    run.attempt(4, 12, 18)  # from a checkpoint before the short step, which is done again as it was
+    run.directory.write_summary({"status": "finished", "step": 18, "metrics": {}})
+    run.extend(6)
+    run.attempt(5, 19, 27, as_planned=(20,))
+    assert run.directory.amendments().ends == ((13, 165), (18, 220))
+    assert run.audit() == {
+        "steps": 27,
+        "samples": 6 * 55 - 13,
+        "epochs": 6,
+        "epoch_samples": 55,
+        "digests": 14 + 7 + 8,
+        "redone": 3 + 2,
+        "unconfirmed": 2,
+        "left_out": 1,
+        "left_out_samples": 13,
+    }
+
+
+def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.extend(4)
+    run.attempt(4, 14, 18)
+    before = run.audit()
+    monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
+    assert run.audit() == before
+
+
+def test_samples_left_out_behind_a_short_step_are_noticed(run: Written) -> None:
+    """As they were before runs wrote down where they had ended: step 14 began where it would after a whole step."""
+    run.extend(4)
+    run.attempt(4, 14, 17, ends=())
+    with pytest.raises(CounterExample, match=r"step 14: expected samples_digest .* samples were lost"):
+        run.audit()
+
+
+def test_a_short_step_that_nothing_tells_of_is_noticed(run: Written) -> None:
+    run.config = parse_config(RUN, overrides=["run.epochs=4"])
+    run.attempt(4, 14, 17)
+    with pytest.raises(CounterExample, match="step 13: expected num_samples 13, found 9"):
+        run.audit()
+
+
+@pytest.mark.parametrize(("step", "position"), [(13, 164), (12, 165), (13, 220)])
+def test_a_step_is_cut_short_by_the_end_of_an_epoch_alone(run: Written, step: int, position: int) -> None:
+    run.directory.record(ShortStep(step=step, position=position))
+    with pytest.raises(CounterExample, match=f"step {step}: expected an end of an epoch in this step, found"):
+        run.audit()
+
+
+def test_a_line_that_was_cut_short_is_a_missing_step(run: Written) -> None:
+    steps = Path(run.directory / STEPS)
+    steps.write_bytes(steps.read_bytes().replace(b'{"step":3,', b'{"step":3,,'))
+    with pytest.raises(CounterExample, match="step 3: expected a line, found step 4"):
+        run.audit()
+
+
+def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all digests are as planned: workers and audit have the same order."""
+    honest = SampleOrder.train
+    monkeypatch.setattr(SampleOrder, "train", lambda self, places: honest(self, np.where(places == 60, 61, places)))
+    run = Written(tmp_path)
+    run.attempt(1, 1, LAST)
+    with pytest.raises(CounterExample, match=r"step 5: .* epoch 2 does not use each training sample once"):
+        run.audit()
+
+
+def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run.audit()
+    monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
+    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 500)
+    assert run.audit() == before
+    run.rewrite(remove(9))
+    with pytest.raises(CounterExample, match="step 8"):
+        run.audit()
+
+
+@pytest.fixture
+def claimed(run: Written) -> str:
+    Ownership.claim(run.directory.store).release()
+    return run.directory.uri
+
+
+def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["audit", claimed]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"proved: {claimed}",
+        "steps     1 to 13, each once; 3 lines redone by a later attempt",
+        "samples   152 used, 55 in an epoch",
+        "epochs    3 finished, each with every training sample once",
+        "digests   14 compared, all as planned; 1 step unconfirmed",
+        "left out  1 step of 13 samples, by rollbacks",
+    ]
+
+
+def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rewrite(remove(2))
+    assert main(0.0, ["audit", claimed]) == 1
+    assert "error: step 3: expected a line, found step 4" in capsys.readouterr().err
+    assert main(0.0, ["audit", claimed, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["proved"], found["counter_example"]["step"]) == (False, 3)
+
+
+def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = with_order("{target: 'tests.support.orders:Weighted'}")
+    written = Written(tmp_path, text)
+    written.attempt(1, 1, LAST)
+    Ownership.claim(written.directory.store).release()
+    uri = written.directory.uri
+    touch = "data: {order: {target: 'os:system', args: {command: 'touch PLACE/touched'}},"
+    planted = text.replace("data: {order: {target: 'tests.support.orders:Weighted'},", touch.replace("PLACE", uri))
+    written.directory.write_config(parse_config(planted))
+    assert main(0.0, ["audit", uri]) == 2
+    said = capsys.readouterr().err
+    assert "error: data.target tests.support.small:Tokens: the run's config.yaml names this code" in said
+    assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
+    assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
+    said = capsys.readouterr().err
+    assert "error: data.order.target os:system: the run's config.yaml names this code" in said
+    assert f"main.py audit {uri} --samples 61 --trust-code" in said
+    assert not (tmp_path / "touched").exists()
+    written.directory.write_config(parse_config(text))
+    assert main(0.0, ["audit", uri, "--trust-code"]) == 0
+
+
+def test_a_length_that_no_dataset_has_is_refused(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["audit", claimed, "--samples", "99999999999999999999"]) == 2
+    assert "--samples 99999999999999999999: must be from 1 to" in capsys.readouterr().err
+
+
+def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.directory.store.delete("events.jsonl")
+    run.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
+    run.directory.write_config(
+        parse_config(RUN.replace("target: 'tests.support.small:Tokens'", "path: gone, kind: tokens"))
+    )
+    assert main(0.0, ["audit", claimed]) == 2
+    assert "If the data are not available here, give their length: --samples N" in capsys.readouterr().err
+    assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 13
+
+
+def test_a_run_without_steps_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="has no steps yet"):
+        Written(tmp_path).audit()

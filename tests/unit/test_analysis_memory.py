@@ -1,0 +1,117 @@
+"""The memory of a worker, as `plan` estimates it."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from steadfast.cli import main
+from steadfast.commands.plan import plan
+from steadfast.components.optimizer import build_optimizer
+from steadfast.config import Config, parse_config
+from steadfast.models import build_model
+from steadfast.parallel.buckets import GradientBuckets
+from steadfast.tasks import build_task
+from tests.support.allocator import peak_bytes
+
+RUN = """
+run: {steps: 100}
+scaling: {num_workers: [2, 8]}
+batch: {global_size: 12, microbatch_size: 2}
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+"""
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config(RUN, "run.yaml", overrides)
+
+
+@pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
+def test_memory_is_that_of_the_allocator(model: str) -> None:
+    config = config_of(model)
+    estimated = plan(config, None)["worlds"][0]["memory_bytes"]
+    measured = peak_bytes(lambda: train(config))
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def train(config: Config) -> None:
+    """Two steps of two microbatches, as a worker makes them."""
+    model = build_model(config.model).train()
+    optimizer = build_optimizer(config.optimizer, model)
+    buckets = GradientBuckets.of(model, None)
+    task = build_task(config.task)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    for _ in range(2):
+        for _ in range(2):
+            task.loss(model, (tokens, tokens)).loss_sum.backward()
+        optimizer.step()
+        buckets.clear()
+
+
+class Moved(torch.nn.Module):
+    """A language model whose code moves modules, and which has two names for one parameter."""
+
+    def __init__(self, move: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 64)
+        self.head = torch.nn.Linear(64, 256, bias=False)
+        self.head.weight = self.embed.weight
+        if move:
+            self.head.to("cpu")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
+    target = "model={{target: 'tests.unit.test_analysis_memory:Moved', args: {{move: {}}}}}"
+    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
+    assert moved == plain
+    assert moved["parameters"] == 256 * 64 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore")  # of imports, and of the pointers that peft asks for
+def test_adapters_by_peft_have_a_plan() -> None:
+    """Which moves modules, and copies them with the mode that they were built in."""
+    path = Path(__file__).parents[2] / "configs" / "lora.yaml"
+    found = plan(parse_config(path.read_text(), "lora.yaml"), None)
+    assert found["worker_bytes"]["parameters"] > 5 * found["worker_bytes"]["gradients"]
+    assert found["worlds"][0]["memory_bytes"] > found["worlds"][1]["memory_bytes"]
+
+
+def test_worlds_between_two_others_are_put_on_a_line() -> None:
+    """Within two per cent of what the world itself would be estimated at."""
+    by_sharding = "parallel.kind=fsdp"
+    among_others = {world["workers"]: world["memory_bytes"] for world in plan(config_of(by_sharding), None)["worlds"]}
+    alone = plan(config_of(by_sharding, "scaling.num_workers=3"), None)["worlds"][0]["memory_bytes"]
+    assert among_others[3] == pytest.approx(alone, rel=0.02)
+    assert among_others[2] > among_others[3] > among_others[5]
+
+
+def test_a_worker_that_adds_up_microbatches_holds_whole_gradients() -> None:
+    """The last of these worlds has one microbatch for each worker, which travels shard by shard at once."""
+    sharded = plan(config_of("parallel.kind=fsdp", "model.embed_dim=256"), None)
+    several, one = [world["memory_bytes"] for world in sharded["worlds"][-2:]]
+    assert several - one > 0.8 * sharded["worker_bytes"]["gradients"]
+
+
+def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.embed_dim=256", "scaling.num_workers=2"]
+    (kept,) = plan(config_of("parallel={kind: fsdp, cpu_offload: true}", *words), None)["worlds"]
+    (plain,) = plan(config_of("parallel.kind=fsdp", *words), None)["worlds"]
+    assert plain["host_memory_bytes"] == 0
+    assert kept["memory_bytes"] + kept["host_memory_bytes"] == plain["memory_bytes"]
+    model = build_model(config_of(*words).model)
+    state = 4 * sum(param.numel() * param.element_size() for param in model.parameters()) // 2  # half of it, by AdamW
+    assert kept["host_memory_bytes"] == pytest.approx(state, rel=0.02)
+    offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", *offloaded]) == 0
+    assert re.search(r" MiB on its GPU, .* MiB in the memory of its machine\n", capsys.readouterr().out)

@@ -1,0 +1,45 @@
+"""The directory of a run on storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from steadfast.errors import StorageError
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(LocalStore(tmp_path / "run"))
+
+
+def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) -> None:
+    assert directory.check_writable()
+    directory.store.commit("model.safetensors", b"x")
+    assert not directory.check_writable()
+
+
+def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"config.yaml cannot be read"):
+        directory.stored_config()
+
+
+def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
+    directory: RunDirectory, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match=r"does not see .*run"):
+        directory.check_shared()
+    (tmp_path / "run" / "owner.json").mkdir(parents=True)
+    directory.check_shared()
+
+
+def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {exact: true}\nrecovery: {stall_s: 7}\naudit: {recompute: 5 steps}\n")
+    config = RunDirectory(LocalStore(tmp_path)).stored_config()
+    assert config is not None
+    assert config.recovery.hang_limit_s == 7
+    assert str(config.recompute.every) == "5 steps"

@@ -1,0 +1,154 @@
+"""What the documents say of the code is so: the files, the names and the events that they mention are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.documents import DOCS, PAGES
+from tests.documents.reference import reference_page
+from tests.programs.catalog import PROGRAMS
+
+ROOT = DOCS.parent
+CHECKED = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/reference.md",
+    "docs/operations.md",
+    "docs/programs.md",
+]
+
+
+def quoted(page: str) -> Iterator[str]:
+    """Yield what a page has between backquotes, code blocks left out."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for found in re.findall(r"`([^`]+)`", text):
+        yield " ".join(found.split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_that_is_made_from_the_code_is_what_would_be_written_now(page: str) -> None:
+    assert (DOCS / page).read_text() == PAGES[page](), "run: make docs"
+
+
+def test_each_thing_that_a_stranger_reaches_has_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text().partition("## Another user of the same machine")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for what, _, test in rows:
+        file, _, name = test.strip("`").partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), what
+
+
+def promises() -> dict[str, list[str]]:
+    """Return the rows of CONTRIBUTING.md by promise: the tests, or for a promise without a test the reason."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Promises and their tests\n")[2]
+    tested, _, untested = text.partition("\n### Not tested yet\n")
+    found: dict[str, list[str]] = {}
+    for part, of_tests in ((tested, True), (untested.partition("\n## ")[0], False)):
+        for line in part.splitlines():
+            if not line.startswith("| ") or line.startswith("| promise |"):
+                continue
+            promise, _, rest = line.strip("| ").rpartition(" | ")
+            assert promise not in found, f"CONTRIBUTING.md has two rows for: {promise}"
+            found[promise] = re.findall(r"`(\w+/\w+\.py::\w+)`", rest) if of_tests else [rest]
+    return found
+
+
+def test_each_promise_has_a_test_that_is_there_or_a_reason_for_having_none() -> None:
+    rows = promises()
+    assert len(rows) > 150
+    functions: dict[str, set[str]] = {}
+    wrong: list[str] = []
+    for promise, found in rows.items():
+        if not found:
+            wrong.append(f"{promise}: the row names no test as `folder/test_file.py::test_name`, and gives no reason")
+        for test in found:
+            file, separator, name = test.partition("::")
+            if separator and file not in functions:
+                path = ROOT / "tests" / file
+                nodes = ast.parse(path.read_text()).body if path.exists() else []
+                functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+            if separator and name not in functions[file]:
+                wrong.append(f"{promise}: tests/{file} has no {name}; give the row the new name in CONTRIBUTING.md")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_program_is_in_the_differential_suite() -> None:
+    modules = {path.stem for path in (ROOT / "tests/programs").glob("*.py")} - {"__init__", "catalog", "program"}
+    assert {program.name for program in PROGRAMS} == modules
+
+
+@pytest.mark.parametrize(
+    ("heading", "row"),
+    [
+        ("## `run`", "| `epochs` | integer above 0 or null | `null` | length of the run in passes"),
+        ("## `scaling`", "| `num_workers` | integer above 0 or [integer above 0, integer above 0] | `[1, 8]` | number"),
+        ("## `batch`", "| `balance` | `even`, `speed` or number above 0 by name | `even` | how a step's"),
+        ("### `model`, kind mlp", "| `in_features` | integer above 0 | `...` | number of values in one input |"),
+        ("## `checkpoint`", "| `every` | period | `5 minutes` | how often to write a checkpoint"),
+        ("### `checkpoint.keep_best`", "| `mode` | `min`, `max` | `min` | whether the least or the greatest"),
+        ("#### `faults.inject`, kind kill_at", "| `phase` | `loader`, `forward`, `collective`, `checkpoint` |"),
+    ],
+)
+def test_the_reference_says_of_a_key_what_it_takes_its_default_and_its_meaning(heading: str, row: str) -> None:
+    _, found, after = reference_page().partition(f"\n{heading}\n")
+    assert found
+    assert f"\n{row}" in after.partition("\n#")[0]
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    paths = {each for each in quoted(page) if re.fullmatch(r"(app|cluster|configs|docs|tests)/[\w./-]*", each)}
+    links = {each for each in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())}
+    folder = (ROOT / page).parent
+    missing = [each for each in paths if not (ROOT / each).exists()]
+    missing += [each for each in links if not (folder / each).exists()]
+    assert not missing
+
+
+def test_names_that_the_architecture_names_are_in_the_code() -> None:
+    words: set[str] = set()
+    for path in [*(ROOT / "app").rglob("*.py"), ROOT / "tests/support/drill.py"]:
+        words.update(re.findall(r"\w+", path.read_text()))
+    # `Coordinator._lost`, `build_optimizer`, `World.shard`: identifiers, maybe with dots and with arguments.
+    named = [each for each in quoted("docs/architecture.md") if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", each)]
+    diagram = (ROOT / "docs/architecture.md").read_text().partition("```mermaid")[2].partition("```")[0]
+    named += re.findall(r"\b[A-Z]\w+(?:\.\w+|(?=\())", diagram)
+    unknown = []
+    for each in named:
+        parts = each.partition("(")[0].split(".")
+        if not all(part in words for part in parts) and not (ROOT / each).exists():
+            unknown.append(each)
+    assert not unknown
+
+
+def test_the_floors_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    picture = re.search(r"```text\n(__main__ .*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
+    assert picture
+    drawn = [line.partition("  ")[0].replace(" · ", " | ") for line in picture[1].splitlines()]
+    assert drawn == contracts[0]["layers"]
+
+
+def program_text() -> str:
+    """The program's sources, with the parts of each string joined, and fields of f-strings cut out."""
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "app").rglob("*.py")))
+    return re.sub(r"\{[^{}]*\}", "\0", re.sub(r'"\s*\n\s*f?"', "", source))
+
+
+def test_what_troubleshooting_quotes_is_said_by_the_program() -> None:
+    text = program_text()
+    rows = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(quotes) > 30
+    for quote in quotes:
+        # Without what differs from case to case: numbers, names, and what stands for them.
+        for words in re.split(r"…|\b\d[\d.%]*|\bN\b|\bHOST\b|\(s\)", quote):
+            part = words.strip(" .:,;")
+            assert len(part.split()) < 3 or part in text, quote

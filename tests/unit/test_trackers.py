@@ -1,0 +1,141 @@
+"""Trackers: how figures are sorted, and that a tracker of the user's own can neither end nor delay a run."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event as Flag
+from typing import ClassVar
+
+import pytest
+
+from steadfast.config import parse_config
+from steadfast.run.events import (
+    Log,
+    Validation,
+)
+from steadfast.storage import LocalStore
+from steadfast.telemetry.trackers import MemoryTracker, Trackers, build_trackers
+from tests.support.events import changed
+
+LOG = Log(
+    time_s=1.0,
+    step=1200,
+    total_steps=9000,
+    loss=2.4131,
+    lr=3e-4,
+    grad_norm=0.8,
+    step_ms=4.08,
+    data_wait=0.031,
+    units_per_s=39_812.0,
+    samples_per_s=311.0,
+    memory_bytes=int(31.2 * 2**30),
+    world_size=1,
+    eta_s=3200.0,
+    unit="samples",
+)
+
+
+def test_trackers_sort_figures() -> None:
+    twin = MemoryTracker()
+    trackers = Trackers([twin])
+    trackers.record(changed(LOG, metrics={"accuracy": 0.9}))
+    trackers.record(Validation(time_s=1.0, step=1200, metrics={"loss": 2.5}))
+    trackers.close()
+    assert twin.values == {
+        "train/loss": {1200: 2.4131},
+        "train/lr": {1200: 3e-4},
+        "train/grad_norm": {1200: 0.8},
+        "train/accuracy": {1200: 0.9},
+        "speed/step_ms": {1200: 4.08},
+        "speed/data_wait": {1200: 0.031},
+        "speed/units_per_s": {1200: 39_812.0},
+        "speed/samples_per_s": {1200: 311.0},
+        "speed/memory_bytes": {1200: LOG.memory_bytes},
+        "speed/world_size": {1200: 1},
+        "validation/loss": {1200: 2.5},
+    }
+    assert twin.closed
+
+
+class Misbehaving:
+    """A tracker of the user's own without `text` that does `misbehave` where `when` says; `drawn` are its steps."""
+
+    when = ""
+    misbehave: Callable[[], object] = staticmethod(lambda: None)
+    drawn: ClassVar[list[int]] = []
+    closed = Flag()
+
+    def __init__(self, location: str, first_step: int) -> None:
+        self._come_to("init")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._come_to("scalars")
+        self.drawn.append(step)
+
+    def close(self) -> None:
+        self._come_to("close")
+        self.closed.set()
+
+    def _come_to(self, where: str) -> None:
+        if self.when == where:
+            type(self).misbehave()
+
+
+def own_tracker(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, misbehave: Callable[[], object]) -> Trackers:
+    for name, value in {"when": when, "misbehave": staticmethod(misbehave), "drawn": [], "closed": Flag()}.items():
+        monkeypatch.setattr(Misbehaving, name, value)
+    config = parse_config(f"trackers: [{{target: '{__name__}:Misbehaving'}}]")
+    return build_trackers(config, LocalStore(folder), 1)
+
+
+def test_a_tracker_of_the_users_own_needs_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = own_tracker(tmp_path, monkeypatch, "", lambda: None)
+    trackers.text(1, "sample", "To be")
+    trackers.scalars(2, {})
+    trackers.close()
+    assert Misbehaving.drawn == [2]
+    assert Misbehaving.closed.is_set()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("when", ["init", "scalars", "close"])
+def test_a_tracker_that_raises_is_turned_off_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
+) -> None:
+    def misbehave() -> None:
+        raise error
+
+    trackers = own_tracker(tmp_path, monkeypatch, when, misbehave)
+    trackers.scalars(1, {})
+    trackers.scalars(2, {})
+    trackers.close()
+    assert Misbehaving.drawn == ([1, 2] if when == "close" else [])
+    assert Misbehaving.closed.is_set() == (when == "scalars")
+    (told,) = caplog.messages
+    assert type(error).__name__ in told
+
+
+@pytest.mark.parametrize("when", ["init", "scalars", "close"])
+def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    monkeypatch.setattr("steadfast.telemetry.background._LIMIT_S", 0.2)
+    release = Flag()
+    trackers = own_tracker(tmp_path, monkeypatch, when, lambda: release.wait(60))
+    try:
+        began_s = time.monotonic()
+        trackers.scalars(1, {})
+        assert time.monotonic() - began_s < 0.2
+        time.sleep(0.3)
+        trackers.scalars(2, {})
+        trackers.close()
+        assert time.monotonic() - began_s < 20
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith(__name__))
+        assert len(caplog.messages) == 1
+        assert "is off until the next attempt" in caplog.text
+    finally:
+        release.set()

@@ -1,0 +1,22 @@
+"""The state of a worker that has no world yet."""
+
+from __future__ import annotations
+
+import torch
+
+from steadfast.components.worker_state import WorkerState
+from steadfast.config import parse_config
+from steadfast.models import build_model
+from tests.support.allocator import peak_bytes
+
+RUN = """
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+"""
+
+
+def test_a_worker_creates_no_optimizer_state_for_a_model_that_is_to_be_sharded() -> None:
+    """The state of AdamW is twice the model, and the whole model may fit just so."""
+    config = parse_config(RUN, "run.yaml", ["parallel.kind=fsdp", "model.embed_dim=256"])
+    whole = sum(param.numel() * param.element_size() for param in build_model(config.model).parameters())
+    assert peak_bytes(lambda: WorkerState(config, torch.device("cpu"))) < 2 * whole
