@@ -1,5 +1,6 @@
 """Training loop of one worker for one attempt."""
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.faults.guard import Guard
 from steadfast.faults.inject import Faults
-from steadfast.faults.recompute import build_recompute
+from steadfast.faults.recompute import build_choice, build_recompute
 from steadfast.global_step import GlobalStepper
 from steadfast.parallel import Parallel, build_parallel
 from steadfast.plan import Plan
@@ -123,7 +124,8 @@ def _build_stepper(
     model: nn.Module,
     probes: Probes,
 ) -> Stepper:
-    twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
+    choice = build_choice(config, world, plan, worker.kinds)
+    twice = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
     kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
     stepper: Stepper = kind(
         model,

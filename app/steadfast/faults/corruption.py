@@ -4,7 +4,7 @@ All functions are pure. On sound machines of one kind a microbatch has the same 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,6 +12,10 @@ from steadfast.data.order import keyed_hash
 from steadfast.plan import Microbatch, Plan
 
 _CHOICE = 19  # key that separates these draws from the other draws of the seed
+
+
+# Returns the check of a step, None if the step has none.
+Choice = Callable[[int], "Check | None"]
 
 
 class Check(NamedTuple):
@@ -26,7 +30,9 @@ class Check(NamedTuple):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that may have to compute the microbatch."""
-        return (self.owner, self.second) if self.third is None else (self.owner, self.second, self.third)
+        if self.third is None:
+            return self.owner, self.second
+        return self.owner, self.second, self.third
 
 
 def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -> Check | None:
@@ -55,7 +61,9 @@ def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -
     owner = owners[keyed_hash(_CHOICE, seed, step, 0) % len(owners)]
     others = [rank for rank, kind in enumerate(kinds) if kind == kinds[owner] and rank != owner]
     second = others.pop(keyed_hash(_CHOICE, seed, step, 1) % len(others))
-    third = others[keyed_hash(_CHOICE, seed, step, 2) % len(others)] if others else None
+    third = None
+    if others:
+        third = others[keyed_hash(_CHOICE, seed, step, 2) % len(others)]
     return Check(plan.microbatches(step, owner)[0], owner, second, third)
 
 
@@ -79,10 +87,15 @@ def odd_one_out(check: Check, digests: Sequence[int], again: Sequence[int]) -> i
         witness = again[check.third]
         if witness == digests[check.owner]:
             return check.second
-        return check.owner if witness == digests[check.second] else None
-    # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient.
+        if witness == digests[check.second]:
+            return check.owner
+        return None
+    # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient. If both differ, the
+    # microbatch itself is not deterministic. If none differs, the fault is permanent, and either rank may have it.
     unsteady = [rank for rank in check.ranks if again[rank] != digests[rank]]
-    return unsteady[0] if len(unsteady) == 1 else None
+    if len(unsteady) != 1:
+        return None
+    return unsteady[0]
 
 
 class Corrupted(Exception):
@@ -96,6 +109,7 @@ class Corrupted(Exception):
     """
 
     def __init__(self, rank: int, witness: int, cause: str) -> None:
+        # The base class gets all arguments, because pickle builds an exception again from these.
         super().__init__(rank, witness, cause)
         self.rank = rank
         self.witness = witness

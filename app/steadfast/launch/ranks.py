@@ -29,11 +29,9 @@ def of_torchrun() -> bool:
 
 
 def expect_end() -> None:
-    """Make SIGTERM end this rank without an error.
-
-    torchrun sends SIGTERM when another rank fails. Otherwise torchrun would list this rank as a failure too, and the
-    user would look for a second cause.
-    """
+    """Make SIGTERM end this rank without an error."""
+    # torchrun sends SIGTERM when another rank fails. With an error torchrun would list this rank as a failure too, and
+    # the user would look for a second cause.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
@@ -43,8 +41,11 @@ def end_rank(error: Exception, text: str) -> NoReturn:
     _leave_message(error)
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    exit_code = 1
+    if isinstance(error, SteadfastError):
+        exit_code = error.exit_code
     # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
-    os._exit(error.exit_code if isinstance(error, SteadfastError) else 1)
+    os._exit(exit_code)
 
 
 def traceback_of(error: Exception) -> str:
@@ -76,15 +77,20 @@ def _let_others_speak(error: Exception) -> None:
 def _leave_message(error: Exception) -> None:
     """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
+        text = str(error)
+        if not isinstance(error, SteadfastError):
+            text = f"{type(error).__name__}: {text}"
         # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))
 
 
 def _is_of_another(error: Exception) -> bool:
-    cause = error.__cause__ if isinstance(error, SteadfastError) else error
-    if cause is None or "torch" not in sys.modules:  # without torch there has been no collective
+    cause: BaseException | None = error
+    if isinstance(error, SteadfastError):
+        cause = error.__cause__
+    # Without torch there has been no collective. The import below would load torch, which takes seconds.
+    if cause is None or "torch" not in sys.modules:
         return False
     from steadfast.world.groups import is_peer_loss
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.memory_server import end_server, server_name
-from steadfast.config import Change, Config, diff
+from steadfast.config import Change, Config, RunConfig, diff
 from steadfast.errors import RunConflict, StorageError
 from steadfast.plan import begin_of
 from steadfast.run.directory import RunDirectory
@@ -40,10 +40,11 @@ def start_or_resume(
     try:
         return _start_or_resume(config, directory, begun, say, return_finished)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        what = str(error.strerror or error)
+        if error.filename:
+            what = f"{error.filename}: {what}"
         raise StorageError(
-            f"{directory.uri} cannot be used: {place}{error.strerror or error}. Remove what is in the way there, or "
-            "choose another run.name"
+            f"{directory.uri} cannot be used: {what}. Remove what is in the way there, or choose another run.name"
         ) from error
 
 
@@ -52,9 +53,11 @@ def _start_or_resume(
 ) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
-    _check_resume_mode(config, directory, resumable)
+    _check_resume_mode(config.run, directory, resumable)
 
-    changes = diff(stored, config) if stored else []
+    changes: list[Change] = []
+    if stored is not None:
+        changes = diff(stored, config)
     refused = [change for change in changes if change.identity]
     if refused and resumable:
         raise RunConflict(
@@ -64,6 +67,7 @@ def _start_or_resume(
     if refused:
         # There is no state to resume, and ledger and events of the former configuration would mislead the user.
         directory.clear()
+        # Nothing of the former run is left, and goodput counts the time from a start that is no restart.
         begun = begun.model_copy(update={"again": None})
     never = config.run.resume == "never" and not begun.again
     if not resumable and (stored is None or refused or never):
@@ -71,10 +75,18 @@ def _start_or_resume(
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
-        _compare_with_finished(config, stored, changes, directory, summary, say, return_finished)
+        others = _training_otherwise(changes, stored, directory)
+        if others and not return_finished:
+            raise RunConflict(finished_otherwise(config, directory.uri, summary, _listed(others)))
+        if stored is None:
+            say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+        for change in changes:
+            if not change.free:
+                say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
+        say(already_finished(config, directory.uri, summary))
         return False
 
-    if stored is None or _length(stored) != _length(config):
+    if stored is None or _length(stored.run) != _length(config.run):
         _note_short_step(stored, config, directory, say)
     directory.delete_summary()
     # An old request of `steadfast scale` was meant for the former command.
@@ -93,35 +105,17 @@ def _start_or_resume(
     return True
 
 
-def _compare_with_finished(
-    config: Config,
-    stored: Config | None,
-    changes: list[Change],
-    directory: RunDirectory,
-    summary: dict[str, Any],
-    say: Callable[[str], object],
-    return_finished: bool,
-) -> None:
-    """Report the finished run, and each changed key.
-
-    Raises:
-        RunConflict: the configuration would have trained another model, and `return_finished` is false.
-    """
-    numeric = [change for change in changes if stored and _trains_otherwise(change, stored, directory)]
-    if numeric and not return_finished:
-        raise RunConflict(finished_otherwise(config, directory.uri, summary, _listed(numeric)))
-    if stored is None:
-        say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+def _training_otherwise(changes: list[Change], stored: Config | None, directory: RunDirectory) -> list[Change]:
+    """Return the changes with which the finished run would have trained another model."""
+    found: list[Change] = []
     for change in changes:
-        if not change.free:
-            say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
-    say(already_finished(config, directory.uri, summary))
-
-
-def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
-    if change.key == "batch.microbatch_size":  # auto keeps the number that the run has chosen
-        return change.new not in ("auto", directory.batch(stored).microbatch_size)
-    return change.numeric
+        changes_model = change.numeric
+        if change.key == "batch.microbatch_size" and stored is not None:
+            # With auto a run keeps the number that it has chosen, so the same number and auto train the same model.
+            changes_model = change.new not in ("auto", directory.batch(stored).microbatch_size)
+        if changes_model:
+            found.append(change)
+    return found
 
 
 def _listed(changes: list[Change]) -> str:
@@ -138,10 +132,10 @@ def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirector
         directory.write_microbatch_size(former)
 
 
-def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool) -> None:
-    if config.run.resume == "must" and not resumable:
+def _check_resume_mode(run: RunConfig, directory: RunDirectory, resumable: bool) -> None:
+    if run.resume == "must" and not resumable:
         raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
-    if config.run.resume == "never" and resumable:
+    if run.resume == "never" and resumable:
         raise RunConflict(
             f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove the run"
         )
@@ -151,7 +145,7 @@ def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> 
     """Return whether `config` makes the finished run longer."""
     if summary.get("ended_early") and stored is not None:
         # A run that ended early counts as finished for its own length. Only another length extends it.
-        return _length(config) != _length(stored)
+        return _length(config.run) != _length(stored.run)
     if config.run.steps is not None:
         return config.run.steps > int(summary["step"])
     if stored is None or stored.run.epochs is None:
@@ -160,8 +154,8 @@ def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> 
     return (config.run.epochs or 0) > stored.run.epochs
 
 
-def _length(config: Config) -> tuple[int | None, int | None]:
-    return config.run.steps, config.run.epochs
+def _length(run: RunConfig) -> tuple[int | None, int | None]:
+    return run.steps, run.epochs
 
 
 def _note_short_step(
