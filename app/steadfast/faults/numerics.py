@@ -84,7 +84,8 @@ class Numerics:
         cause = self._cause(agreed)
         if cause:
             steps = steps_to_skip(agreed.step, self._skip)
-            num_spent = sum(agreed.step - _HORIZON < each <= agreed.step for each in self._skip)
+            horizon = range(agreed.step - _HORIZON + 1, agreed.step + 1)
+            num_spent = len(self._skip.intersection(horizon))
             if num_spent + len(steps) <= self._config.max_skipped_steps:
                 return Rollback(steps, cause)
             if not agreed.finite:
@@ -94,7 +95,9 @@ class Numerics:
             self._losses.append(agreed.loss)
             if len(self._first) < _ENOUGH:
                 self._first.append(agreed.loss)
-        return Ignore(cause) if cause else None
+        if cause:
+            return Ignore(cause)
+        return None
 
     def _cause(self, agreed: StepStats) -> str | None:
         if not agreed.finite:
@@ -107,7 +110,7 @@ class Numerics:
         """Return the loss up to which no loss counts as a spike."""
         if not self._first:
             return 0.0
-        return _LEAST_LOSS * median(abs(each) for each in self._first)
+        return _LEAST_LOSS * median(map(abs, self._first))
 
 
 def is_spike(loss: float, recent: Collection[float], most: float, least: float = 0.0) -> bool:
@@ -144,7 +147,9 @@ def steps_to_skip(step: int, skip: frozenset[int]) -> tuple[int, ...]:
         before -= 1
     # The run already left out the steps just before this one, and the step is still bad. So the last update before the
     # skipped steps did the harm.
-    return (before, step) if 0 < before < step - 1 else (step,)
+    if 0 < before < step - 1:
+        return before, step
+    return (step,)
 
 
 def _remedy(agreed: StepStats, num_spent: int) -> str:
