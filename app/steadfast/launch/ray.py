@@ -115,7 +115,7 @@ class _Launch:
                 # Threads and processes that start here inherit the blocked signals.
                 self.console.stage("starting Ray", started_s)
                 importing.start()
-                address = connect(config, self.console.verbose)
+                address = connect(config.cluster, config.scaling, self.console.verbose)
         except Exception as error:
             if self.before.cluster:
                 raise self.before.cluster_gone(error) from error

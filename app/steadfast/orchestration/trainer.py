@@ -24,6 +24,7 @@ from steadfast.orchestration.internals.slots import (
     find_incompatibility,
     slot_controller,
 )
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.policies import Budgets
 from steadfast.orchestration.reach import answers
 from steadfast.orchestration.restart import RestartCoordinator, RestartRuntime
@@ -107,8 +108,9 @@ def start_coordinator(
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
-    named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
-    return named.remote(config.recovery, config.scaling, directory, ownership, expected, config.replica_size)
+    named = actor.options(name=coordinator_name(_run_config(mode, config.recovery.max_failures, directory)))
+    membership = Membership.of(config.scaling, expected, config.replica_size)
+    return named.remote(config.recovery, membership, directory, ownership)
 
 
 class HeadDied(TrainingError):
@@ -132,6 +134,9 @@ def build_trainer(
     """Return the run's trainer, with `gpus` GPUs for each worker."""
     scaling = config.scaling
     low, high = scaling.num_workers
+    num_workers: int | tuple[int, int] = high
+    if mode.ray_restarts and low != high:
+        num_workers = (low, high)
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
@@ -142,21 +147,21 @@ def build_trainer(
         partial(train_loop, mode.runtime, spec),
         torch_config=mode.backend,
         scaling_config=ScalingConfig(
-            num_workers=(low, high) if mode.ray_restarts and low != high else high,
+            num_workers=num_workers,
             use_gpu=gpus > 0,
             resources_per_worker=resources,
             placement_strategy=scaling.placement.upper(),
             label_selector=dict(scaling.label_selector) or None,
         ),
-        run_config=_run_config(mode, config, directory),
+        run_config=_run_config(mode, config.recovery.max_failures, directory),
     )
 
 
-def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> RunConfig:
+def _run_config(mode: RecoveryMode, max_failures: int, directory: RunDirectory) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
-    # With slots, Ray only sees failures that the run does not survive.
-    max_failures = config.recovery.max_failures if mode.ray_restarts else 0
+    if not mode.ray_restarts:
+        max_failures = 0  # with slots, Ray only sees failures that the run does not survive
     return RunConfig(
         name=name,
         storage_path=folder,
@@ -283,7 +288,9 @@ class Fit:
         dead = dead_processes()
         if "raylet" in dead:  # all workers of the raylet end too, so none of them can save
             self._raise_ray_died("Ray's raylet")
-        what = "Ray's GCS" if "gcs_server" in dead else ""
+        what = ""
+        if "gcs_server" in dead:
+            what = "Ray's GCS"
         if self.cluster and not self._cluster_answers():
             what = f"the head of the cluster, {self.cluster},"
         if not what:
@@ -328,9 +335,10 @@ class Fit:
         stop = self._stopping or self._saving_until_s is not None
         asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
         answered, _ = ray.wait([asked], timeout=_POLL_S)
-        self._asked = None if answered else asked
         if not answered:
+            self._asked = asked
             return
+        self._asked = None
         try:
             events = ray.get(asked)
         except ray.exceptions.RayError:

@@ -69,6 +69,8 @@ def dead_processes() -> set[str]:
     node = worker._global_node
     if node is None:
         return set()
+    # `dead_processes` only knows the processes that this node object has started. A command that has joined a cluster
+    # has started no raylet, so it asks the raylet's socket.
     dead = {kind for kind, _ in node.dead_processes()}
     if not _listens(node.raylet_socket_name):
         dead.add("raylet")
@@ -107,9 +109,11 @@ def _listens(path: str) -> bool:
 
 def _is_rays(process: psutil.Process) -> bool:
     try:
-        return any(word.startswith("ray::") for word in process.cmdline()[:1])
+        words = process.cmdline()
     except psutil.Error:  # the process has just ended
         return False
+    # A worker of Ray replaces its command line by "ray::" and the name of what it runs.
+    return bool(words) and words[0].startswith("ray::")
 
 
 def draining_nodes() -> dict[str, float]:
