@@ -61,9 +61,7 @@ def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -
     owner = owners[keyed_hash(_CHOICE, seed, step, 0) % len(owners)]
     others = [rank for rank, kind in enumerate(kinds) if kind == kinds[owner] and rank != owner]
     second = others.pop(keyed_hash(_CHOICE, seed, step, 1) % len(others))
-    third = None
-    if others:
-        third = others[keyed_hash(_CHOICE, seed, step, 2) % len(others)]
+    third = others[keyed_hash(_CHOICE, seed, step, 2) % len(others)] if others else None
     return Check(plan.microbatches(step, owner)[0], owner, second, third)
 
 
@@ -93,9 +91,7 @@ def odd_one_out(check: Check, digests: Sequence[int], again: Sequence[int]) -> i
     # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient. If both differ, the
     # microbatch itself is not deterministic. If none differs, the fault is permanent, and either rank may have it.
     unsteady = [rank for rank in check.ranks if again[rank] != digests[rank]]
-    if len(unsteady) != 1:
-        return None
-    return unsteady[0]
+    return unsteady[0] if len(unsteady) == 1 else None
 
 
 class Corrupted(Exception):

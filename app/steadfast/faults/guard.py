@@ -97,6 +97,4 @@ class Guard:
 
 
 def _with(what: str, named: str) -> str:
-    if not named:
-        return what
-    return f"{what}, {named}"
+    return f"{what}, {named}" if named else what

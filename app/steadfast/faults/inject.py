@@ -180,6 +180,4 @@ class Faults:
 def _phase(fault: Fault) -> str:
     if isinstance(fault, FlipAt):
         return f"{fault.where}-{fault.during}"
-    if isinstance(fault, HangAt | KillAt):
-        return fault.phase
-    return "forward"
+    return fault.phase if isinstance(fault, HangAt | KillAt) else "forward"

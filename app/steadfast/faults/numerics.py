@@ -95,9 +95,7 @@ class Numerics:
             self._losses.append(agreed.loss)
             if len(self._first) < _ENOUGH:
                 self._first.append(agreed.loss)
-        if cause:
-            return Ignore(cause)
-        return None
+        return Ignore(cause) if cause else None
 
     def _cause(self, agreed: StepStats) -> str | None:
         if not agreed.finite:
@@ -147,9 +145,7 @@ def steps_to_skip(step: int, skip: frozenset[int]) -> tuple[int, ...]:
         before -= 1
     # The run already left out the steps just before this one, and the step is still bad. So the last update before the
     # skipped steps did the harm.
-    if 0 < before < step - 1:
-        return before, step
-    return (step,)
+    return (before, step) if 0 < before < step - 1 else (step,)
 
 
 def _remedy(agreed: StepStats, num_spent: int) -> str:

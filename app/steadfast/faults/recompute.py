@@ -128,9 +128,7 @@ class RecomputeByAnother(Recompute):
 
     def _exchange(self) -> list[int]:
         """Return each rank's digest, 0 for a rank without one. A collective."""
-        own = 0
-        if self._own is not None:
-            own = int(self._own)  # waits for the device, but only in steps that are checked
+        own = 0 if self._own is None else int(self._own)  # waits for the device, but only in steps that are checked
         digests: list[int] = gather_numbers(own, self._world.groups.control).tolist()
         return digests
 
@@ -140,12 +138,8 @@ class RecomputeByAnother(Recompute):
         # gradients can be cleared.
         self._world.groups.gate()
         self._buckets.clear()
-        again = check.ranks
-        if check.third is not None:
-            again = (check.third,)
-        self._own = None
-        if self._world.rank in again:
-            self._own = self._compute(check.microbatch)
+        again = check.ranks if check.third is None else (check.third,)
+        self._own = self._compute(check.microbatch) if self._world.rank in again else None
         self._world.progress.mark("gradients")
         more = self._exchange()
         hardware: list[Any] = [None] * self._world.size

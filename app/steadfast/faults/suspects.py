@@ -48,9 +48,7 @@ class SuspectFinder:
         own = []
         for number, ((_, index, start, stop, _), is_empty) in enumerate(stats.suspects):
             # Only the rank that trained on a microbatch reads its samples again, to find numbers that are not finite.
-            not_finite: list[int] = []
-            if number < _READ:
-                not_finite = self._loader.not_finite(start, stop)
+            not_finite = self._loader.not_finite(start, stop) if number < _READ else []
             own.append(Suspect(index, self._loader.ids(start, stop), not_finite, is_empty))
         by_rank: list[Any] = [None] * self._world.size
         dist.all_gather_object(by_rank, own, self._world.groups.control)

@@ -106,9 +106,7 @@ def own_s(before: ProgressReport, after: ProgressReport) -> float:
     loader_s = after.spent_s.get("loader", 0.0) - before.spent_s.get("loader", 0.0)
     forward_s = after.spent_s.get("forward", 0.0) - before.spent_s.get("forward", 0.0)
     device_s = after.device_s - before.device_s
-    seconds = loader_s + forward_s
-    if after.device_s:
-        seconds = max(loader_s, device_s)
+    seconds = max(loader_s, device_s) if after.device_s else loader_s + forward_s
     return seconds / (after.step - before.step)
 
 
@@ -143,9 +141,7 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
 
     # With a device the host's phases only measure how long the host launches work, so the device's time is compared.
     on_device = all(after[member].device_s for member in alike)
-    computing = "forward"
-    if on_device:
-        computing = _DEVICE
+    computing = _DEVICE if on_device else "forward"
     step_s: dict[str, defaultdict[str, float]] = {}  # member -> phase -> seconds in a step
     for member in alike:
         step_s[member] = defaultdict(float)

@@ -41,9 +41,7 @@ def end_rank(error: Exception, text: str) -> NoReturn:
     _leave_message(error)
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    exit_code = 1
-    if isinstance(error, SteadfastError):
-        exit_code = error.exit_code
+    exit_code = error.exit_code if isinstance(error, SteadfastError) else 1
     # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
     os._exit(exit_code)
 
@@ -77,18 +75,14 @@ def _let_others_speak(error: Exception) -> None:
 def _leave_message(error: Exception) -> None:
     """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = str(error)
-        if not isinstance(error, SteadfastError):
-            text = f"{type(error).__name__}: {text}"
+        text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
         # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))
 
 
 def _is_of_another(error: Exception) -> bool:
-    cause: BaseException | None = error
-    if isinstance(error, SteadfastError):
-        cause = error.__cause__
+    cause = error.__cause__ if isinstance(error, SteadfastError) else error
     # Without torch there has been no collective. The import below would load torch, which takes seconds.
     if cause is None or "torch" not in sys.modules:
         return False

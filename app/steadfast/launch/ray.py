@@ -136,11 +136,8 @@ class _Launch:
         self.console.line(describe_cluster(address))
         head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED
-        cluster = ""
         if embedded:
             config = _without_packages(config, self.console)
-        else:
-            cluster = ray.get_runtime_context().gcs_address
         self.console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
         gpus = gpus_per_worker(config.scaling, embedded)
         expected = await_room(config.scaling, gpus, self.ownership, self.interrupts, embedded)
@@ -154,6 +151,7 @@ class _Launch:
                 f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
             )
         coordinator = start_coordinator(mode, config, self.directory, self.ownership, expected)
+        cluster = "" if embedded else ray.get_runtime_context().gcs_address
         fit = Fit(
             partial(build_trainer, mode, config, self.directory, coordinator, gpus),
             coordinator,

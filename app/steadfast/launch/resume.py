@@ -55,9 +55,7 @@ def _start_or_resume(
     resumable = has_checkpoint(directory)
     _check_resume_mode(config.run, directory, resumable)
 
-    changes: list[Change] = []
-    if stored is not None:
-        changes = diff(stored, config)
+    changes = diff(stored, config) if stored else []
     refused = [change for change in changes if change.identity]
     if refused and resumable:
         raise RunConflict(

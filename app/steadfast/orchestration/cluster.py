@@ -206,10 +206,7 @@ def gpus_per_worker(scaling: ScalingConfig, embedded: bool) -> int:
     nodes = _nodes()
     if not embedded:
         nodes += startable()
-    for node in nodes:
-        if node.get("GPU", 0) >= 1:
-            return 1
-    return 0
+    return int(any(node.get("GPU", 0) >= 1 for node in nodes))
 
 
 def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
@@ -238,17 +235,14 @@ def await_room(
         ResourcesMissing: the cluster has too little room after `scaling.start_timeout_s`. The message names what is
             missing.
     """
-    patience_s = 0.0
-    if not embedded:  # an embedded Ray cannot grow, so there is nothing to wait for
-        patience_s = scaling.start_timeout_s
+    # An embedded Ray cannot grow, so there is nothing to wait for. With an autoscaler the nodes need not run yet: the
+    # pending actors of slots will start them.
+    patience_s = 0.0 if embedded else scaling.start_timeout_s
     began_s = time.monotonic()
     while True:
         interrupts.check()
         fitting = _num_fitting(_nodes(), scaling.cpus_per_worker, gpus)
-        promised = 0
-        if not embedded:
-            # With an autoscaler the nodes need not run yet: the pending actors of slots will start them.
-            promised = _num_fitting(startable(), scaling.cpus_per_worker, gpus)
+        promised = 0 if embedded else _num_fitting(startable(), scaling.cpus_per_worker, gpus)
         if max(fitting, promised) >= scaling.min_workers:
             return max(scaling.min_workers, min(fitting, scaling.num_workers[1]))
         if time.monotonic() - began_s >= patience_s:

@@ -393,9 +393,7 @@ class Coordinator:
                 self._spawn(self._form(members))
             case Resize(none_stays) if self._running:
                 self._doomed.set()
-                saving = 0
-                if none_stays:
-                    saving = self._running
+                saving = self._running if none_stays else 0
                 self.heartbeats.command(leave=self._running, save=saving)
             case Wait(seconds):
                 asyncio.get_running_loop().call_later(seconds, self.reconcile)
@@ -549,9 +547,7 @@ class Coordinator:
         # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
         # it has a place in a world ends no attempt.
         if self._running and (report is None or report.attempt == self._running):
-            step = None
-            if report is not None:
-                step = report.step
+            step = report.step if report else None
             self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
 
     def _forget(self, name: str) -> bool:

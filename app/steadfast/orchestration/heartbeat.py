@@ -209,9 +209,7 @@ class HeartbeatServer:
                 if self._strangers[writer] > _HELLO_S:
                     writer.transport.abort()
             for peer in self._peers.values():
-                peer.silent_s += watched_s
-                if gap:
-                    peer.silent_s = 0.0
+                peer.silent_s = 0.0 if gap else peer.silent_s + watched_s
                 self._probe(peer, watched_s)
             self._judge(lateness.stretch)
 

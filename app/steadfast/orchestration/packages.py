@@ -66,10 +66,8 @@ def install_packages(entries: Sequence[str], here: Path, layers: Path = _LAYERS)
             _install(entries, here, layer / "venv", packages)
             done.touch()
     # The layer comes before the node's own packages, and after the working directory.
-    position = 0
-    while position < len(sys.path) and not _is_packages(sys.path[position]):
-        position += 1
-    sys.path.insert(position, str(packages))
+    places = [index for index, place in enumerate(sys.path) if place.endswith("-packages")]
+    sys.path.insert(min(places, default=len(sys.path)), str(packages))
     # Finders remember the contents of folders, and the layer is newer than what they remember.
     importlib.invalidate_caches()
 
@@ -78,7 +76,7 @@ def _install(entries: Sequence[str], here: Path, folder: Path, packages: Path) -
     # The node's own pip is used if it exists. An environment of `uv venv` has no pip.
     venv.create(folder, clear=True, symlinks=True, with_pip=importlib.util.find_spec("pip") is None)
     # With these paths, pip finds the node's packages and does not install them again.
-    beneath = filter(_is_packages, sys.path)
+    beneath = [place for place in sys.path if place.endswith("-packages")]
     (packages / "node.pth").write_text("\n".join(beneath))
     words: list[str] = []
     for entry in entries:
@@ -90,11 +88,6 @@ def _install(entries: Sequence[str], here: Path, folder: Path, packages: Path) -
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-_SHOWN_LINES:])
         raise UsageError(f"cluster.pip cannot be installed on {socket.gethostname()}:\n{said}")
-
-
-def _is_packages(place: str) -> bool:
-    # Debian calls its folder dist-packages, and everything else calls it site-packages.
-    return place.endswith("-packages")
 
 
 def _is_path(entry: str) -> bool:

@@ -53,10 +53,7 @@ class _Told:
     def lasts(self, attempt: int, world: dict[str, ProgressReport]) -> bool:
         if attempt != self.attempt:
             return False
-        for name, place in self.places.items():
-            if name in world and _place(world[name]) != place:
-                return False
-        return True
+        return all(_place(world[name]) == place for name, place in self.places.items() if name in world)
 
 
 class Supervisor:
@@ -125,9 +122,7 @@ class Supervisor:
 
         The first call for a silent worker records the event `Silent`.
         """
-        guess = Guess.UNREACHABLE
-        if silence.answers:
-            guess = Guess.SILENT
+        guess = Guess.SILENT if silence.answers else Guess.UNREACHABLE
         if silence.nobody_heard:
             price = self.price(self._run.membership.world)
         elif guess is Guess.UNREACHABLE:
@@ -259,9 +254,7 @@ class Supervisor:
         stretch = self._lateness.stretch
         for name in world:
             stretch = max(stretch, self._stretches.get(name, 1.0))
-        ending = hang.members
-        if abort:
-            ending = ()
+        ending = () if abort else hang.members
         limit_s = patience_s(hang.guess, hang.usual_s, self.price(ending), self._hang_limit_s, stretch)
         if self._told is None:
             places = {name: _place(world[name]) for name in hang.members}
@@ -272,10 +265,8 @@ class Supervisor:
             return
         if self._run.heartbeats.commands.dump:
             self._run.heartbeats.command(dump=0)  # so that the next hang of this attempt can request stacks again
-        aborted, since_s = self._aborted
-        if aborted != attempt:
-            since_s = 0.0
         # Members that the abort has not freed get the whole time limit again.
+        since_s = self._aborted[1] if self._aborted[0] == attempt else 0.0
         if hang.seconds - since_s < limit_s or now_s < self._patient_until_s:
             return
         if abort:

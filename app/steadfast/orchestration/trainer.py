@@ -288,9 +288,7 @@ class Fit:
         dead = dead_processes()
         if "raylet" in dead:  # all workers of the raylet end too, so none of them can save
             self._raise_ray_died("Ray's raylet")
-        what = ""
-        if "gcs_server" in dead:
-            what = "Ray's GCS"
+        what = "Ray's GCS" if "gcs_server" in dead else ""
         if self.cluster and not self._cluster_answers():
             what = f"the head of the cluster, {self.cluster},"
         if not what:
@@ -335,10 +333,9 @@ class Fit:
         stop = self._stopping or self._saving_until_s is not None
         asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
         answered, _ = ray.wait([asked], timeout=_POLL_S)
+        self._asked = None if answered else asked
         if not answered:
-            self._asked = asked
             return
-        self._asked = None
         try:
             events = ray.get(asked)
         except ray.exceptions.RayError:

@@ -172,12 +172,9 @@ class RayRuntime:
         try:
             access = self._access(within_s)
             rejoins = self._coordinator.rejoin.remote(self._member, self._place, self._commands)
-            is_known = ray.get(rejoins, timeout=within_s)
+            return access if ray.get(rejoins, timeout=within_s) else None
         except ray.exceptions.RayError:
             return None
-        if not is_known:
-            return None
-        return access
 
     def _form(self, place: WorldAssignment) -> World:
         self._aborted = threading.Event()
@@ -206,9 +203,7 @@ class RayRuntime:
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
         # Returns the kind of the failure, and whether the run is over.
         kind = _kind(error, self._attempt)
-        message = f"{type(error).__name__}: {error}"
-        if kind == "ours":
-            message = str(error)
+        message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
         lines = "".join(traceback.format_exception(error))
         failure = FailureReport(kind, self._attempt, step, message, lines)
         if isinstance(error, BadStep):
