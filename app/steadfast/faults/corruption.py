@@ -14,10 +14,6 @@ from steadfast.plan import Microbatch, Plan
 _CHOICE = 19  # key that separates these draws from the other draws of the seed
 
 
-# Returns the check of a step, None if the step has none.
-Choice = Callable[[int], "Check | None"]
-
-
 class Check(NamedTuple):
     """Microbatch that two ranks compute in the same step."""
 
@@ -33,6 +29,10 @@ class Check(NamedTuple):
         if self.third is None:
             return self.owner, self.second
         return self.owner, self.second, self.third
+
+
+# Returns the check of a step, None if the step has none.
+Choice = Callable[[int], Check | None]
 
 
 def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -> Check | None:

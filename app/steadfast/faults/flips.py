@@ -62,10 +62,8 @@ class Flips:
                 self._strike_gradient(fault, model)
 
     def forget(self) -> None:
-        """Remove flips that have not struck.
-
-        A flip stays pending if its layer or parameter was not used.
-        """
+        """Remove flips that have not struck."""
+        # A flip stays pending if its layer or parameter was not used. It must not strike another microbatch.
         while self._handles:
             self._handles.pop().remove()
 

@@ -34,6 +34,7 @@ from steadfast.run.events import FaultInjected
 from steadfast.tasks import Sums
 from steadfast.world.runtime import Runtime, Signals, World
 
+# `time.sleep` raises OverflowError for infinity.
 _FOR_EVER_S = 1e9
 
 

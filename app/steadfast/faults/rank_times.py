@@ -67,6 +67,7 @@ class RankTimes:
             own_ms=tuple(own_ms),
             last=tuple(self._last),
         )
+        # Reports at a constant interval would fill the events of a long run.
         self._interval_s = min(2 * self._interval_s, _RAREST_S)
         self._count_from(world, now_s)
         return told

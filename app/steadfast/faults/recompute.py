@@ -91,6 +91,7 @@ class RecomputeByAnother(Recompute):
         self._check = self._choice(step)
         self._own = None
         self._run = run
+        # The second rank computes first of all, because no other gradient may be in the buckets then.
         if self._check is not None and self._check.second == self._world.rank:
             self._own = self._compute(self._check.microbatch)
 

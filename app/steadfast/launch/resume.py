@@ -121,10 +121,8 @@ def _listed(changes: list[Change]) -> str:
 
 
 def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
-    """Keep the run's `batch.microbatch_size` if the new configuration says auto.
-
-    The number must be the same for all steps of a run.
-    """
+    """Keep the run's `batch.microbatch_size` if the new configuration says auto."""
+    # All steps of a run have microbatches of one size, because dropout draws its numbers by microbatch.
     former = stored.batch.microbatch_size
     if config.batch.microbatch_size == "auto" and former != "auto":
         directory.write_microbatch_size(former)
@@ -196,13 +194,13 @@ def has_checkpoint(directory: RunDirectory) -> bool:
 def end_copies(directory: RunDirectory) -> None:
     """End all copies of the run's state in memory.
 
-    Copies on this machine end at once, and copies on other machines become invalid. The name of a process that holds
-    copies follows from a secret. A new secret is written, so that no later command finds such a process.
+    Copies on this machine end at once, and copies on other machines become invalid.
 
     Raises OSError if storage refuses the secret.
     """
     if key := read_key(directory.store):
         end_server(server_name(directory.uri, key))
+    # The name of a process that holds copies follows from the secret, so with a new secret no later command finds one.
     write_key(directory.store)
 
 
@@ -221,10 +219,8 @@ def release_run(directory: RunDirectory, ownership: Ownership, new: bool) -> Non
 
 
 def _worth_reading(directory: RunDirectory) -> bool:
-    """Return whether the run has a step, a failure, stacks or a profile.
-
-    A message may refer the user to these.
-    """
+    """Return whether the run has a step, a failure, stacks or a profile."""
+    # A message may have referred the user to these files.
     if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
         return True
     # A failure of kind "ours" is explained by its message alone, so its event is not worth reading.

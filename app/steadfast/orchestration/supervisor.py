@@ -307,6 +307,7 @@ class Supervisor:
             self._run.record(over)
 
     def _write_later(self, file: str, contents: bytes) -> None:
+        # Newer contents replace those that wait to be written, so that slow storage does not fill the memory.
         self._unwritten[file] = contents
         self._writing.submit(self._write_one)
 

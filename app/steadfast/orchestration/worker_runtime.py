@@ -66,6 +66,7 @@ class RayRuntime:
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
+        # A phase may take at least `step_s`, which must not outlast a shorter `hang_limit_s`.
         self._progress = Progress(Limits(min(Limits.step_s, spec.config.recovery.hang_limit_s)))
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._commands = Commands()

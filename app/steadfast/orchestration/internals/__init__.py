@@ -21,10 +21,8 @@ def silence_raylet() -> None:
 
 
 def keep_sigterm_handler() -> None:
-    """Keep this process's handler of SIGTERM during `ray.init`.
-
-    Ray would replace the handler by one that ends the process.
-    """
+    """Keep this process's handler of SIGTERM during `ray.init`."""
+    # Ray's own handler ends the process, and the run could not write a checkpoint first.
     utils.set_sigterm_handler = lambda handler: None
 
 
