@@ -94,8 +94,8 @@ class _Launch:
             self.directory.record(restarted)
             self.console.line(restarted.line())
             self.console.close()
-            # The children of a process survive `exec`, so the processes of an embedded Ray would run beside those of the
-            # next one.
+            # The children of a process survive `exec`, so the processes of an embedded Ray would run beside those of
+            # the next one.
             end_embedded()
             # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its
             # end. The new process counts the deaths and raises the error.
@@ -131,6 +131,7 @@ class _Launch:
         import ray
 
         from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
+        from steadfast.orchestration.membership import Membership
         from steadfast.orchestration.trainer import Fit, build_trainer, head_host, recovery_mode, start_coordinator
 
         self.console.line(describe_cluster(address))
@@ -150,7 +151,8 @@ class _Launch:
                 "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
                 f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
             )
-        coordinator = start_coordinator(mode, config, self.directory, self.ownership, expected)
+        membership = Membership.of(config.scaling, expected, config.replica_size)
+        coordinator = start_coordinator(mode, config.recovery, membership, self.directory, self.ownership)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
         fit = Fit(
             partial(build_trainer, mode, config, self.directory, coordinator, gpus),

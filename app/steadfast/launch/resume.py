@@ -5,7 +5,7 @@ from typing import Any
 
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.memory_server import end_server, server_name
-from steadfast.config import Change, Config, RunConfig, diff
+from steadfast.config import BatchConfig, Change, Config, RunConfig, diff
 from steadfast.errors import RunConflict, StorageError
 from steadfast.plan import begin_of
 from steadfast.run.directory import RunDirectory
@@ -91,7 +91,7 @@ def _start_or_resume(
     directory.pop_scale_request()
     # Without a checkpoint, the memory of a node may still hold the run's finished steps.
     if stored is not None and (resumable or directory.last_step_line()):
-        _keep_microbatch_size(stored, config, directory)
+        _keep_microbatch_size(stored.batch, config.batch, directory)
     directory.write_config(config)
     for change in changes:
         if resumable and not change.identity and not change.free:
@@ -120,12 +120,11 @@ def _listed(changes: list[Change]) -> str:
     return "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in changes)
 
 
-def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
+def _keep_microbatch_size(stored: BatchConfig, batch: BatchConfig, directory: RunDirectory) -> None:
     """Keep the run's `batch.microbatch_size` if the new configuration says auto."""
     # All steps of a run have microbatches of one size, because dropout draws its numbers by microbatch.
-    former = stored.batch.microbatch_size
-    if config.batch.microbatch_size == "auto" and former != "auto":
-        directory.write_microbatch_size(former)
+    if batch.microbatch_size == "auto" and stored.microbatch_size != "auto":
+        directory.write_microbatch_size(stored.microbatch_size)
 
 
 def _check_resume_mode(run: RunConfig, directory: RunDirectory, resumable: bool) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from steadfast.config import Config
+from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
@@ -96,21 +96,16 @@ def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
 
 
 def start_coordinator(
-    mode: RecoveryMode, config: Config, directory: RunDirectory, ownership: Ownership, expected: int
+    mode: RecoveryMode, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
 ) -> Any:
-    """Start the run's coordinator on the head node. Return its handle.
-
-    Args:
-        expected: number of workers that the cluster has room for now.
-    """
+    """Start the run's coordinator on the head node. Return its handle."""
     # The head node outlives the nodes of workers. Each worker that waits for a world occupies one concurrent call.
     # When the actor dies, Ray starts it again and repeats the pending calls.
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
-    named = actor.options(name=coordinator_name(_run_config(mode, config.recovery.max_failures, directory)))
-    membership = Membership.of(config.scaling, expected, config.replica_size)
-    return named.remote(config.recovery, membership, directory, ownership)
+    named = actor.options(name=coordinator_name(_run_config(mode, recovery.max_failures, directory)))
+    return named.remote(recovery, membership, directory, ownership)
 
 
 class HeadDied(TrainingError):
