@@ -105,6 +105,6 @@ class Comebacks:
         # `exec` discards the text in Python's buffers.
         sys.stdout.flush()
         sys.stderr.flush()
-        # `sys.orig_argv` also has the options of the interpreter, such as -m, which `sys.argv` lacks. The first word may
-        # be a name that only the shell's search path has found, so `sys.executable` replaces it.
+        # `sys.orig_argv` also has the options of the interpreter, such as -m, which `sys.argv` lacks. Its first word
+        # may be a name that only the shell's search path has found, so `sys.executable` replaces that word.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
