@@ -225,16 +225,7 @@ class Coordinator:
         first = self._seen_failures.setdefault((report.step, report.message), member)
         if report.kind == "ours" or first != member or exceeded is not None:
             self.over = True
-        failure = events.Failure(
-            kind=report.kind,
-            member=member,
-            step=report.step,
-            error=report.message,
-            traceback=report.traceback,
-            fatal=self.over,
-            budget=exceeded,
-        )
-        self.record(failure)
+        self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
     def _shrink(self, report: FailureReport, forward_size: int) -> None:
         # Every rank may have run out of memory, each with another forward size. The smallest size counts.
@@ -247,14 +238,7 @@ class Coordinator:
             self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
-        failure = events.Failure(
-            kind=report.kind,
-            member=member,
-            step=report.step,
-            error=report.message,
-            traceback=report.traceback,
-        )
-        self.record(failure)
+        self.record(report.to_event(member))
         broken = self._broken_worlds.count(report.attempt)
         exceeded = self._budgets.spend(report.kind, self._furthest_step)
         if reason := broken or exceeded:
