@@ -62,9 +62,7 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         ) from error
 
 
-def _submit(
-    client: JobSubmissionClient, name: str, run: str, arguments: list[str], variables: dict[str, str]
-) -> str:
+def _submit(client: JobSubmissionClient, name: str, run: str, arguments: list[str], variables: dict[str, str]) -> str:
     file = write_variables(variables)
     command = shlex.join([sys.executable, *_program(), *arguments])
     try:

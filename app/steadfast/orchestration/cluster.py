@@ -223,9 +223,7 @@ def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
     return nodes
 
 
-def await_room(
-    scaling: ScalingConfig, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool
-) -> int:
+def await_room(scaling: ScalingConfig, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
     """Wait until the cluster has room for the run.
 
     A run needs room for its smallest number of workers. Return the number of workers that fit, within the bounds of
