@@ -46,11 +46,10 @@ from steadfast.data.order import Order
 from steadfast.data.randomness import kept_randomness
 from steadfast.errors import TrainingError, UsageError
 from steadfast.launch.detect import under_torchrun
-from steadfast.launch.torchrun import Ending, Place, train_here
+from steadfast.launch.torchrun import Command, Ending, Place, train_here
 from steadfast.parallel import strategy_of
 from steadfast.parallel.precision import build_precision
 from steadfast.run.directory import RunDirectory
-from steadfast.run.interrupts import Interrupts
 from steadfast.telemetry.console import Console
 from steadfast.world.device import torchrun_device
 
@@ -149,8 +148,8 @@ def fit(
             if isinstance(model, nn.Module):
                 _take_weights_of_first(model, place)
             # A second Ctrl-C must end the training, but not the notebook.
-            interrupts = Interrupts(of_process=False)
-            ending = train_here(config, directory, place, started_s, started_s, console, interrupts, return_finished)
+            command = Command(started_s, started_s, owns_process=False, return_finished=return_finished)
+            ending = train_here(config, directory, place, command, console)
             return _result(config, directory, place, ending)
 
 

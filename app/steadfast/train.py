@@ -1,5 +1,6 @@
 """Training loop of one worker for one attempt."""
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,9 +18,11 @@ from steadfast.components.task_check import check_task
 from steadfast.components.validate import Validator
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
-from steadfast.faults.guard import Guard
+from steadfast.faults.guard import CountCheck, Guard
 from steadfast.faults.inject import Faults
-from steadfast.faults.recompute import build_recompute
+from steadfast.faults.numerics import Numerics
+from steadfast.faults.recompute import build_choice, build_recompute
+from steadfast.faults.suspects import SuspectFinder
 from steadfast.global_step import GlobalStepper
 from steadfast.parallel import Parallel, build_parallel
 from steadfast.plan import Plan
@@ -126,7 +129,8 @@ def _build_stepper(
     model: nn.Module,
     probes: Probes,
 ) -> Stepper:
-    twice = build_recompute(config, runtime, world, plan, worker.kinds, worker.loader, parallel, probes.recomputing)
+    choice = build_choice(config, world, plan, worker.kinds)
+    twice = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
     kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
     stepper: Stepper = kind(
         model,
@@ -152,6 +156,8 @@ def _build_stepper(
 def _build_guard(
     config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState, step: int
 ) -> Guard:
+    task = getattr(config.task, "target", config.task.kind)
     units_per_sample = None if worker.counts_vary else worker.units_per_sample
-    losses = past_losses(directory.store, step)
-    return Guard(config, runtime, world, plan, worker.loader, units_per_sample, losses)
+    numerics = Numerics(config.recovery, world.amendments.skip, past_losses(directory.store, step))
+    counts = CountCheck(task, plan, units_per_sample)
+    return Guard(numerics, counts, SuspectFinder(task, plan, worker.loader, world), runtime, world)

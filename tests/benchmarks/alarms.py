@@ -30,6 +30,7 @@ from unittest.mock import patch
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Silence
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import Member
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
@@ -185,9 +186,8 @@ async def begin(clock: Clock, seed: int) -> Simulation:
     directory = RunDirectory(MemoryStore())
     directory.check_writable()
     size = len(_NAMES)
-    subject = Coordinator(
-        RecoveryConfig(), ScalingConfig(num_workers=(1, size)), directory, Ownership.claim(directory.store), size
-    )
+    membership = Membership.of(ScalingConfig(num_workers=(1, size)), size)
+    subject = Coordinator(RecoveryConfig(), membership, directory, Ownership.claim(directory.store))
     await asyncio.gather(*(subject.join(Member(name, None, name)) for name in _NAMES))
     parts = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)
     subject.record(events.AttemptStarted(attempt=1, step=0, source="start", world_size=size, **parts))

@@ -191,11 +191,10 @@ class Rank:
         plan = _plan(self._config)
         recompute = Watched(
             partial(choose, plan, 1, self._config.run.seed, [""] * SIZE),
-            self._world,
-            self._worker.loader,
+            partial(probes.repeating, self._worker.loader),
             self._parallel,
-            probes.recomputing,
             cast(Runtime, told),
+            self._world,
         )
         self._parallel.buckets.begin(self._world.groups.communicator)
         stepper = self._stepper(plan, probes, recompute)

@@ -20,7 +20,7 @@ TIMEOUTS = Timeouts(silence_s=1.5)
 
 def work(port: int, name: str, secret: str) -> None:
     """Send heartbeats for ever."""
-    HeartbeatClient(Access(("127.0.0.1", port), secret), name, TIMEOUTS, dict, lambda _: None)
+    HeartbeatClient(Access(("127.0.0.1", port), name, secret), TIMEOUTS, dict, lambda _: None)
     signal.pause()
 
 

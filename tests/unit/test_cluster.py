@@ -172,7 +172,8 @@ def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pyt
     addresses: list[str] = []
     init = Mock(side_effect=lambda **given: addresses.append(resolve(given["_node_ip_address"])))
     monkeypatch.setattr("ray.init", init)
-    assert cluster.connect(parse_config("cluster: {address: local}"), verbose=True) == cluster.EMBEDDED
+    config = parse_config("cluster: {address: local}")
+    assert cluster.connect(config.cluster, config.scaling, verbose=True) == cluster.EMBEDDED
     assert addresses == ["127.0.0.1"]
 
 

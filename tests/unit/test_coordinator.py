@@ -16,6 +16,7 @@ import pytest
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import _proof
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
@@ -46,7 +47,8 @@ async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
     directory = RunDirectory(LocalStore(folder))
     directory.check_writable()
     ownership = Ownership.claim(directory.store)
-    subject = Coordinator(RecoveryConfig(), ScalingConfig(num_workers=(1, 2)), directory, ownership, expected=2)
+    membership = Membership.of(ScalingConfig(num_workers=(1, 2)), expected=2)
+    subject = Coordinator(RecoveryConfig(), membership, directory, ownership)
     here, cut_off = (Member(name, actor=None, node=name) for name in ("here", "cut_off"))
     assignments = await asyncio.gather(subject.join(here), subject.join(cut_off))
     assert [each.attempt for each in assignments] == [1, 1]
@@ -250,7 +252,8 @@ def play(
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
         recovery = RecoveryConfig(silence_s=silence_s, hang_limit_s=silence_s, max_failures=max_failures)
-        subject = kind(recovery, ScalingConfig(num_workers=(1, 3)), directory, Ownership.claim(directory.store), 3)
+        membership = Membership.of(ScalingConfig(num_workers=(1, 3)), 3)
+        subject = kind(recovery, membership, directory, Ownership.claim(directory.store))
         worlds = Worlds(subject, directory)
         await story(worlds)
         await subject.close()

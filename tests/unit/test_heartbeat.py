@@ -80,8 +80,8 @@ class Ends:
     def join(self, name: str, address: str = "127.0.0.1") -> HeartbeatClient:
         """Another worker, without a cable."""
         met = threading.Event()
-        access = Access((address, self.port), self.server.admit(name))
-        client = HeartbeatClient(access, name, TIMEOUTS, dict, lambda _: met.set())
+        access = Access((address, self.port), name, self.server.admit(name))
+        client = HeartbeatClient(access, TIMEOUTS, dict, lambda _: met.set())
         assert met.wait(SOON_S)
         return client
 
@@ -98,7 +98,7 @@ def ends() -> Iterator[Ends]:
     server = HeartbeatServer(TIMEOUTS, lambda *_: None, lambda *said: lost.put(said))
     port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1"), loop).result()
     cable = Cable(port)
-    client = HeartbeatClient(Access(("127.0.0.1", cable.port), server.admit("a")), "a", TIMEOUTS, dict, heard.put)
+    client = HeartbeatClient(Access(("127.0.0.1", cable.port), "a", server.admit("a")), TIMEOUTS, dict, heard.put)
     assert heard.get(timeout=SOON_S) == Commands()  # the ends have met
     yield Ends(loop, server, port, client, cable, heard, lost, unhandled)
     assert unhandled == []
@@ -328,7 +328,7 @@ def test_a_client_goes_over_to_the_next_server_and_is_told_its_commands(ends: En
     port = asyncio.run_coroutine_threadsafe(next_server.listen("127.0.0.1"), ends.loop).result()
     refused = iter([1, port])  # nobody listens there yet, and then somebody does
     secret = next_server.admit("a")
-    ends.client._find_again = lambda _: Access(("127.0.0.1", next(refused)), secret)
+    ends.client._find_again = lambda _: Access(("127.0.0.1", next(refused)), "a", secret)
     ends.cable.close()  # as the end of the first server's process does
     assert ends.heard.get(timeout=SOON_S) == Commands(leave=7)
     assert not ends.client.ended
@@ -340,7 +340,7 @@ def test_a_client_goes_over_to_the_next_server_and_is_told_its_commands(ends: En
 
 @pytest.mark.parametrize("in_time", [False, True])
 def test_a_client_that_nobody_wants_back_counts_itself_out(ends: Ends, in_time: bool) -> None:
-    ends.client._find_again = lambda _: None if in_time else Access(("127.0.0.1", 1), "")
+    ends.client._find_again = lambda _: None if in_time else Access(("127.0.0.1", 1), "a", "")
     began = time.monotonic()
     ends.cable.close()
     assert ends.heard.get(timeout=SOON_S) is None

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import GeneratorType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def flipped(
             own.append(fetched.microbatch[:2])
         step = fetched.microbatch.step + 1  # computed again before the step's own are asked for
         if fetched.microbatch.index == NUM_MICROBATCHES - 1 and step in recomputed:
-            with subject.recomputing(step):
+            with subject.repeating(Mock(), Microbatch(step, 0, 0, 1)):
                 if changed():
                     again.append(step)
     return own, again
@@ -238,6 +239,6 @@ def test_what_is_computed_for_another_rank_takes_no_time_and_meets_no_other_faul
     task = subject.task(OnesTask())
     next(subject.batches(iter([Fetched(Microbatch(1, 0, 0, 1), (), 1, 0)])))
     assert task.loss(MODEL, ()).loss_sum.item() == 5.0
-    with subject.recomputing(2):
+    with subject.repeating(Mock(), Microbatch(2, 0, 0, 1)):
         assert task.loss(MODEL, ()).loss_sum.item() == 1.0
     assert task.loss(MODEL, ()).loss_sum.item() == 5.0

@@ -16,6 +16,7 @@ import pytest
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.run.directory import STEPS, RunDirectory
@@ -52,7 +53,8 @@ class Line:
         """Return a coordinator as Ray starts it: each time with what the command had at its start."""
         at_the_start = Ownership(self.ownership._store, self.ownership._owner)
         recovery = RecoveryConfig(silence_s=SILENCE_S, max_failures=2)
-        return self.kind(recovery, ScalingConfig(num_workers=(1, 3)), self.directory, at_the_start, 3)
+        membership = Membership.of(ScalingConfig(num_workers=(1, 3)), 3)
+        return self.kind(recovery, membership, self.directory, at_the_start)
 
     async def die(self) -> None:
         """Have the coordinator's process killed, and another one started."""

@@ -15,6 +15,7 @@ import steadfast.orchestration.supervisor
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Silence
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import Member
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
@@ -110,13 +111,8 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World],
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
         recovery = RecoveryConfig(hang_limit_s=STALL_S)
-        subject = Coordinator(
-            recovery,
-            ScalingConfig(num_workers=(1, len(names))),
-            directory,
-            Ownership.claim(directory.store),
-            len(names),
-        )
+        membership = Membership.of(ScalingConfig(num_workers=(1, len(names))), len(names))
+        subject = Coordinator(recovery, membership, directory, Ownership.claim(directory.store))
         joining = [asyncio.ensure_future(subject.join(Member(name, None, name))) for name in names]
         await asyncio.gather(*joining)
         seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)
@@ -302,8 +298,8 @@ def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Coordi
     directory.check_writable()
 
     async def tell() -> None:
-        scaling = ScalingConfig(num_workers=(1, 2))
-        subject = Coordinator(RecoveryConfig(), scaling, directory, Ownership.claim(directory.store), 2)
+        membership = Membership.of(ScalingConfig(num_workers=(1, 2)), 2)
+        subject = Coordinator(RecoveryConfig(), membership, directory, Ownership.claim(directory.store))
         begin(subject)
         await asyncio.wait_for(subject._supervisor.watch(), SOON_S)
         await subject.close()

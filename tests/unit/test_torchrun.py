@@ -12,13 +12,14 @@ import torch
 from steadfast.config import parse_config
 from steadfast.errors import RunConflict, UsageError
 from steadfast.launch.detect import under_torchrun
-from steadfast.launch.torchrun import Place, TorchrunRuntime, _begun, unused_keys
+from steadfast.launch.torchrun import Beginning, Place, TorchrunRuntime, _begun, unused_keys
 from steadfast.plan import Amendments
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import open_stream
+from steadfast.world.timeouts import Timeouts
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
     directory = RunDirectory(LocalStore(tmp_path))
     ownership = Ownership.claim(directory.store)
     place = Place(torch.device("cpu"), Mock())
-    begun = 1, Amendments()
-    with closing(TorchrunRuntime(place, Mock(), directory, Mock(), begun, ownership)) as runtime:
+    beginning = Beginning(1, Amendments(), ownership)
+    with closing(TorchrunRuntime(place, Timeouts(), directory, Mock(), beginning)) as runtime:
         assert not runtime.signals().stop
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):

@@ -1,15 +1,16 @@
 """Injected faults and timing, wrapped around the inputs of a step."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from steadfast.balance.shares import Balance
-from steadfast.data import Fetched
+from steadfast.data import Fetched, Loader
 from steadfast.data.batches import Batch
 from steadfast.faults.inject import Faults
+from steadfast.plan import Microbatch
 from steadfast.tasks import Sums, Task
 from steadfast.world.control import Rider
 from steadfast.world.progress import Progress
@@ -40,9 +41,14 @@ class Probes(Rider):
         # Timing wraps the faults too, because the time of the loader is a part of the time of a microbatch.
         return self._balance.batches(self._progress.fetching(batches))
 
-    def recomputing(self, step: int) -> AbstractContextManager[object]:
-        """Return the context for recomputing a microbatch of `step`, without timing."""
-        return self._faults.recomputing(step)
+    @contextmanager
+    def repeating(self, loader: Loader, microbatch: Microbatch) -> Iterator[Fetched]:
+        """Fetch a microbatch, and yield it in the context for repeating the microbatch, without timing."""
+        self._progress.mark("loader")
+        fetched = loader.fetch(microbatch)
+        self._progress.mark("forward")
+        with self._faults.recomputing(microbatch.step):
+            yield fetched
 
     def enter(self, phase: str) -> None:
         """Enter a phase that all ranks enter."""

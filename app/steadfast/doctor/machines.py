@@ -19,7 +19,7 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
     from steadfast.orchestration.cluster import EMBEDDED, RayNotStarted, connect, describe_cluster, gpus_per_worker
 
     try:
-        address = connect(config, verbose)
+        address = connect(config.cluster, config.scaling, verbose)
     except RayNotStarted as error:
         if verbose:
             traceback.print_exception(error)
@@ -27,7 +27,7 @@ def check_machines(config: Config, verbose: bool) -> Generator[Finding]:
         return
     try:
         yield Finding("ok", "cluster", describe_cluster(address))
-        gpus = gpus_per_worker(config, address == EMBEDDED)
+        gpus = gpus_per_worker(config.scaling, address == EMBEDDED)
         yield from check_nodes(config.run.storage, on_gpus=gpus > 0)
     finally:
         # Without a shutdown the processes of an embedded Ray would run until the end of the command.

@@ -4,7 +4,7 @@ All functions are pure. On sound machines of one kind a microbatch has the same 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,7 +26,13 @@ class Check(NamedTuple):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that may have to compute the microbatch."""
-        return (self.owner, self.second) if self.third is None else (self.owner, self.second, self.third)
+        if self.third is None:
+            return self.owner, self.second
+        return self.owner, self.second, self.third
+
+
+# Returns the check of a step, None if the step has none.
+Choice = Callable[[int], Check | None]
 
 
 def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -> Check | None:
@@ -79,8 +85,11 @@ def odd_one_out(check: Check, digests: Sequence[int], again: Sequence[int]) -> i
         witness = again[check.third]
         if witness == digests[check.owner]:
             return check.second
-        return check.owner if witness == digests[check.second] else None
-    # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient.
+        if witness == digests[check.second]:
+            return check.owner
+        return None
+    # With two ranks, a rank whose repetition differs is the faulty one: its fault was transient. If both differ, the
+    # microbatch itself is not deterministic. If none differs, the fault is permanent, and either rank may have it.
     unsteady = [rank for rank in check.ranks if again[rank] != digests[rank]]
     return unsteady[0] if len(unsteady) == 1 else None
 
@@ -96,6 +105,7 @@ class Corrupted(Exception):
     """
 
     def __init__(self, rank: int, witness: int, cause: str) -> None:
+        # The base class gets all arguments, because pickle builds an exception again from these.
         super().__init__(rank, witness, cause)
         self.rank = rank
         self.witness = witness

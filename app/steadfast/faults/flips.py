@@ -29,7 +29,10 @@ def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
         place = place[at]
     bits = place.view(_INTEGERS[tensor.element_size()])
     bit %= width
-    bits.bitwise_xor_(-(2 ** (width - 1)) if bit == width - 1 else 2**bit)  # 2**bit overflows at the sign bit
+    mask = 2**bit
+    if bit == width - 1:
+        mask = -mask  # the sign bit alone is the smallest number of the type, and the positive number would overflow
+    bits.bitwise_xor_(mask)
 
 
 def _unravelled(index: int, shape: torch.Size) -> list[int]:
@@ -59,14 +62,13 @@ class Flips:
                 self._strike_gradient(fault, model)
 
     def forget(self) -> None:
-        """Remove flips that have not struck.
-
-        A flip stays pending if its layer or parameter was not used.
-        """
+        """Remove flips that have not struck."""
+        # A flip stays pending if its layer or parameter was not used. It must not strike another microbatch.
         while self._handles:
             self._handles.pop().remove()
 
     def _strike_activation(self, fault: FlipAt, model: nn.Module) -> None:
+        # A module with children computes through its children, so only modules without children are chosen.
         layers = [module for module in model.modules() if not any(module.children())]
         chosen = layers[fault.element % len(layers)]
 

@@ -34,6 +34,7 @@ from steadfast.run.events import FaultInjected
 from steadfast.tasks import Sums
 from steadfast.world.runtime import Runtime, Signals, World
 
+# `time.sleep` raises OverflowError for infinity.
 _FOR_EVER_S = 1e9
 
 
@@ -97,21 +98,22 @@ class Faults:
 
     def before_recomputing(self, model: nn.Module) -> None:
         """Inject the flips that are meant for a repeated microbatch."""
-        self._flip(model, [each for each in self._to_flip if each.during == "recompute"], self.recomputed_step)
+        self._flip(model, "recompute", self.recomputed_step)
 
     def before_forward(self, model: nn.Module) -> None:
         """Inject the faults that are due in a microbatch's forward."""
-        own = [each for each in self._to_flip if each.during == "step" and each.microbatch == self._number]
-        self._flip(model, own, self._step)
+        self._flip(model, "step", self._step)
         for slow in self._slow:
             if slow.step <= self._step < (slow.until or math.inf):
                 time.sleep(slow.ms / 1000)
         self.reach("forward")
 
-    def _flip(self, model: nn.Module, flips: Sequence[FlipAt], step: int | None) -> None:
+    def _flip(self, model: nn.Module, during: str, step: int | None) -> None:
         self._flips.forget()
-        for fault in flips:
-            if fault.step == step:
+        for fault in list(self._to_flip):
+            # A repeated microbatch is the only one of its step on this rank, and has no number among the rank's own.
+            is_here = during == "recompute" or fault.microbatch == self._number
+            if fault.during == during and fault.step == step and is_here:
                 self._to_flip.remove(fault)
                 if self._claim(fault):
                     self._flips.strike(fault, model)
@@ -119,7 +121,9 @@ class Faults:
     def corrupt(self, sums: Sums) -> Sums:
         """Return a task's sums, with the loss scaled by the step's faults."""
         # A multiplication by 1.0 would still cost a kernel on the device.
-        return sums if self._factor == 1.0 else replace(sums, loss_sum=sums.loss_sum * self._factor)
+        if self._factor == 1.0:
+            return sums
+        return replace(sums, loss_sum=sums.loss_sum * self._factor)
 
     def signals(self, signals: Signals) -> Signals:
         """Return the rank's signals, with requests to leave that are due."""

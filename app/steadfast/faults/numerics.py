@@ -84,7 +84,8 @@ class Numerics:
         cause = self._cause(agreed)
         if cause:
             steps = steps_to_skip(agreed.step, self._skip)
-            num_spent = sum(agreed.step - _HORIZON < each <= agreed.step for each in self._skip)
+            horizon = range(agreed.step - _HORIZON + 1, agreed.step + 1)
+            num_spent = len(self._skip.intersection(horizon))
             if num_spent + len(steps) <= self._config.max_skipped_steps:
                 return Rollback(steps, cause)
             if not agreed.finite:
@@ -107,7 +108,7 @@ class Numerics:
         """Return the loss up to which no loss counts as a spike."""
         if not self._first:
             return 0.0
-        return _LEAST_LOSS * median(abs(each) for each in self._first)
+        return _LEAST_LOSS * median(map(abs, self._first))
 
 
 def is_spike(loss: float, recent: Collection[float], most: float, least: float = 0.0) -> bool:

@@ -57,16 +57,17 @@ class RankTimes:
 
     def _tell(self, world: Reports, now_s: float) -> events.RankTimes:
         num_steps = round(fmean(report.step - self._told[member].step for member, report in world.items()))
-        own_ms: dict[int, float] = {}
-        for member, report in world.items():
-            own_ms[report.rank] = round(1e3 * own_s(self._told[member], report), 3)
+        own_ms = []
+        for member in sorted(world, key=lambda member: world[member].rank):
+            own_ms.append(round(1e3 * own_s(self._told[member], world[member]), 3))
         told = events.RankTimes(
             attempt=self._attempt,
             step=min(report.step for report in world.values()),
             num_steps=num_steps,
-            own_ms=tuple(own_ms[rank] for rank in sorted(own_ms)),
+            own_ms=tuple(own_ms),
             last=tuple(self._last),
         )
+        # Reports at a constant interval would fill the events of a long run.
         self._interval_s = min(2 * self._interval_s, _RAREST_S)
         self._count_from(world, now_s)
         return told

@@ -1,6 +1,6 @@
 """Compute a microbatch on two ranks and find a faulty rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steadfast.config import Config
-from steadfast.data import Fetched, Loader
+from steadfast.config import Config, RunConfig
+from steadfast.data import Fetched
 from steadfast.errors import TrainingError
-from steadfast.faults.corruption import Check, Corrupted, choose, differ, odd_one_out
+from steadfast.faults.corruption import Check, Choice, Corrupted, choose, differ, odd_one_out
 from steadfast.parallel import Parallel
 from steadfast.parallel.digest import digest
 from steadfast.parallel.replicated import ReplicatedParallelism
@@ -25,8 +25,9 @@ from steadfast.world.runtime import Runtime, World
 # Runs a microbatch outside of the step's sums. The call leaves a gradient in the buckets, and returns the loss sum, (),
 # and the count.
 Run = Callable[[Fetched], tuple[Tensor, Tensor | int]]
-# Returns the context in which a microbatch of a step is repeated. Only faults with `during: recompute` strike there.
-Recomputing = Callable[[int], AbstractContextManager[object]]
+# Fetches a microbatch, and returns the context in which the microbatch is repeated. Only faults with
+# `during: recompute` strike there.
+Repeating = Callable[[Microbatch], AbstractContextManager[Fetched]]
 
 _REMEDY = (
     "Test memory and processors of both machines, or give the same command again with three workers "
@@ -75,20 +76,13 @@ class RecomputeByAnother(Recompute):
     """
 
     def __init__(
-        self,
-        choice: Callable[[int], Check | None],
-        world: World,
-        loader: Loader,
-        parallel: ReplicatedParallelism,
-        recomputing: Recomputing,
-        runtime: Runtime,
+        self, choice: Choice, repeating: Repeating, parallel: ReplicatedParallelism, runtime: Runtime, world: World
     ) -> None:
         self._choice = choice
-        self._world = world
-        self._loader = loader
+        self._repeating = repeating
         self._buckets = parallel.buckets
-        self._recomputing = recomputing
         self._runtime = runtime
+        self._world = world
         self._check: Check | None = None  # check of the current step
         self._own: Tensor | None = None  # this rank's digest in the check, () int64
         self._run: Run
@@ -97,6 +91,7 @@ class RecomputeByAnother(Recompute):
         self._check = self._choice(step)
         self._own = None
         self._run = run
+        # The second rank computes first of all, because no other gradient may be in the buckets then.
         if self._check is not None and self._check.second == self._world.rank:
             self._own = self._compute(self._check.microbatch)
 
@@ -126,10 +121,7 @@ class RecomputeByAnother(Recompute):
 
         The gradients are zero again afterwards.
         """
-        self._world.progress.mark("loader")
-        fetched = self._loader.fetch(microbatch)
-        self._world.progress.mark("forward")
-        with self._recomputing(microbatch.step), self._buckets.held():
+        with self._repeating(microbatch) as fetched, self._buckets.held():
             self.take(*self._run(fetched))
         self._buckets.clear()
         assert self._own is not None
@@ -156,7 +148,8 @@ class RecomputeByAnother(Recompute):
         rank = odd_one_out(check, digests, more)
         computed = _computed(check, digests, more)
         cause = _cause(check, rank, hardware, computed)
-        witness = next(each for each in sorted(check.ranks) if each != rank)
+        # One rank publishes the event for all. The faulty rank cannot be trusted, and its process ends at once.
+        witness, *_ = sorted(set(check.ranks) - {rank})
         if self._world.rank == witness:
             self._runtime.publish(_event(check, rank, hardware, computed, cause).of_attempt(self._world.attempt))
         if rank is None:
@@ -164,48 +157,59 @@ class RecomputeByAnother(Recompute):
         raise Corrupted(rank, witness, cause)
 
 
-def adds_parts_by_themselves(config: Config, world: World) -> bool:
+def adds_parts_by_themselves(run: RunConfig, world: World) -> bool:
     """Return whether the run sums gradients by forward, not microbatch.
 
     An exact run with smaller forwards adds up the gradient of each forward by itself, so that a microbatch has no
     gradient that could be compared.
     """
-    return config.run.exact and world.amendments.forward_size is not None
+    return run.exact and world.amendments.forward_size is not None
 
 
-def build_recompute(
-    config: Config,
-    runtime: Runtime,
-    world: World,
-    plan: Plan,
-    kinds: Sequence[str],
-    loader: Loader,
-    parallel: Parallel,
-    recomputing: Recomputing,
-) -> Recompute:
-    """Return the check that the configuration asks for.
+def build_choice(config: Config, world: World, plan: Plan, kinds: Sequence[str]) -> Choice | None:
+    """Return the choice of checks that the configuration asks for.
+
+    The result is None if nothing is computed twice.
 
     Args:
         kinds: kind of hardware of each rank; ranks of one kind compute equal bits.
     """
     every = config.recompute.every
-    if every is None or adds_parts_by_themselves(config, world):
+    if every is None or adds_parts_by_themselves(config.run, world):
+        return None
+    return partial(choose, plan, int(every.count), config.run.seed, kinds)
+
+
+def build_recompute(
+    choice: Choice | None, repeating: Repeating, parallel: Parallel, runtime: Runtime, world: World
+) -> Recompute:
+    """Return the check of an attempt, which does nothing without a choice."""
+    if choice is None:
         return Recompute()
     assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"
-    choice = partial(choose, plan, int(every.count), config.run.seed, kinds)
-    return RecomputeByAnother(choice, world, loader, parallel, recomputing, runtime)
+    return RecomputeByAnother(choice, repeating, parallel, runtime, world)
 
 
-def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[int, tuple[str, ...]]:
+def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[str, tuple[str, ...]]:
     """Return each rank's digests, in the order of computation."""
-    computed: dict[int, tuple[str, ...]] = {}
+    computed: dict[str, tuple[str, ...]] = {}  # by rank as text, because an event is written as JSON
     for rank in check.ranks:
-        own = [digests[rank], more[rank]] if check.third is None else [more[rank] or digests[rank]]
-        computed[rank] = tuple(f"{each % 2**64:016x}" for each in own)
+        if check.third is None:
+            computed[str(rank)] = (_hex(digests[rank]), _hex(more[rank]))
+        else:
+            # The third rank has computed only the repetition, and the other two only the first time.
+            computed[str(rank)] = (_hex(more[rank] or digests[rank]),)
     return computed
 
 
-def _cause(check: Check, rank: int | None, hardware: Sequence[Hardware], computed: dict[int, tuple[str, ...]]) -> str:
+def _hex(digest: int) -> str:
+    # Ranks exchange digests as signed 64-bit numbers, whose minus sign would look like a part of the digest.
+    return f"{digest % 2**64:016x}"
+
+
+def _cause(
+    check: Check, rank: int | None, hardware: Sequence[Hardware], computed: Mapping[str, tuple[str, ...]]
+) -> str:
     step, index = check.microbatch.step, check.microbatch.index
     if rank is not None:
         named = f"step {step}: rank {rank} ({hardware[rank]}) computes wrongly"
@@ -221,17 +225,13 @@ def _cause(check: Check, rank: int | None, hardware: Sequence[Hardware], compute
 
 
 def _event(
-    check: Check, rank: int | None, hardware: Sequence[Hardware], computed: dict[int, tuple[str, ...]], cause: str
+    check: Check, rank: int | None, hardware: Sequence[Hardware], computed: Mapping[str, tuple[str, ...]], cause: str
 ) -> Corruption:
-    odd = None if rank is None else hardware[rank]
-    return Corruption(
-        step=check.microbatch.step,
-        microbatch=check.microbatch.index,
-        rank=rank,
-        node=None if odd is None else odd.host,
-        device=None if odd is None else odd.device,
-        gpu_uuid=odd.uuid or None if odd else None,
-        gpu_serial=odd.serial or None if odd else None,
-        digests={str(each): own for each, own in computed.items()},
-        cause=cause,
+    event = Corruption(
+        step=check.microbatch.step, microbatch=check.microbatch.index, rank=rank, digests=computed, cause=cause
     )
+    if rank is None:
+        return event
+    odd = hardware[rank]
+    parts = {"gpu_uuid": odd.uuid or None, "gpu_serial": odd.serial or None}
+    return event.model_copy(update={"node": odd.host, "device": odd.device, **parts})

@@ -103,6 +103,8 @@ class Costs:
     def price(self, ending: Collection[str], world: Collection[str]) -> Price:
         """Return the cost of ending some members of a world."""
         last_holders = self._sharded or set(world) <= set(ending)
-        # At least one step is lost, because the members may have finished steps since their last heartbeat.
-        lost_steps = max(1, self._step - self._saved) if last_holders and self._step else 0
+        lost_steps = 0
+        if last_holders and self._step:
+            # At least one step is lost, because the members may have finished steps since their last heartbeat.
+            lost_steps = max(1, self._step - self._saved)
         return Price(median(self._reform_s or [0.0]), lost_steps, self._step_s)

@@ -53,9 +53,14 @@ class Watchdog:
         """
         if not reports:
             return None
-        places = {member: (report.attempt, *report.position) for member, report in reports.items()}
-        least = min(places.values())
-        last = {member: reports[member] for member in reports if places[member] == least}
+        least = min(map(_place, reports.values()))
+        last: dict[str, ProgressReport] = {}
+        waiting: list[str] = []
+        for member, report in reports.items():
+            if _place(report) == least:
+                last[member] = report
+            else:
+                waiting.append(member)
         # Reports are of different times: after a long wait, members with an older report seem to be last. So a member
         # counts as last only after the same members were last for a while.
         if least != self._least or last.keys() != self._first.keys():
@@ -67,19 +72,21 @@ class Watchdog:
             if not settled or report.limit_s is None or report.seconds <= report.limit_s:
                 return None
             ranks.append(report.rank)
-        one = next(iter(last.values()))
+        one, *_ = last.values()
         seconds = min(report.seconds for report in last.values())
-        waiting = tuple(member for member in reports if member not in last)
         usual_s = max(report.limit_s or 0.0 for report in last.values())
-        guess = _guess(reports, bool(waiting))
-        return Hang(tuple(last), tuple(ranks), one.phase, one.step, seconds, waiting, guess, usual_s)
+        guess = Guess.ALL_WAIT
+        # A worker in its own code does not wait for another worker. If all workers are, each is slow by itself.
+        if all(map(_is_in_own_code, reports.values())):
+            guess = Guess.SLOW
+        elif waiting:
+            guess = Guess.STUCK
+        return Hang(tuple(last), tuple(ranks), one.phase, one.step, seconds, tuple(waiting), guess, usual_s)
 
 
-def _guess(reports: Reports, behind: bool) -> Guess:
-    # A worker in its own code does not wait for another worker. If all workers are, each is slow by itself.
-    if all(_is_in_own_code(report) for report in reports.values()):
-        return Guess.SLOW
-    return Guess.STUCK if behind else Guess.ALL_WAIT
+def _place(report: ProgressReport) -> tuple[int, ...]:
+    # A member of an earlier attempt is behind all members of a later one, wherever it is in its step.
+    return report.attempt, *report.position
 
 
 def _is_in_own_code(report: ProgressReport) -> bool:
@@ -99,7 +106,8 @@ def own_s(before: ProgressReport, after: ProgressReport) -> float:
     loader_s = after.spent_s.get("loader", 0.0) - before.spent_s.get("loader", 0.0)
     forward_s = after.spent_s.get("forward", 0.0) - before.spent_s.get("forward", 0.0)
     device_s = after.device_s - before.device_s
-    return (max(loader_s, device_s) if after.device_s else loader_s + forward_s) / (after.step - before.step)
+    seconds = max(loader_s, device_s) if after.device_s else loader_s + forward_s
+    return seconds / (after.step - before.step)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
 
     # With a device the host's phases only measure how long the host launches work, so the device's time is compared.
     on_device = all(after[member].device_s for member in alike)
-    own = ("loader", _DEVICE if on_device else "forward")
+    computing = _DEVICE if on_device else "forward"
     step_s: dict[str, defaultdict[str, float]] = {}  # member -> phase -> seconds in a step
     for member in alike:
         step_s[member] = defaultdict(float)
@@ -146,14 +154,15 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
 
     def lost_s(member: str) -> float:
         # Only these phases are a rank's own time. The rank may spend the rest of a step waiting for other ranks.
+        parts = excess_s(member, "loader"), excess_s(member, computing)
         if on_device:  # the device's time includes its wait for the loader, so the two are not added
-            return max(excess_s(member, "loader"), excess_s(member, _DEVICE))
-        return excess_s(member, "loader") + excess_s(member, "forward")
+            return max(parts)
+        return sum(parts)
 
     slowest = max(alike, key=lost_s)
     whole_s = sum(seconds for phase, seconds in step_s[slowest].items() if phase != _DEVICE)
     share = lost_s(slowest) / max(1e-9, whole_s)
     if share < least:
         return None
-    phase = max(own, key=partial(excess_s, slowest))
+    phase = max("loader", computing, key=partial(excess_s, slowest))
     return Straggler(slowest, after[slowest].rank, phase, round(lost_s(slowest), 4), round(share, 3))

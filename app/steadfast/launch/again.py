@@ -12,6 +12,7 @@ from typing import NoReturn, Self
 from steadfast.errors import TrainingError, UsageError
 from steadfast.orchestration.reach import answers
 
+# The environment survives `exec`. A file could outlive the command, and a later command would read it.
 _VARIABLE = "STEADFAST_CAME_BACK"
 
 
@@ -38,8 +39,9 @@ class Comebacks:
         text = os.environ.get(_VARIABLE, "{}")
         try:
             record = json.loads(text)
-            bounds = record.pop("num_workers", None)
-            return cls(**record, num_workers=tuple(bounds) if bounds else None)
+            # JSON turns a tuple into a list.
+            record["num_workers"] = tuple(record.get("num_workers") or ()) or None
+            return cls(**record)
         except (AttributeError, TypeError, ValueError) as error:
             raise UsageError(f"{_VARIABLE}={text[:80]}: steadfast sets this variable for itself; unset it") from error
 
@@ -59,10 +61,11 @@ class Comebacks:
 
     def cluster_gone(self, why: object) -> TrainingError:
         """Return the error for a cluster that cannot be joined again."""
+        # Errors of Ray have many lines, of which only the first one says what has happened.
+        first, _, _ = str(why).partition("\n")
         return TrainingError(
-            f"the cluster at {self.cluster} cannot be joined again: {str(why).partition(chr(10))[0]}. Start its Ray "
-            "again (ray up FILE, or ray start on this machine), then give the same command again: it goes on from the "
-            "newest checkpoint"
+            f"the cluster at {self.cluster} cannot be joined again: {first}. Start its Ray again (ray up FILE, or ray "
+            "start on this machine), then give the same command again: it goes on from the newest checkpoint"
         )
 
     def after(
@@ -82,11 +85,14 @@ class Comebacks:
             cluster: address of the GCS that has died; "" if Ray was embedded.
             stopping: whether the command was stopping.
         """
-        restarts_without_progress = self.restarts_without_progress if step <= self.last_step else 0
+        restarts_without_progress = 1
+        # Steps up to the furthest one are repetitions after a restore, and no progress.
+        if step <= self.last_step:
+            restarts_without_progress += self.restarts_without_progress
         return replace(
             self,
             what=what,
-            restarts_without_progress=restarts_without_progress + 1,
+            restarts_without_progress=restarts_without_progress,
             last_step=max(step, self.last_step),
             num_workers=num_workers or self.num_workers,
             cluster=cluster,
@@ -96,6 +102,9 @@ class Comebacks:
     def come_back(self) -> NoReturn:
         """Replace this process by a new process of the same command."""
         os.environ[_VARIABLE] = json.dumps(asdict(self))
+        # `exec` discards the text in Python's buffers.
         sys.stdout.flush()
         sys.stderr.flush()
+        # `sys.orig_argv` also has the options of the interpreter, such as -m, which `sys.argv` lacks. Its first word
+        # may be a name that only the shell's search path has found, so `sys.executable` replaces that word.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

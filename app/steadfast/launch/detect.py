@@ -29,10 +29,8 @@ def under_torchrun() -> bool:
 
 
 def _check_numbers() -> None:
-    """Check the numbers in torchrun's environment.
-
-    With wrong numbers torch would wait half an hour for other ranks. Raises UsageError.
-    """
+    """Check the numbers in torchrun's environment. Raises UsageError."""
+    # With wrong numbers torch would wait half an hour for ranks that do not exist.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not re.fullmatch(r"\d{1,9}", os.environ[name]):
             raise UsageError(f"{name}={os.environ[name]}: must be a number. {_REMEDY}")
@@ -49,5 +47,7 @@ def given_s(started_s: float) -> float:
     Args:
         started_s: Unix time at which this process started.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return started_s
     # The user has started torchrun, the parent process, which imports torch before it starts a rank.
-    return psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else started_s
+    return psutil.Process(os.getppid()).create_time()

@@ -51,7 +51,7 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
     variables = taken_variables(config.cluster, os.environ)
     job = _find_job(client, run)
     if job is None:
-        job = _submit(client, config, run, arguments, variables)
+        job = _submit(client, config.run.name, run, arguments, variables)
     print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
     try:
         return asyncio.run(_follow(client, job))
@@ -62,16 +62,15 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         ) from error
 
 
-def _submit(
-    client: JobSubmissionClient, config: Config, run: str, arguments: list[str], variables: dict[str, str]
-) -> str:
+def _submit(client: JobSubmissionClient, name: str, run: str, arguments: list[str], variables: dict[str, str]) -> str:
     file = write_variables(variables)
     command = shlex.join([sys.executable, *_program(), *arguments])
     try:
         job: str = client.submit_job(
             # The job runs in this directory, because relative paths would mean other files in Ray's copy of it.
             entrypoint=f"cd {shlex.quote(os.getcwd())} && {source_and_delete(str(file))}exec {command}",
-            submission_id=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+            # Ray refuses an id that it knows, even that of a job that has ended.
+            submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
             metadata={_RUN: run},
         )
         return job

@@ -29,11 +29,9 @@ def of_torchrun() -> bool:
 
 
 def expect_end() -> None:
-    """Make SIGTERM end this rank without an error.
-
-    torchrun sends SIGTERM when another rank fails. Otherwise torchrun would list this rank as a failure too, and the
-    user would look for a second cause.
-    """
+    """Make SIGTERM end this rank without an error."""
+    # torchrun sends SIGTERM when another rank fails. With an error torchrun would list this rank as a failure too, and
+    # the user would look for a second cause.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
@@ -43,8 +41,9 @@ def end_rank(error: Exception, text: str) -> NoReturn:
     _leave_message(error)
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    exit_code = error.exit_code if isinstance(error, SteadfastError) else 1
     # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
-    os._exit(error.exit_code if isinstance(error, SteadfastError) else 1)
+    os._exit(exit_code)
 
 
 def traceback_of(error: Exception) -> str:
@@ -84,7 +83,8 @@ def _leave_message(error: Exception) -> None:
 
 def _is_of_another(error: Exception) -> bool:
     cause = error.__cause__ if isinstance(error, SteadfastError) else error
-    if cause is None or "torch" not in sys.modules:  # without torch there has been no collective
+    # Without torch there has been no collective. The import below would load torch, which takes seconds.
+    if cause is None or "torch" not in sys.modules:
         return False
     from steadfast.world.groups import is_peer_loss
 

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
@@ -42,7 +43,7 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         config = _scaled(config, bounds, directory.batch(config.batch).num_microbatches)
         stopping = "stopping; Ctrl-C again to stop at once"
         with reported(config.run, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
-            return _run(config, directory, ownership, started_s, console, interrupts, before)
+            return _Launch(directory, ownership, console, interrupts, before).run(config, started_s)
     finally:
         release_run(directory, ownership, new)
 
@@ -64,92 +65,113 @@ def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> C
     return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
 
 
-def _run(
-    config: Config,
-    directory: RunDirectory,
-    ownership: Ownership,
-    started_s: float,
-    console: Console,
-    interrupts: Interrupts,
-    before: Comebacks,
-) -> int:
-    """Connect to a cluster, wait for room, and train."""
-    import ray
+@dataclass(frozen=True)
+class _Launch:
+    """Training of one command on Ray, after the command has claimed the run."""
 
-    from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
+    directory: RunDirectory
+    ownership: Ownership
+    console: Console
+    interrupts: Interrupts
+    before: Comebacks
 
-    address = _connect(config, started_s, console, interrupts, before)
-    interrupts.on_abort = ray.shutdown
-    from steadfast.orchestration.internals import end_embedded
-    from steadfast.orchestration.trainer import Fit, RayDied, build_trainer, head_host, recovery_mode, start_coordinator
+    def run(self, config: Config, started_s: float) -> int:
+        """Connect to a cluster, train there, and return the exit code."""
+        import ray
 
-    try:
-        console.line(describe_cluster(address))
+        address = self._connect(config, started_s)
+        self.interrupts.on_abort = ray.shutdown
+        from steadfast.orchestration.internals import end_embedded
+        from steadfast.orchestration.trainer import RayDied
+
+        try:
+            return self._train(config, address)
+        except RayDied as died:
+            follows = "the command starts again from the newest state"
+            if self.interrupts.stopping:
+                follows += ", to save it and stop"
+            restarted = events.ProcessRestarted(process=died.what, follows=follows)
+            self.directory.record(restarted)
+            self.console.line(restarted.line())
+            self.console.close()
+            # The children of a process survive `exec`, so the processes of an embedded Ray would run beside those of
+            # the next one.
+            end_embedded()
+            # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its
+            # end. The new process counts the deaths and raises the error.
+            stopping = self.interrupts.stopping
+            self.before.after(died.what, died.step, died.num_workers, died.cluster, stopping).come_back()
+        finally:
+            ray.shutdown()
+
+    def _connect(self, config: Config, started_s: float) -> str:
+        """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
+        from steadfast.orchestration.cluster import RayNotStarted, connect
+
+        # The next steps need torch and Ray Train. A thread imports both while Ray's processes start.
+        importing = threading.Thread(target=import_module, args=("steadfast.orchestration.trainer",))
+        try:
+            with self.interrupts.spared():
+                # Threads and processes that start here inherit the blocked signals.
+                self.console.stage("starting Ray", started_s)
+                importing.start()
+                address = connect(config.cluster, config.scaling, self.console.verbose)
+        except Exception as error:
+            if self.before.cluster:
+                raise self.before.cluster_gone(error) from error
+            if not self.before.restarts_without_progress or not isinstance(error, RayNotStarted):
+                raise
+            # On a busy machine the start of an embedded Ray may exceed Ray's own time limit, so it is tried again.
+            self.before.after("Ray", self.before.last_step).come_back()
+        importing.join()
+        return address
+
+    def _train(self, config: Config, address: str) -> int:
+        """Wait for room on the cluster, and train until the run ends."""
+        import ray
+
+        from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
+        from steadfast.orchestration.membership import Membership
+        from steadfast.orchestration.trainer import Fit, build_trainer, head_host, recovery_mode, start_coordinator
+
+        self.console.line(describe_cluster(address))
         head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED
         if embedded:
-            config = _without_packages(config, console)
-        console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
-        gpus = gpus_per_worker(config, embedded)
-        expected = await_room(config, gpus, ownership, interrupts, embedded)
+            config = _without_packages(config, self.console)
+        self.console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
+        gpus = gpus_per_worker(config.scaling, embedded)
+        expected = await_room(config.scaling, gpus, self.ownership, self.interrupts, embedded)
 
         mode, why_not = recovery_mode(config.recovery.mode)
         if why_not:
-            console.line(why_not)
+            self.console.line(why_not)
         if mode.ray_restarts and config.replica_size > 1 and len(config.world_sizes(config.scaling.num_workers)) > 1:
             raise UsageError(
                 "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
                 f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
             )
-        coordinator = start_coordinator(mode, config, directory, ownership, expected)
-        build = partial(build_trainer, mode, config, directory, coordinator, gpus)
+        membership = Membership.of(config.scaling, expected, config.replica_size)
+        coordinator = start_coordinator(mode, config.recovery, membership, self.directory, self.ownership)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
-        limit = config.recovery.max_failures
-        fit = Fit(build, coordinator, directory, console, interrupts, expected, limit, cluster, before.stopping)
+        fit = Fit(
+            partial(build_trainer, mode, config, self.directory, coordinator, gpus),
+            coordinator,
+            self.directory,
+            self.console,
+            self.interrupts,
+            expected,
+            config.recovery.max_failures,
+            cluster,
+            self.before.stopping,
+        )
         try:
             return fit.result()
         finally:
             # If another command has taken the run over, its workers need the copies.
-            if fit.over and ownership.holds():
+            if fit.over and self.ownership.holds():
                 with contextlib.suppress(OSError):
-                    end_copies(directory)
-    except RayDied as died:
-        follows = "the command starts again from the newest state"
-        if interrupts.stopping:
-            follows += ", to save it and stop"
-        restarted = events.ProcessRestarted(process=died.what, follows=follows)
-        directory.record(restarted)
-        console.line(restarted.line())
-        console.close()
-        end_embedded()
-        # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its end.
-        # The new process counts the deaths and raises the error.
-        before.after(died.what, died.step, died.num_workers, died.cluster, interrupts.stopping).come_back()
-    finally:
-        ray.shutdown()
-
-
-def _connect(config: Config, started_s: float, console: Console, interrupts: Interrupts, before: Comebacks) -> str:
-    """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
-    from steadfast.orchestration.cluster import RayNotStarted, connect
-
-    # The next steps need torch and Ray Train. A thread imports both while Ray's processes start.
-    importing = threading.Thread(target=import_module, args=("steadfast.orchestration.trainer",))
-    try:
-        with interrupts.spared():
-            # Threads and processes that start here inherit the blocked signals.
-            console.stage("starting Ray", started_s)
-            importing.start()
-            address = connect(config, console.verbose)
-    except Exception as error:
-        if before.cluster:
-            raise before.cluster_gone(error) from error
-        if not before.restarts_without_progress or not isinstance(error, RayNotStarted):
-            raise
-        # On a busy machine the start of an embedded Ray may exceed Ray's own time limit, so it is tried again.
-        before.after("Ray", before.last_step).come_back()
-    importing.join()
-    return address
+                    end_copies(self.directory)
 
 
 def _without_packages(config: Config, console: Console) -> Config:

@@ -5,7 +5,7 @@ from typing import Any
 
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.memory_server import end_server, server_name
-from steadfast.config import Change, Config, diff
+from steadfast.config import BatchConfig, Change, Config, RunConfig, diff
 from steadfast.errors import RunConflict, StorageError
 from steadfast.plan import begin_of
 from steadfast.run.directory import RunDirectory
@@ -40,10 +40,11 @@ def start_or_resume(
     try:
         return _start_or_resume(config, directory, begun, say, return_finished)
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        what = str(error.strerror or error)
+        if error.filename:
+            what = f"{error.filename}: {what}"
         raise StorageError(
-            f"{directory.uri} cannot be used: {place}{error.strerror or error}. Remove what is in the way there, or "
-            "choose another run.name"
+            f"{directory.uri} cannot be used: {what}. Remove what is in the way there, or choose another run.name"
         ) from error
 
 
@@ -52,7 +53,7 @@ def _start_or_resume(
 ) -> bool:
     stored = directory.stored_config()
     resumable = has_checkpoint(directory)
-    _check_resume_mode(config, directory, resumable)
+    _check_resume_mode(config.run, directory, resumable)
 
     changes = diff(stored, config) if stored else []
     refused = [change for change in changes if change.identity]
@@ -64,6 +65,7 @@ def _start_or_resume(
     if refused:
         # There is no state to resume, and ledger and events of the former configuration would mislead the user.
         directory.clear()
+        # Nothing of the former run is left, and goodput counts the time from a start that is no restart.
         begun = begun.model_copy(update={"again": None})
     never = config.run.resume == "never" and not begun.again
     if not resumable and (stored is None or refused or never):
@@ -71,17 +73,25 @@ def _start_or_resume(
 
     summary = directory.summary()
     if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
-        _compare_with_finished(config, stored, changes, directory, summary, say, return_finished)
+        others = _training_otherwise(changes, stored, directory)
+        if others and not return_finished:
+            raise RunConflict(finished_otherwise(config.run, directory.uri, summary, _listed(others)))
+        if stored is None:
+            say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+        for change in changes:
+            if not change.free:
+                say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
+        say(already_finished(config.run, directory.uri, summary))
         return False
 
-    if stored is None or _length(stored) != _length(config):
+    if stored is None or _length(stored.run) != _length(config.run):
         _note_short_step(stored, config, directory, say)
     directory.delete_summary()
     # An old request of `steadfast scale` was meant for the former command.
     directory.pop_scale_request()
     # Without a checkpoint, the memory of a node may still hold the run's finished steps.
     if stored is not None and (resumable or directory.last_step_line()):
-        _keep_microbatch_size(stored, config, directory)
+        _keep_microbatch_size(stored.batch, config.batch, directory)
     directory.write_config(config)
     for change in changes:
         if resumable and not change.identity and not change.free:
@@ -93,55 +103,34 @@ def _start_or_resume(
     return True
 
 
-def _compare_with_finished(
-    config: Config,
-    stored: Config | None,
-    changes: list[Change],
-    directory: RunDirectory,
-    summary: dict[str, Any],
-    say: Callable[[str], object],
-    return_finished: bool,
-) -> None:
-    """Report the finished run, and each changed key.
-
-    Raises:
-        RunConflict: the configuration would have trained another model, and `return_finished` is false.
-    """
-    numeric = [change for change in changes if stored and _trains_otherwise(change, stored, directory)]
-    if numeric and not return_finished:
-        raise RunConflict(finished_otherwise(config.run, directory.uri, summary, _listed(numeric)))
-    if stored is None:
-        say(f"{directory.uri} has no config.yaml: the configurations were not compared")
+def _training_otherwise(changes: list[Change], stored: Config | None, directory: RunDirectory) -> list[Change]:
+    """Return the changes with which the finished run would have trained another model."""
+    found: list[Change] = []
     for change in changes:
-        if not change.free:
-            say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
-    say(already_finished(config.run, directory.uri, summary))
-
-
-def _trains_otherwise(change: Change, stored: Config, directory: RunDirectory) -> bool:
-    if change.key == "batch.microbatch_size":  # auto keeps the number that the run has chosen
-        return change.new not in ("auto", directory.batch(stored.batch).microbatch_size)
-    return change.numeric
+        changes_model = change.numeric
+        if change.key == "batch.microbatch_size" and stored is not None:
+            # With auto a run keeps the number that it has chosen, so the same number and auto train the same model.
+            changes_model = change.new not in ("auto", directory.batch(stored.batch).microbatch_size)
+        if changes_model:
+            found.append(change)
+    return found
 
 
 def _listed(changes: list[Change]) -> str:
     return "\n".join(f"  {change.key}: {change.old} -> {change.new}" for change in changes)
 
 
-def _keep_microbatch_size(stored: Config, config: Config, directory: RunDirectory) -> None:
-    """Keep the run's `batch.microbatch_size` if the new configuration says auto.
-
-    The number must be the same for all steps of a run.
-    """
-    former = stored.batch.microbatch_size
-    if config.batch.microbatch_size == "auto" and former != "auto":
-        directory.write_microbatch_size(former)
+def _keep_microbatch_size(stored: BatchConfig, batch: BatchConfig, directory: RunDirectory) -> None:
+    """Keep the run's `batch.microbatch_size` if the new configuration says auto."""
+    # All steps of a run have microbatches of one size, because dropout draws its numbers by microbatch.
+    if batch.microbatch_size == "auto" and stored.microbatch_size != "auto":
+        directory.write_microbatch_size(stored.microbatch_size)
 
 
-def _check_resume_mode(config: Config, directory: RunDirectory, resumable: bool) -> None:
-    if config.run.resume == "must" and not resumable:
+def _check_resume_mode(run: RunConfig, directory: RunDirectory, resumable: bool) -> None:
+    if run.resume == "must" and not resumable:
         raise RunConflict(f"run.resume=must, but {directory.uri} holds no checkpoint to resume from")
-    if config.run.resume == "never" and resumable:
+    if run.resume == "never" and resumable:
         raise RunConflict(
             f"run.resume=never, but {directory.uri} holds checkpoints. Choose another run.name, or remove the run"
         )
@@ -151,7 +140,7 @@ def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> 
     """Return whether `config` makes the finished run longer."""
     if summary.get("ended_early") and stored is not None:
         # A run that ended early counts as finished for its own length. Only another length extends it.
-        return _length(config) != _length(stored)
+        return _length(config.run) != _length(stored.run)
     if config.run.steps is not None:
         return config.run.steps > int(summary["step"])
     if stored is None or stored.run.epochs is None:
@@ -160,8 +149,8 @@ def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> 
     return (config.run.epochs or 0) > stored.run.epochs
 
 
-def _length(config: Config) -> tuple[int | None, int | None]:
-    return config.run.steps, config.run.epochs
+def _length(run: RunConfig) -> tuple[int | None, int | None]:
+    return run.steps, run.epochs
 
 
 def _note_short_step(
@@ -204,13 +193,13 @@ def has_checkpoint(directory: RunDirectory) -> bool:
 def end_copies(directory: RunDirectory) -> None:
     """End all copies of the run's state in memory.
 
-    Copies on this machine end at once, and copies on other machines become invalid. The name of a process that holds
-    copies follows from a secret. A new secret is written, so that no later command finds such a process.
+    Copies on this machine end at once, and copies on other machines become invalid.
 
     Raises OSError if storage refuses the secret.
     """
     if key := read_key(directory.store):
         end_server(server_name(directory.uri, key))
+    # The name of a process that holds copies follows from the secret, so with a new secret no later command finds one.
     write_key(directory.store)
 
 
@@ -229,10 +218,8 @@ def release_run(directory: RunDirectory, ownership: Ownership, new: bool) -> Non
 
 
 def _worth_reading(directory: RunDirectory) -> bool:
-    """Return whether the run has a step, a failure, stacks or a profile.
-
-    A message may refer the user to these.
-    """
+    """Return whether the run has a step, a failure, stacks or a profile."""
+    # A message may have referred the user to these files.
     if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
         return True
     # A failure of kind "ours" is explained by its message alone, so its event is not worth reading.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -43,90 +42,6 @@ _RAY_KEYS = {
 _NO_RUN_ID = "none"
 
 
-class TorchrunRuntime:
-    """Runtime of one world under torchrun.
-
-    A failure ends the process, and torchrun starts another one. A single process may run without torchrun, and then no
-    launcher restarts the process. So a single process begins the attempt after a rollback itself.
-
-    Args:
-        form: forms the world of an attempt, from the attempt's number and amendments.
-        begun: number and amendments of the first attempt.
-        ownership: the claim on the run, None except on rank 0.
-    """
-
-    def __init__(
-        self,
-        place: "Place",
-        form: Callable[[int, Amendments], World],
-        directory: RunDirectory,
-        console: Console,
-        begun: tuple[int, Amendments],
-        ownership: Ownership | None = None,
-    ) -> None:
-        self.device = place.device
-        self._is_alone = place.world_size == 1
-        self._form = form
-        self._events = directory.open_events()
-        self._console = console
-        self._attempt, self._amendments = begun
-        self._ownership = ownership
-        self._formed = False
-        self._rolled_back = False
-        self._stop = False
-
-    def next_world(self) -> World | None:
-        # After a rollback a requested stop still needs one more world, which restores the state to stop with.
-        if self._formed or (self._stop and not self._rolled_back):
-            return None
-        self._formed = True
-        return self._form(self._attempt, self._amendments)
-
-    def request_stop(self) -> None:
-        self._stop = True
-
-    def signals(self) -> Signals:
-        if self._ownership is not None and self._ownership.lost:
-            raise RunConflict(self._ownership.lost)
-        return Signals(stop=self._stop)
-
-    def publish(self, event: Event) -> None:
-        event = event.stamped()
-        self._events.write(event)
-        self._console.show(event)
-
-    def failed(self, step: int, error: BaseException) -> bool:
-        if isinstance(error, OutOfMemory):  # the processes that torchrun starts next read the size from this event
-            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
-        amended = self._amended_by(error) if self._is_alone else None
-        # The failure is not shown here, because the end of the command reports it once for all ranks.
-        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
-        if amended is None or self._ownership is None:
-            raise error  # torchrun restarts only a process that has exited
-        self._amendments = amended
-        self._attempt = self._ownership.next_attempt()
-        self._formed = False
-        self._rolled_back = True
-        return True
-
-    def _amended_by(self, error: BaseException) -> Amendments | None:
-        """Return the amendments for the next attempt.
-
-        The result is None if this process cannot go on.
-
-        A restarted process would read the same amendments from the events.
-        """
-        match error:
-            case BadStep():
-                return self._amendments.leaving_out(error.steps)
-            case OutOfMemory():
-                return replace(self._amendments, forward_size=error.forward_size)
-        return None
-
-    def close(self) -> None:
-        self._events.close()
-
-
 @dataclass(frozen=True)
 class Place:
     """Place of this process in a world without Ray."""
@@ -148,12 +63,117 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Command:
+    """Command, or call of `fit`, that trains in this process.
+
+    Attributes:
+        started_s: Unix time at which this process began.
+        given_s: Unix time at which the command was given; torchrun may have restarted this process since then.
+        owns_process: as `of_process` in `Interrupts`.
+        return_finished: as in `start_or_resume`.
+    """
+
+    started_s: float
+    given_s: float
+    owns_process: bool = True
+    return_finished: bool = False
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """First attempt of this process, as rank 0 has begun it."""
+
+    attempt: int
+    amendments: Amendments
+    ownership: Ownership | None = None  # the claim on the run, which only rank 0 holds
+
+
+@dataclass(frozen=True)
 class Ending:
     """Outcome of the training for this process."""
 
     exit_code: int
     refusal: str = ""  # reason why rank 0 has refused to begin
     worker: WorkerState | None = None  # None if no training was needed
+
+
+class TorchrunRuntime:
+    """Runtime of one world under torchrun.
+
+    A failure ends the process, and torchrun starts another one. A single process may run without torchrun, so it begins
+    the attempt after a rollback itself.
+    """
+
+    def __init__(
+        self, place: Place, timeouts: Timeouts, directory: RunDirectory, console: Console, beginning: Beginning
+    ) -> None:
+        self.device = place.device
+        self._place = place
+        self._timeouts = timeouts
+        self._progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
+        self._events = directory.open_events()
+        self._console = console
+        self._attempt = beginning.attempt
+        self._amendments = beginning.amendments
+        self._ownership = beginning.ownership
+        self._formed = False
+        self._rolled_back = False
+        self._stop = False
+
+    def next_world(self) -> World | None:
+        # After a rollback a requested stop still needs one more world, which restores the state to stop with.
+        if self._formed or (self._stop and not self._rolled_back):
+            return None
+        self._formed = True
+        place = self._place
+        members = place.store, place.rank, place.world_size
+        return form_world(*members, self._attempt, place.device, self._amendments, self._timeouts, self._progress)
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def signals(self) -> Signals:
+        if self._ownership is not None and self._ownership.lost:
+            raise RunConflict(self._ownership.lost)
+        return Signals(stop=self._stop)
+
+    def publish(self, event: Event) -> None:
+        event = event.stamped()
+        self._events.write(event)
+        self._console.show(event)
+
+    def failed(self, step: int, error: BaseException) -> bool:
+        if isinstance(error, OutOfMemory):  # the processes that torchrun starts next read the size from this event
+            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+        amended = self._amended_by(error)
+        # The failure is not shown here, because the end of the command reports it once for all ranks.
+        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
+        if amended is None or self._ownership is None:
+            raise error
+        self._amendments = amended
+        self._attempt = self._ownership.next_attempt()
+        self._formed = False
+        self._rolled_back = True
+        return True
+
+    def _amended_by(self, error: BaseException) -> Amendments | None:
+        """Return the amendments for the next attempt.
+
+        The result is None if this process cannot go on.
+        """
+        # Several processes have a launcher that restarts all of them, and it acts only on processes that have exited.
+        if self._place.world_size > 1:
+            return None
+        # A restarted process would read the same amendments from the events.
+        match error:
+            case BadStep():
+                return self._amendments.leaving_out(error.steps)
+            case OutOfMemory():
+                return replace(self._amendments, forward_size=error.forward_size)
+        return None
+
+    def close(self) -> None:
+        self._events.close()
 
 
 def run_under_torchrun(config: Config, started_s: float, console: Console) -> int:
@@ -163,30 +183,16 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
     """
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
-        directory = RunDirectory.of(config)
-        return train_here(config, directory, place, started_s, given_s(started_s), console, Interrupts()).exit_code
+        command = Command(started_s, given_s(started_s))
+        return train_here(config, RunDirectory.of(config), place, command, console).exit_code
     except Exception as error:
         if not is_peer_loss(error):
             raise
         raise TrainingError(f"another rank is gone, or cannot be reached: {error}") from error
 
 
-def train_here(
-    config: Config,
-    directory: RunDirectory,
-    place: Place,
-    started_s: float,
-    command_s: float,
-    console: Console,
-    interrupts: Interrupts,
-    return_finished: bool = False,
-) -> Ending:
+def train_here(config: Config, directory: RunDirectory, place: Place, command: Command, console: Console) -> Ending:
     """Train in this process. A collective of all processes.
-
-    Args:
-        started_s: Unix time at which this process began.
-        command_s: Unix time at which the command was given; torchrun may have restarted this process since then.
-        return_finished: as in `start_or_resume`.
 
     Raises:
         TrainingError: a step is bad, or a rank computes wrongly, and torchrun must restart the processes.
@@ -202,9 +208,10 @@ def train_here(
                 ownership = _claim(directory, console)
                 if unused := unused_keys(config, place.world_size):
                     console.line(f"not used without Ray: {', '.join(unused)}")
-                begun = _begun(directory, started_s, command_s)
-                answer = _begin(config, directory, ownership, console, begun, return_finished)
+                answer = _begin(config, directory, ownership, console, command)
             except SteadfastError as error:
+                # The other ranks wait for an answer. Without one they would wait for the time limit of the store, and
+                # then report an error of their own.
                 place.store.set(key, json.dumps({"code": error.exit_code, "refusal": str(error)}))
                 if ownership is not None:
                     release_run(directory, ownership, new)
@@ -214,10 +221,15 @@ def train_here(
         answer = json.loads(place.store.get(key))
         if "code" in answer:
             return Ending(int(answer["code"]), answer["refusal"])
-        if place.rank > 0:
-            return _train(config, place, directory, console, interrupts, answer, ownership)
-        with reported(config.run, directory, console.line):
-            return _train(config, place, directory, console, interrupts, answer, ownership)
+        beginning = Beginning(answer["attempt"], Amendments.of_line(answer["amendments"]), ownership)
+        with contextlib.ExitStack() as stack:
+            if place.rank == 0:
+                stack.enter_context(reported(config.run, directory, console.line))
+            runtime = TorchrunRuntime(place, Timeouts(config.recovery.silence_s), directory, console, beginning)
+            ending = _train(config, directory, runtime, command)
+            if place.rank == 0 and (summary := directory.summary()):
+                console.finish({**summary, "tensorboard": directory.curves()})
+            return ending
     except BadStep as error:
         raise TrainingError(str(error)) from error
     except Corrupted as error:
@@ -229,34 +241,15 @@ def train_here(
             ownership.release()
 
 
-def _train(
-    config: Config,
-    place: Place,
-    directory: RunDirectory,
-    console: Console,
-    interrupts: Interrupts,
-    answer: dict[str, Any],
-    ownership: Ownership | None,
-) -> Ending:
-    timeouts = Timeouts(config.recovery.silence_s)
-    progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
-
-    def form(attempt: int, amendments: Amendments) -> World:
-        members = place.store, place.rank, place.world_size
-        return form_world(*members, attempt, place.device, amendments, timeouts, progress)
-
-    begun = answer["attempt"], Amendments.of_line(answer["amendments"])
+def _train(config: Config, directory: RunDirectory, runtime: TorchrunRuntime, command: Command) -> Ending:
     outcome = None
-    with closing(TorchrunRuntime(place, form, directory, console, begun, ownership)) as runtime:
-        interrupts.on_stop = runtime.request_stop
-        with interrupts:
-            worker = start_worker(config, runtime)
-            if worker is not None:
-                outcome = train_in_worlds(config, runtime, worker, directory)
-    if place.rank == 0 and (summary := directory.summary()):
-        console.finish({**summary, "tensorboard": directory.curves()})
-    finished = outcome is not None and outcome.kind == "finished"
-    return Ending(0 if finished else EXIT_STOPPED, worker=worker)
+    with closing(runtime), Interrupts(runtime.request_stop, of_process=command.owns_process):
+        worker = start_worker(config, runtime)
+        if worker is not None:
+            outcome = train_in_worlds(config, runtime, worker, directory)
+    if outcome is not None and outcome.kind == "finished":
+        return Ending(0, worker=worker)
+    return Ending(EXIT_STOPPED, worker=worker)
 
 
 def unused_keys(config: Config, world_size: int) -> list[str]:
@@ -267,9 +260,11 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
     for name, keys in _RAY_KEYS.items():
         section = getattr(config, name)
         default = type(section)()
-        found += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
-    if config.run.exact:  # an exact run uses `cpus_per_worker` as the number of threads
-        found = [key for key in found if key != "scaling.cpus_per_worker"]
+        for key in keys:
+            # An exact run uses `cpus_per_worker` as the number of threads, because sums depend on that number.
+            is_used = config.run.exact and key == "cpus_per_worker"
+            if getattr(section, key) != getattr(default, key) and not is_used:
+                found.append(f"{name}.{key}")
     if config.recompute.every is not None and world_size == 1:
         found.append("recompute.every (it needs a second worker)")
     return found
@@ -277,10 +272,11 @@ def unused_keys(config: Config, world_size: int) -> list[str]:
 
 def _claim(directory: RunDirectory, console: Console) -> Ownership:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
+    if run_id == _NO_RUN_ID:
+        return Ownership.claim(directory.store, say=console.line)
     # All processes of a torchrun use the run id as token, so that a restarted process can claim the run from its
     # predecessor.
-    token = None if run_id == _NO_RUN_ID else run_id
-    return Ownership.claim(directory.store, token, console.line)
+    return Ownership.claim(directory.store, run_id, console.line)
 
 
 def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunStarted:
@@ -301,15 +297,11 @@ def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunSt
 
 
 def _begin(
-    config: Config,
-    directory: RunDirectory,
-    ownership: Ownership,
-    console: Console,
-    begun: RunStarted,
-    return_finished: bool,
+    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, command: Command
 ) -> dict[str, Any]:
     """Return rank 0's answer: an attempt or an exit code."""
-    if not start_or_resume(config, directory, begun, console.line, return_finished):
+    begun = _begun(directory, command.started_s, command.given_s)
+    if not start_or_resume(config, directory, begun, console.line, command.return_finished):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import yaml
 
-from steadfast.config import Config
+from steadfast.config import ClusterConfig, ScalingConfig
 from steadfast.errors import ResourcesMissing, TrainingError, UsageError
 from steadfast.orchestration.internals import (
     current_cluster,
@@ -60,7 +60,7 @@ class RayNotStarted(TrainingError):
         self.remedy = remedy
 
 
-def connect(config: Config, verbose: bool) -> str:
+def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> str:
     """Join a cluster, or embed Ray in this process.
 
     Return the cluster's address or `EMBEDDED`. The README describes which cluster a run joins.
@@ -76,16 +76,16 @@ def connect(config: Config, verbose: bool) -> str:
         quiet["logging_level"] = logging.ERROR
         silence_raylet()
     keep_sigterm_handler()
-    address = find_cluster(config.cluster.address)
+    address = find_cluster(cluster.address)
     if address is not None:
-        check_packages(config.cluster.pip, Path.cwd())
-        _init(address=address, runtime_env=runtime_env(config.cluster), **quiet)
+        check_packages(cluster.pip, Path.cwd())
+        _init(address=address, runtime_env=runtime_env(cluster), **quiet)
         return address
     with on_loopback():
         _init(
             address="local",
             # A run may have more workers than the machine has cores. The run is only slower.
-            num_cpus=max(os.cpu_count() or 1, config.scaling.min_workers * config.scaling.cpus_per_worker),
+            num_cpus=max(os.cpu_count() or 1, scaling.min_workers * scaling.cpus_per_worker),
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             _node_ip_address=_LOOPBACK,
@@ -153,7 +153,9 @@ def _refuses(address: str) -> bool:
 
 def _split(address: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(address)
-    return (match[1].strip("[]"), int(match[2])) if match else ("", 0)
+    if match is None:
+        return "", 0
+    return match[1].strip("[]"), int(match[2])
 
 
 def _answers(address: str, within_s: float) -> bool:
@@ -194,14 +196,13 @@ def describe_cluster(address: str) -> str:
     return described
 
 
-def gpus_per_worker(config: Config, embedded: bool) -> int:
+def gpus_per_worker(scaling: ScalingConfig, embedded: bool) -> int:
     """Return the number of GPUs for each worker.
 
     "auto" means 1 if any node has a GPU, or any node that the autoscaler may start. Otherwise "auto" means 0.
     """
-    wanted = config.scaling.gpus_per_worker
-    if wanted != "auto":
-        return wanted
+    if scaling.gpus_per_worker != "auto":
+        return scaling.gpus_per_worker
     nodes = _nodes()
     if not embedded:
         nodes += startable()
@@ -222,7 +223,7 @@ def startable(config: Path = _AUTOSCALER) -> list[dict[str, float]]:
     return nodes
 
 
-def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
+def await_room(scaling: ScalingConfig, gpus: int, ownership: Ownership, interrupts: Interrupts, embedded: bool) -> int:
     """Wait until the cluster has room for the run.
 
     A run needs room for its smallest number of workers. Return the number of workers that fit, within the bounds of
@@ -232,7 +233,6 @@ def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Inte
         ResourcesMissing: the cluster has too little room after `scaling.start_timeout_s`. The message names what is
             missing.
     """
-    scaling = config.scaling
     # An embedded Ray cannot grow, so there is nothing to wait for. With an autoscaler the nodes need not run yet: the
     # pending actors of slots will start them.
     patience_s = 0.0 if embedded else scaling.start_timeout_s
@@ -244,7 +244,9 @@ def await_room(config: Config, gpus: int, ownership: Ownership, interrupts: Inte
         if max(fitting, promised) >= scaling.min_workers:
             return max(scaling.min_workers, min(fitting, scaling.num_workers[1]))
         if time.monotonic() - began_s >= patience_s:
-            autoscaled = f", and all nodes that the autoscaler may start for {promised}" if promised else ""
+            autoscaled = ""
+            if promised:
+                autoscaled = f", and all nodes that the autoscaler may start for {promised}"
             raise ResourcesMissing(
                 f"scaling.num_workers asks for at least {scaling.min_workers} workers of {scaling.cpus_per_worker} CPU "
                 f"and {gpus} GPU each, but after {patience_s:g} s {len(_nodes())} node(s) with {_total('CPU')} CPUs "

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.config import RecoveryConfig
 from steadfast.errors import RunConflict
 from steadfast.orchestration.gauges import Gauges
 from steadfast.orchestration.heartbeat import Commands, HeartbeatServer
@@ -25,8 +25,6 @@ from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
 from steadfast.world.timeouts import Timeouts
 
-_SETTLE_S = 5.0  # time that the first world waits for the remaining workers that the cluster has room for
-_GATHER_S = 0.3  # time that a new worker waits, so that several new workers cause one resize
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NEVER_CAME = "not heard of since the coordinator has died"
@@ -50,10 +48,6 @@ class Coordinator:
     - Decide from each failure report whether the run goes on (`failed`).
     - Declare workers dead (`lose`), and abort the world that contained them.
     - Record the events of the run, and hand them to the driver (`events`).
-
-    Args:
-        expected: number of workers that the cluster has room for at the start.
-        unit: number of workers in a replica.
     """
 
     # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
@@ -63,18 +57,12 @@ class Coordinator:
     # The state of this actor may be lost. When the actor dies, Ray starts another one and repeats the pending calls.
     # The new coordinator reads `owner.json` and `events.jsonl`, and the workers send the rest (`rejoin`).
     def __init__(
-        self,
-        recovery: RecoveryConfig,
-        scaling: ScalingConfig,
-        directory: RunDirectory,
-        ownership: Ownership,
-        expected: int,
-        replica_size: int = 1,
+        self, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
     ) -> None:
         self.over = False
         self.short_since_s: float | None = None  # time at which the workers became too few for a world
         self.members: dict[str, Member] = {}
-        self.membership = Membership(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, replica_size)
+        self.membership = membership
         self._left_over = 0  # waiting workers in the last `LeftOver` event
         self._supervisor = Supervisor(self, directory, ownership, recovery)
         self._timeouts = Timeouts(recovery.silence_s)
@@ -97,6 +85,7 @@ class Coordinator:
         # Members without a world. Their call to `join` waits for this future.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._running = 0  # number of the current attempt, 0 between two attempts
+        self._ended: set[int] = set()  # attempts that a former coordinator has seen end
         # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
         self._doomed = asyncio.Event()
         # If a member has died, its missing heartbeats show the death within this time.
@@ -236,16 +225,7 @@ class Coordinator:
         first = self._seen_failures.setdefault((report.step, report.message), member)
         if report.kind == "ours" or first != member or exceeded is not None:
             self.over = True
-        failure = events.Failure(
-            kind=report.kind,
-            member=member,
-            step=report.step,
-            error=report.message,
-            traceback=report.traceback,
-            fatal=self.over,
-            budget=exceeded,
-        )
-        self.record(failure)
+        self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
     def _shrink(self, report: FailureReport, forward_size: int) -> None:
         # Every rank may have run out of memory, each with another forward size. The smallest size counts.
@@ -258,14 +238,7 @@ class Coordinator:
             self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
-        failure = events.Failure(
-            kind=report.kind,
-            member=member,
-            step=report.step,
-            error=report.message,
-            traceback=report.traceback,
-        )
-        self.record(failure)
+        self.record(report.to_event(member))
         broken = self._broken_worlds.count(report.attempt)
         exceeded = self._budgets.spend(report.kind, self._furthest_step)
         if reason := broken or exceeded:
@@ -286,7 +259,9 @@ class Coordinator:
         The number is 0 if the run needs no worker.
         """
         await self._taken_over()
-        return 0 if self.over or self._nothing_to_save() else self.membership.wanted
+        if self.over or self._nothing_to_save():
+            return 0
+        return self.membership.wanted
 
     async def corrupted_nodes(self) -> list[str]:
         """Return the nodes on which a worker computed wrongly."""
@@ -340,8 +315,10 @@ class Coordinator:
                 self.membership.rescale(*bounds)
             case events.AttemptStarted(attempt=int(attempt)):
                 self._broken_worlds.stepped(attempt)
-            case events.AttemptEnded(attempt=int(attempt), cause="communication failed"):
-                self._broken_worlds.count(attempt)
+            case events.AttemptEnded(attempt=int(attempt)):
+                self._ended.add(attempt)
+                if event.cause == "communication failed":
+                    self._broken_worlds.count(attempt)
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
                 self._note_corrupted(event)
@@ -364,15 +341,15 @@ class Coordinator:
 
     def _take_over(self, former: Succession) -> None:
         place = former.newest
-        names = place.members if place else ()
+        names: tuple[str, ...] = ()
+        if place is not None:
+            names = place.members
+            self._amendments = self._amendments.leaving_out(place.amendments.skip)
+            # If storage counts a newer attempt, no member has received an assignment to that attempt.
+            if place.attempt >= self._ownership.attempt and place.attempt not in self._ended:
+                self._running = place.attempt
         self.membership.begin(names)
         self.heartbeats.expect(names)
-        if place is not None:
-            self._amendments = self._amendments.leaving_out(place.amendments.skip)
-            ended = [event.attempt for event in self._journal.former if isinstance(event, events.AttemptEnded)]
-            # If storage counts a newer attempt, no member has received an assignment to that attempt.
-            if place.attempt >= self._ownership.attempt and place.attempt not in ended:
-                self._running = place.attempt
         missing = [name for name in names if name not in self.members]
         follows = f"another one has taken its place, and {len(names) - len(missing)} of {len(names)} workers go on"
         self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
@@ -400,7 +377,8 @@ class Coordinator:
                 self._spawn(self._form(members))
             case Resize(none_stays) if self._running:
                 self._doomed.set()
-                self.heartbeats.command(leave=self._running, save=self._running if none_stays else 0)
+                saving = self._running if none_stays else 0
+                self.heartbeats.command(leave=self._running, save=saving)
             case Wait(seconds):
                 asyncio.get_running_loop().call_later(seconds, self.reconcile)
             case Keep():
@@ -458,17 +436,18 @@ class Coordinator:
 
         The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
         """
+        self._dead[name] = cause
         member = self.members.get(name)
-        self._dead[name] = "" if member else cause
         if member is None:
             return
         # A worker that is only silent could go on later, when the other workers train without it.
         ray.kill(member.actor)
         if not self._succession.over:
-            self._dead[name] = cause
             self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
             return
-        self._lose_from_world(member, "preemption" if member.node in self._supervisor.draining else kind, cause)
+        if member.node in self._supervisor.draining:
+            kind = "preemption"
+        self._lose_from_world(member, kind, cause)
         self.reconcile()
 
     def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:

@@ -55,10 +55,11 @@ class Commands:
 
 
 class Access(NamedTuple):
-    """Address and secret with which a worker connects to the heartbeat server."""
+    """Address, name and secret with which a worker connects to the heartbeat server."""
 
     address: tuple[str, int]
-    secret: str
+    name: str
+    secret: str  # of the coordinator, which sends it to the worker through Ray
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,9 @@ class HeartbeatServer:
             return None
         name, proof = words
         # compare_digest raises TypeError for strings that are not ASCII, so it compares bytes.
-        right = hmac.compare_digest(proof.encode(), _proof(self._secret, challenge, name).encode())
-        return name if right else None
+        if hmac.compare_digest(proof.encode(), _proof(self._secret, challenge, name).encode()):
+            return name
+        return None
 
     async def _follow(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive a worker's messages until its connection ends."""
@@ -246,7 +248,6 @@ class HeartbeatClient:
     The client has a thread of its own.
 
     Args:
-        access: address of the coordinator, and the secret that it has sent to this worker through Ray.
         beat: returns the content of a heartbeat.
         on_commands: called with each message of commands, and with None when no more commands can arrive.
         find_again: called when the connection has ended, with the seconds that are left for the call. It returns the
@@ -258,7 +259,6 @@ class HeartbeatClient:
     def __init__(
         self,
         access: Access,
-        member: str,
         timeouts: Timeouts,
         beat: Callable[[], Message],
         on_commands: Callable[[Commands | None], None],
@@ -268,7 +268,6 @@ class HeartbeatClient:
         self._beat = beat
         self._on_commands = on_commands
         self._find_again = find_again
-        self._member = member
         self._timeouts = timeouts
         self._lateness = Lateness(timeouts.heartbeat_s)
         self._closing = threading.Event()
@@ -289,7 +288,7 @@ class HeartbeatClient:
         connection = socket.create_connection(access.address, timeout=self._timeouts.form.total_seconds())
         # A heartbeat is small, and must not wait for more data in the kernel.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._secret = access.secret
+        self._access = access
         self._unheard_s = 0.0
         return connection
 
@@ -344,7 +343,8 @@ class HeartbeatClient:
                 raise ConnectionError
             said += received
         challenge, _, unread = said.partition(b"\n")
-        self._socket.sendall(f"{self._member} {_proof(self._secret, challenge.decode(), self._member)}\n".encode())
+        proof = _proof(self._access.secret, challenge.decode(), self._access.name)
+        self._socket.sendall(f"{self._access.name} {proof}\n".encode())
         return unread
 
     def _begin_interval(self) -> float:

@@ -46,12 +46,7 @@ class Journal:
         return asyncio.wrap_future(self._thread.submit(self._file.write, event))
 
     def since(self, first: int) -> list[Event]:
-        """Return the kept events from number `first` on.
-
-        Earlier events are forgotten.
-
-        Events that are only shown are returned once.
-        """
+        """Return the kept events from number `first` on, and forget earlier events."""
         if not self._asked:
             # The driver may have shown events that the former coordinator had no time to write.
             self._num_confirmed = max(0, first - len(self.former))
@@ -59,6 +54,7 @@ class Journal:
         while self._news and self._num_confirmed < first:
             self._num_confirmed += self._news.popleft().kept
         told = list(self._news)
+        # Events that are only shown have no number, so the driver cannot confirm these, and gets them once.
         self._news = deque(event for event in told if event.kept)
         return told
 
@@ -79,4 +75,5 @@ def _of_this_command(events: Iterable[Event]) -> list[Event]:
 
 
 def _key(event: Event) -> tuple[str, float | None, int | None]:
+    # Events have no id. A call that Ray repeats carries the time at which the worker has stamped the event.
     return event.name, event.time_s, event.attempt

@@ -5,8 +5,13 @@ The module is pure and receives the time as an argument, so that tests need no c
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
+from steadfast.config import ScalingConfig
 from steadfast.orchestration.seating import seat
+
+_SETTLE_S = 5.0  # time that the first world waits for the remaining workers that the cluster has room for
+_GATHER_S = 0.3  # time that a new worker waits, so that several new workers cause one resize
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,20 @@ class Membership:
     _nodes: dict[str, str] = field(default_factory=dict)  # member -> its node
     _ranks: dict[str, int] = field(default_factory=dict)  # remaining member of the newest world -> its rank there
 
+    @classmethod
+    def of(cls, scaling: ScalingConfig, expected: int, replica_size: int = 1) -> Self:
+        """Return the membership of a run that starts.
+
+        Args:
+            expected: number of workers that the cluster has room for.
+        """
+        return cls(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, replica_size)
+
     def __post_init__(self) -> None:
         self._bound(self.smallest, self.largest)
 
     def _bound(self, smallest: int, largest: int) -> None:
+        # A world consists of whole replicas, so a lower bound is rounded up and an upper bound down.
         self.smallest = -(-smallest // self.replica_size) * self.replica_size
         self.largest = largest // self.replica_size * self.replica_size
         self.expected = max(self.smallest, min(self.expected, self.largest) // self.replica_size * self.replica_size)
@@ -131,8 +146,13 @@ class Membership:
         """
         self._bound(smallest, largest)
         staying = [member for member in self._candidates() if member not in self._leaving]
-        surplus = [member for member in staying[self.largest :] if member in self.world]
-        waiting = [member for member in staying[self.largest :] if member not in self.world]
+        surplus: list[str] = []
+        waiting: list[str] = []
+        for member in staying[self.largest :]:
+            if member in self.world:
+                surplus.append(member)
+            else:
+                waiting.append(member)
         return self.send_away(surplus + waiting[self.spares :])
 
     def close(self) -> list[str]:
@@ -169,7 +189,9 @@ class Membership:
         size = min(self.largest, (num_staying + len(newcomers)) // self.replica_size * self.replica_size)
         if size <= num_staying:
             return Keep()
-        left_s = max(self._waiting[member] for member in newcomers) + self.gather_s - now_s
+        # The time counts from the last arrival, because more members may follow it.
+        last_s = max(self._waiting[member] for member in newcomers)
+        left_s = last_s + self.gather_s - now_s
         if left_s > 0:
             return Wait(left_s)
         return Resize()

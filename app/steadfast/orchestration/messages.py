@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from steadfast.plan import Amendments
+from steadfast.run.events import Failure
 
 Address = tuple[str, int]  # host, port
 
@@ -43,6 +44,10 @@ class FailureReport:
     skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
     forward_size: int | None = None  # most samples of a forward in the next attempts
     corrupted: str = ""  # name of the member that computed wrongly
+
+    def to_event(self, member: str) -> Failure:
+        """Return the event that records this failure of a worker."""
+        return Failure(kind=self.kind, member=member, step=self.step, error=self.message, traceback=self.traceback)
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,14 @@ def install_packages(entries: Sequence[str], here: Path, layers: Path = _LAYERS)
     done = layer / "done"
     with (layer / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # all workers of a node start at the same time
+        # The mark is written last, so that a layer whose installation was interrupted is installed anew.
         if not done.exists():
             _install(entries, here, layer / "venv", packages)
             done.touch()
     # The layer comes before the node's own packages, and after the working directory.
     places = [index for index, place in enumerate(sys.path) if place.endswith("-packages")]
     sys.path.insert(min(places, default=len(sys.path)), str(packages))
+    # Finders remember the contents of folders, and the layer is newer than what they remember.
     importlib.invalidate_caches()
 
 
@@ -78,7 +80,9 @@ def _install(entries: Sequence[str], here: Path, folder: Path, packages: Path) -
     (packages / "node.pth").write_text("\n".join(beneath))
     words: list[str] = []
     for entry in entries:
-        words += ["-r", entry] if entry.endswith(".txt") else [entry]
+        if entry.endswith(".txt"):
+            words.append("-r")
+        words.append(entry)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *words]
     done = subprocess.run(pip, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:

@@ -93,6 +93,7 @@ class Quarantine:
         if lived_s > self.min_lifetime_s:
             self._deaths_s.pop(node, None)
             return False
+        # Deaths that are long ago do not add up, because a node of a long run loses a worker now and then.
         recent = [when_s for when_s in self._deaths_s.get(node, []) if now_s - when_s < self.cooldown_s]
         recent.append(now_s)
         self._deaths_s[node] = recent

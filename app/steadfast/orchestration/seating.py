@@ -20,14 +20,19 @@ def seat(
         replica_size: members of a replica.
     """
     replicas = _survivors(members, ranks, replica_size)[:num_replicas]
+    while len(replicas) < num_replicas:
+        replicas.append([""] * replica_size)
     seated = set(chain.from_iterable(replicas))
     free = [member for member in members if member not in seated]
-    replicas += [[""] * replica_size for _ in range(num_replicas - len(replicas))]
+    parts = {member: rank % replica_size for member, rank in ranks.items()}
     for replica in replicas:
         for part in range(replica_size):
             if not replica[part]:
-                near = {nodes[member] for member in replica if member} or {_roomiest(free, nodes, replica_size)}
-                replica[part] = min(free, key=lambda member: _distance(member, part, near, ranks, nodes, replica_size))
+                near = {nodes[member] for member in replica if member}
+                if not near:
+                    near.add(_roomiest(free, nodes, replica_size))
+                # Of equally good members `min` takes the first one, which is preferred.
+                replica[part] = min(free, key=lambda member: _distance(member, part, near, parts, nodes))
                 free.remove(replica[part])
     return list(chain.from_iterable(_by_node(replicas, nodes)))
 
@@ -38,7 +43,7 @@ def _survivors(members: Sequence[str], ranks: Mapping[str, int], replica_size: i
     Each survivor is at its place in the replica. A lost member's place holds "".
     """
     replicas: dict[int, list[str]] = {}
-    for member in sorted((each for each in members if each in ranks), key=ranks.__getitem__):
+    for member in sorted(ranks.keys() & set(members), key=ranks.__getitem__):
         number, part = divmod(ranks[member], replica_size)
         replicas.setdefault(number, [""] * replica_size)[part] = member
     return sorted(replicas.values(), key=lambda replica: replica.count(""))
@@ -51,18 +56,25 @@ def _roomiest(free: Sequence[str], nodes: Mapping[str, str], replica_size: int) 
     first member.
     """
     on_node = Counter(nodes[member] for member in free)
-    return next((nodes[member] for member in free if on_node[nodes[member]] >= replica_size), nodes[free[0]])
+    for member in free:
+        if on_node[nodes[member]] >= replica_size:
+            return nodes[member]
+    return nodes[free[0]]
 
 
 def _distance(
-    member: str, part: int, near: set[str], ranks: Mapping[str, int], nodes: Mapping[str, str], replica_size: int
+    member: str, part: int, near: set[str], parts: Mapping[str, int], nodes: Mapping[str, str]
 ) -> tuple[bool, bool]:
     """Return a sort key, which is smallest for the best member for a place.
 
-    Another node counts first, because it slows every step. A missing part of the model counts second, because the part
-    is sent only once.
+    Args:
+        part: the part of the model that the place holds.
+        near: nodes of the members that the replica has already.
+        parts: survivor -> the part of the model that the survivor holds.
     """
-    return nodes[member] not in near, member not in ranks or ranks[member] % replica_size != part
+    # Another node counts first, because it slows every step. A missing part of the model counts second, because the
+    # part is sent only once.
+    return nodes[member] not in near, parts.get(member) != part
 
 
 def _by_node(replicas: Sequence[list[str]], nodes: Mapping[str, str]) -> list[list[str]]:

@@ -39,8 +39,10 @@ class Succession:
     def behind(self) -> list[str]:
         """Return the workers that train in a world before the newest one."""
         newest = self.newest
-        names = newest.members if newest else ()
-        return [name for name in self._places if name not in names and name not in self._idle]
+        if newest is None:
+            return []
+        others = self._idle.union(newest.members)
+        return [name for name in self._places if name not in others]
 
     def broken(self) -> bool:
         """Return whether the newest world lacks a member that still lives.
@@ -50,8 +52,11 @@ class Succession:
         newest = self.newest
         if newest is None:
             return False
-        known = [self._places[name] for name in newest.members if name in self._places]
-        return any(place.attempt < newest.attempt for place in known)
+        for name in newest.members:
+            place = self._places.get(name)
+            if place is not None and place.attempt < newest.attempt:
+                return True
+        return False
 
     async def wait(self, idle: str | None) -> bool:
         """Wait until all members have rejoined, or the time limit has passed.

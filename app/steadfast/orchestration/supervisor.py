@@ -53,7 +53,7 @@ class _Told:
     def lasts(self, attempt: int, world: dict[str, ProgressReport]) -> bool:
         if attempt != self.attempt:
             return False
-        return all(_place(world[name]) == self.places[name] for name in self.hang.members if name in world)
+        return all(_place(world[name]) == place for name, place in self.places.items() if name in world)
 
 
 class Supervisor:
@@ -123,9 +123,12 @@ class Supervisor:
         The first call for a silent worker records the event `Silent`.
         """
         guess = Guess.SILENT if silence.answers else Guess.UNREACHABLE
-        price = self.price(self._run.membership.world if silence.nobody_heard else (name,))
-        if guess is Guess.UNREACHABLE and not silence.nobody_heard:
+        if silence.nobody_heard:
+            price = self.price(self._run.membership.world)
+        elif guess is Guess.UNREACHABLE:
             price = Price()  # the state on a dead machine is lost, and a longer wait does not save it
+        else:
+            price = self.price((name,))
         stretch = max(silence.stretch, self._stretches.get(name, 1.0))
         limit_s = patience_s(guess, self._timeouts.silence_s, price, self._hang_limit_s, stretch)
         if guess is Guess.UNREACHABLE:
@@ -248,9 +251,11 @@ class Supervisor:
         # An abort frees the members that wait in a collective, and ends no worker. So it is tried first, unless the
         # other members wait for the suspects.
         abort = hang.guess is not Guess.STUCK and self._run.heartbeats.commands.aborted != attempt
-        stretch = max([self._lateness.stretch, *(self._stretches.get(name, 1.0) for name in world)])
-        price = self.price(() if abort else hang.members)
-        limit_s = patience_s(hang.guess, hang.usual_s, price, self._hang_limit_s, stretch)
+        stretch = self._lateness.stretch
+        for name in world:
+            stretch = max(stretch, self._stretches.get(name, 1.0))
+        ending = () if abort else hang.members
+        limit_s = patience_s(hang.guess, hang.usual_s, self.price(ending), self._hang_limit_s, stretch)
         if self._told is None:
             places = {name: _place(world[name]) for name in hang.members}
             self._told = _Told(hang, attempt, places, now_s)
@@ -271,7 +276,9 @@ class Supervisor:
         # If workers hang at the same place one after another, the cause is more likely the step's samples than the
         # workers. The message names this.
         place = (hang.phase, hang.step)
-        again = f", as {self._hung[place]} before it after step {hang.step}" if self._hung[place] else ""
+        again = ""
+        if self._hung[place]:
+            again = f", as {self._hung[place]} before it after step {hang.step}"
         for name in hang.members:
             self._hung[place] += 1
             self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", "hang")
@@ -300,6 +307,7 @@ class Supervisor:
             self._run.record(over)
 
     def _write_later(self, file: str, contents: bytes) -> None:
+        # Newer contents replace those that wait to be written, so that slow storage does not fill the memory.
         self._unwritten[file] = contents
         self._writing.submit(self._write_one)
 

@@ -13,7 +13,7 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from steadfast.config import Config
+from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
@@ -24,6 +24,7 @@ from steadfast.orchestration.internals.slots import (
     find_incompatibility,
     slot_controller,
 )
+from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.policies import Budgets
 from steadfast.orchestration.reach import answers
 from steadfast.orchestration.restart import RestartCoordinator, RestartRuntime
@@ -95,20 +96,16 @@ def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
 
 
 def start_coordinator(
-    mode: RecoveryMode, config: Config, directory: RunDirectory, ownership: Ownership, expected: int
+    mode: RecoveryMode, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
 ) -> Any:
-    """Start the run's coordinator on the head node. Return its handle.
-
-    Args:
-        expected: number of workers that the cluster has room for now.
-    """
+    """Start the run's coordinator on the head node. Return its handle."""
     # The head node outlives the nodes of workers. Each worker that waits for a world occupies one concurrent call.
     # When the actor dies, Ray starts it again and repeats the pending calls.
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
     actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
-    named = actor.options(name=coordinator_name(_run_config(mode, config, directory)))
-    return named.remote(config.recovery, config.scaling, directory, ownership, expected, config.replica_size)
+    named = actor.options(name=coordinator_name(_run_config(mode, recovery.max_failures, directory)))
+    return named.remote(recovery, membership, directory, ownership)
 
 
 class HeadDied(TrainingError):
@@ -132,6 +129,9 @@ def build_trainer(
     """Return the run's trainer, with `gpus` GPUs for each worker."""
     scaling = config.scaling
     low, high = scaling.num_workers
+    num_workers: int | tuple[int, int] = high
+    if mode.ray_restarts and low != high:
+        num_workers = (low, high)
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
@@ -142,21 +142,21 @@ def build_trainer(
         partial(train_loop, mode.runtime, spec),
         torch_config=mode.backend,
         scaling_config=ScalingConfig(
-            num_workers=(low, high) if mode.ray_restarts and low != high else high,
+            num_workers=num_workers,
             use_gpu=gpus > 0,
             resources_per_worker=resources,
             placement_strategy=scaling.placement.upper(),
             label_selector=dict(scaling.label_selector) or None,
         ),
-        run_config=_run_config(mode, config, directory),
+        run_config=_run_config(mode, config.recovery.max_failures, directory),
     )
 
 
-def _run_config(mode: RecoveryMode, config: Config, directory: RunDirectory) -> RunConfig:
+def _run_config(mode: RecoveryMode, max_failures: int, directory: RunDirectory) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
-    # With slots, Ray only sees failures that the run does not survive.
-    max_failures = config.recovery.max_failures if mode.ray_restarts else 0
+    if not mode.ray_restarts:
+        max_failures = 0  # with slots, Ray only sees failures that the run does not survive
     return RunConfig(
         name=name,
         storage_path=folder,

@@ -66,6 +66,7 @@ class RayRuntime:
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
+        # A phase may take at least `step_s`, which must not outlast a shorter `hang_limit_s`.
         self._progress = Progress(Limits(min(Limits.step_s, spec.config.recovery.hang_limit_s)))
         self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
         self._commands = Commands()
@@ -83,9 +84,7 @@ class RayRuntime:
             recover_in_process()
         self._flight_recorder = FlightRecorder(spec.config.profile.flight_recorder, self.device.type)
 
-        self._heartbeats = HeartbeatClient(
-            self._access(), self._member.name, self._timeouts, self._beat, self._obey, self._find_again
-        )
+        self._heartbeats = HeartbeatClient(self._access(), self._timeouts, self._beat, self._obey, self._find_again)
         prefer_interface_of(self._heartbeats.own_address)
 
     def next_world(self) -> World | None:
@@ -116,8 +115,9 @@ class RayRuntime:
     def publish(self, event: Event) -> None:
         # The event gets its time here. A coordinator that takes over recognises by the time which events are written.
         event = event.stamped()
-        # An event that is only shown is dropped while the coordinator is restarted.
-        publish = self._coordinator.publish if event.kept else self._coordinator.publish.options(max_task_retries=0)
+        publish = self._coordinator.publish
+        if not event.kept:
+            publish = publish.options(max_task_retries=0)  # dropped while the coordinator is restarted
         publish.remote(event)
         if isinstance(event, Checkpoint):
             report(event.path, {"step": event.step})
@@ -153,7 +153,9 @@ class RayRuntime:
         self._place = answer
         self._attempt = answer.attempt
         self._store = store if answer.rank == 0 else None
-        if self._commands.aborted == answer.attempt:  # the command to abort has arrived before the assignment
+        # The command to abort may have arrived before the assignment. It is read after the store is set, so that either
+        # this thread or that of the heartbeats ends the store.
+        if self._commands.aborted == answer.attempt:
             self._store = None
         return answer
 
@@ -164,7 +166,7 @@ class RayRuntime:
     def _access(self, within_s: float | None = None) -> Access:
         port: int = ray.get(self._coordinator.heartbeat_port.remote(), timeout=within_s)
         secret: str = ray.get(self._coordinator.admit.remote(self._member.name), timeout=within_s)
-        return Access((self._host, port), secret)
+        return Access((self._host, port), self._member.name, secret)
 
     def _find_again(self, within_s: float) -> Access | None:
         # Ray restarts a coordinator that has died. These calls wait until the new coordinator runs.
@@ -203,15 +205,14 @@ class RayRuntime:
         # Returns the kind of the failure, and whether the run is over.
         kind = _kind(error, self._attempt)
         message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
-        skip = error.steps if isinstance(error, BadStep) else ()
         lines = "".join(traceback.format_exception(error))
-        size = None
-        if isinstance(error, OutOfMemory):
-            message, size = error.error, error.forward_size
-        corrupted = ""
-        if isinstance(error, Corrupted) and self._place is not None:
-            message, corrupted = error.cause, self._place.members[error.rank]
-        failure = FailureReport(kind, self._attempt, step, message, lines, skip, size, corrupted)
+        failure = FailureReport(kind, self._attempt, step, message, lines)
+        if isinstance(error, BadStep):
+            failure = replace(failure, skip=error.steps)
+        elif isinstance(error, OutOfMemory):
+            failure = replace(failure, message=error.error, forward_size=error.forward_size)
+        elif isinstance(error, Corrupted) and self._place is not None:
+            failure = replace(failure, message=error.cause, corrupted=self._place.members[error.rank])
         return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
 
     def _beat(self) -> Message:

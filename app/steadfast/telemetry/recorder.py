@@ -139,7 +139,7 @@ class Recorder:
         kinds = self._worker.kinds
         if self._config.recompute.every is None:
             return
-        if adds_parts_by_themselves(self._config, self._world):
+        if adds_parts_by_themselves(self._config.run, self._world):
             reason = "memory has run out, and run.exact adds up the gradients of parts of microbatches"
         elif len(kinds) == 1:
             reason = "the run has one worker"

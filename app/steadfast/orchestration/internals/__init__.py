@@ -21,10 +21,8 @@ def silence_raylet() -> None:
 
 
 def keep_sigterm_handler() -> None:
-    """Keep this process's handler of SIGTERM during `ray.init`.
-
-    Ray would replace the handler by one that ends the process.
-    """
+    """Keep this process's handler of SIGTERM during `ray.init`."""
+    # Ray's own handler ends the process, and the run could not write a checkpoint first.
     utils.set_sigterm_handler = lambda handler: None
 
 
@@ -69,6 +67,8 @@ def dead_processes() -> set[str]:
     node = worker._global_node
     if node is None:
         return set()
+    # `dead_processes` only knows the processes that this node object has started. A command that has joined a cluster
+    # has started no raylet, so it asks the raylet's socket.
     dead = {kind for kind, _ in node.dead_processes()}
     if not _listens(node.raylet_socket_name):
         dead.add("raylet")
@@ -107,9 +107,11 @@ def _listens(path: str) -> bool:
 
 def _is_rays(process: psutil.Process) -> bool:
     try:
-        return any(word.startswith("ray::") for word in process.cmdline()[:1])
+        words = process.cmdline()
     except psutil.Error:  # the process has just ended
         return False
+    # A worker of Ray replaces its command line by "ray::" and the name of what it runs.
+    return bool(words) and words[0].startswith("ray::")
 
 
 def draining_nodes() -> dict[str, float]:

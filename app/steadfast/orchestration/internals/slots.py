@@ -132,6 +132,7 @@ class SlotWorkerGroup(WorkerGroup):
         self._over = False
         self._quarantine = Quarantine()
         self._slots: list[_Slot] = []
+        # Each slot is a replica group of its own, because its worker is replaced alone.
         self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(self))}
         with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
             for callback in self._callbacks:
