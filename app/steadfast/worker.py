@@ -56,7 +56,7 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
         try:
             worker.join(world)
             follow_compilations(world.progress)
-            outcome = train(config, runtime, world, worker, directory, timer)
+            outcome = train(runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
                 worker.leave_run()
                 return outcome

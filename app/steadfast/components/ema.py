@@ -27,9 +27,11 @@ class Ema:
         self._averages: dict[str, Tensor] = {}  # by every name of a parameter, sharded like the parameter
 
     def setup(self, run: HookContext) -> None:
-        averages = {weight: weight.detach().clone() for weight in _weights(run)}
+        averages: dict[Tensor, Tensor] = {}
         for name, weight in run.model.named_parameters(remove_duplicate=False):
-            if weight in averages:
+            if weight.requires_grad:
+                if weight not in averages:
+                    averages[weight] = weight.detach().clone()
                 self._averages[name] = averages[weight]
 
     def on_start(self, run: HookContext) -> None:
@@ -50,7 +52,7 @@ class Ema:
         """
         reshard(run.model)
         weights = _local(run)
-        own = [weight.clone() for weight in weights]
+        own = list(map(torch.clone, weights))
         _copy(self._local(), weights)
         try:
             yield
@@ -72,12 +74,8 @@ class Ema:
         return list(map(local, dict.fromkeys(self._averages.values())))
 
 
-def _weights(run: HookContext) -> list[Tensor]:
-    return [weight for weight in run.model.parameters() if weight.requires_grad]
-
-
 def _local(run: HookContext) -> list[Tensor]:
-    return [local(weight.detach()) for weight in _weights(run)]
+    return [local(weight.detach()) for weight in run.model.parameters() if weight.requires_grad]
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

@@ -42,7 +42,7 @@ class SummedMetrics:
         if weight:
             yield
             return
-        before = [state.clone() for state in self._states()]
+        before = list(map(torch.clone, self._states()))
         yield
         for state, earlier in zip(self._states(), before, strict=True):
             state.copy_(earlier)

@@ -1,7 +1,7 @@
 """Injected faults and timing, wrapped around the inputs of a step."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -17,23 +17,54 @@ from steadfast.world.runtime import Signals
 
 
 class Probes(Rider):
-    """Wraps a step's batches, task, signals and control channel in one place."""
+    """Probes of an attempt without faults and timing, which pass everything on unchanged."""
 
-    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
-        self._faults = faults
-        self._balance = balance
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def task(self, task: Task) -> Task:
-        # Without faults or timing the task is returned unwrapped: no overhead, and a clean traceback.
-        if not (self._faults.active or self._balance.timed):
-            return task
+        """Return the task of the training steps."""
+        return task
+
+    def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Return the batches. The wait for each of them counts as the loader phase."""
+        return self._progress.fetching(batches)
+
+    def recomputing(self, step: int) -> AbstractContextManager[object]:
+        """Return the context for recomputing a microbatch of `step`."""
+        return nullcontext()
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that all ranks enter."""
+        self._progress.enter(phase)
+
+    def signals(self, signals: Signals) -> Signals:
+        """Return the requests to the run."""
+        return signals
+
+
+def build_probes(faults: Faults, balance: Balance, progress: Progress) -> Probes:
+    """Return probes that inject the faults of this rank, and time its microbatches for the balance."""
+    if faults.active or balance.timed:
+        return _ActiveProbes(faults, balance, progress)
+    return Probes(progress)
+
+
+class _ActiveProbes(Probes):
+    """Wraps a step's batches, task, signals and control channel in one place."""
+
+    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
+        super().__init__(progress)
+        self._faults = faults
+        self._balance = balance
+
+    def task(self, task: Task) -> Task:
         return _ProbedTask(task, self._faults, self._balance)
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         """Return batches whose loading is timed and that trigger faults.
 
-        The wait for each batch counts as the loader phase, and the first batch of a step arms the faults of that step.
+        The first batch of a step arms the faults of that step.
         """
         if self._faults.active:
             batches = self._faults.entering(batches)
@@ -45,8 +76,7 @@ class Probes(Rider):
         return self._faults.recomputing(step)
 
     def enter(self, phase: str) -> None:
-        """Enter a phase that all ranks enter."""
-        self._progress.enter(phase)
+        super().enter(phase)
         self._faults.reach(phase)
 
     def signals(self, signals: Signals) -> Signals:

@@ -28,9 +28,8 @@ from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
 from steadfast.worker import start_worker, train_in_worlds
 from steadfast.world.device import torchrun_device
-from steadfast.world.groups import is_peer_loss
-from steadfast.world.progress import Progress
-from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.groups import WorldRank, is_peer_loss
+from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from steadfast.world.timeouts import Timeouts
 
 # Keys that only have an effect with Ray, by section.
@@ -239,11 +238,10 @@ def _train(
     ownership: Ownership | None,
 ) -> Ending:
     timeouts = Timeouts(config.recovery.silence_s)
-    progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
+    process = WorkerProcess(place.device, timeouts)  # one for all attempts, to remember the durations of earlier ones
 
     def form(attempt: int, amendments: Amendments) -> World:
-        members = place.store, place.rank, place.world_size
-        return form_world(*members, attempt, place.device, amendments, timeouts, progress)
+        return form_world(place.store, WorldRank(place.rank, place.world_size, attempt), process, amendments)
 
     begun = answer["attempt"], Amendments.of_line(answer["amendments"])
     outcome = None

@@ -36,7 +36,8 @@ class Bucket:
 
         The parameters share one format and device.
         """
-        bucket = cls(params, params[0].new_zeros(sum(param.numel() for param in params) + len(params)))
+        num_elements = sum(map(Tensor.numel, params))
+        bucket = cls(params, params[0].new_zeros(num_elements + len(params)))
         bucket.attach(range(len(params)))
         return bucket
 
@@ -53,7 +54,7 @@ class Bucket:
     def attach(self, places: Sequence[int]) -> None:
         """Make the gradients of the parameters at `places` views of the bucket."""
         if places:
-            views = self.gradient.split([param.numel() for param in self.params])
+            views = self.gradient.split(list(map(Tensor.numel, self.params)))
             for place in places:
                 self.params[place].grad = views[place].view_as(self.params[place])
 
@@ -165,13 +166,15 @@ class GradientBuckets:
         self._missing: list[int] = []  # number of incomplete gradients, by bucket
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
+        self._flats: list[Tensor] = []
+        self._flags: list[Tensor] = []
         accumulated = weak_hook(self._accumulated)
         for index, bucket in enumerate(self._buckets):
+            self._flats.append(bucket.flat)
+            self._flags.append(bucket.used)
             for param in bucket.params:
                 self._bucket_of[id(param)] = index
                 param.register_post_accumulate_grad_hook(accumulated)
-        self._flats = [bucket.flat for bucket in self._buckets]
-        self._flags = [bucket.used for bucket in self._buckets]
         self.clear()
 
     @classmethod
@@ -180,7 +183,9 @@ class GradientBuckets:
         buckets = _of_model.get(model)
         if not isinstance(buckets, cls):
             trained = [param for param in model.parameters() if param.requires_grad]
-            reduction = PlainSum() if fixed_point is None else FixedPointSum(fixed_point)
+            reduction: Reduction = PlainSum()
+            if fixed_point is not None:
+                reduction = FixedPointSum(fixed_point)
             buckets = _of_model[model] = cls(trained, (cap_mb or _CAP_MB) * _MIB, reduction)
         return buckets
 
@@ -297,7 +302,8 @@ def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.P
     for param in reversed(list(parameters)):
         fits = buckets and (param.dtype, param.device) == (buckets[-1][0].dtype, buckets[-1][0].device)
         if not fits or filled >= limit:
-            limit = cap_bytes if buckets else limit
+            if buckets:
+                limit = cap_bytes
             buckets.append([])
             filled = 0
         buckets[-1].append(param)

@@ -70,7 +70,9 @@ class CompiledBlocks:
 
             # The name is that of the class's method, so that an unpickled layer has the forward of its class.
             def forward(*args: Any, **named: Any) -> Any:
-                return (compiled if self._is_running else eager)(*args, **named)
+                if self._is_running:
+                    return compiled(*args, **named)
+                return eager(*args, **named)
 
             self._forwards[eager] = forward
         return self._forwards[eager]

@@ -50,6 +50,7 @@ class TorchDistributedDataParallelism:
     def wrap(self, model: nn.Module) -> nn.Module:
         return _Transparent(
             model,
+            # On a GPU the wrapper also moves the inputs of a forward to this device.
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,

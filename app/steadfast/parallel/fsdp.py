@@ -53,8 +53,10 @@ class FullyShardedDataParallelism:
         policy = self._formats()
         self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
-        # None keeps the root's own parameters until its backward, which follows at once.
-        reshard = None if self._config.reshard_after_forward else False
+        reshard: bool | None = False
+        if self._config.reshard_after_forward:
+            # None keeps the root's own parameters until its backward, which follows at once.
+            reshard = None
         # Inner units first: the remaining parameters, of the embeddings and the head, become the root's own group.
         for unit in [*self._units(model), model]:
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
@@ -86,7 +88,9 @@ class FullyShardedDataParallelism:
         wrap = self._config.wrap
         if wrap == "blocks":
             return blocks_of(model)
-        return modules_of_size(model, wrap) if isinstance(wrap, int) else modules_of_classes(model, wrap)
+        if isinstance(wrap, int):
+            return modules_of_size(model, wrap)
+        return modules_of_classes(model, wrap)
 
     def _formats(self) -> MixedPrecisionPolicy:
         autocast = self._precision.autocast_dtype

@@ -126,7 +126,9 @@ class Precision:
             self.cast(child)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.param_dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of a forward."""
@@ -137,7 +139,9 @@ class Precision:
     @property
     def loss_scale(self) -> float | Tensor:
         """Return the factor that `backward` applies to gradients."""
-        return 1.0 if self.scaling is None else self.scaling.scale
+        if self.scaling is None:
+            return 1.0
+        return self.scaling.scale
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar loss, times `loss_scale`, to existing ones."""

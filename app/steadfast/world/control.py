@@ -208,7 +208,9 @@ class ControlChannel:
         self._copies.append(_HostCopy(result))
         self._requests |= set(requests)
         # Read before the next message is posted: the last message has had a whole step to travel.
-        finished = self._read() if self._posted else []
+        finished: list[StepStats] = []
+        if self._posted:
+            finished = self._read()
         num_ready = len(self._copies) - self._lag_steps
         if num_ready >= self._num_steps:
             self._post(num_ready)
@@ -224,10 +226,17 @@ class ControlChannel:
         return finished
 
     def _post(self, num_steps: int) -> None:
-        copies = [self._copies.popleft() for _ in range(num_steps)]
-        numbers: list[float] = [self._pace.steps_per_message() if self._is_leader else 0]
-        numbers += [name in self._requests for name in self._names]
-        for copy in copies:
+        # Messages are summed over ranks, so the other ranks send 0 in the place of the leader's proposal.
+        num_steps_proposed = 0
+        if self._is_leader:
+            num_steps_proposed = self._pace.steps_per_message()
+        numbers: list[float] = [num_steps_proposed]
+        for name in self._names:
+            numbers.append(name in self._requests)
+        copies: list[_HostCopy] = []
+        for _ in range(num_steps):
+            copy = self._copies.popleft()
+            copies.append(copy)
             numbers += copy.row()
         self._requests.clear()
         message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
@@ -260,9 +269,11 @@ def means(names: Sequence[str], parts: Sequence[float], summation: type[Summatio
     """
     width = summation.width
     numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
-    found = {}
+    found: dict[str, float] = {}
     for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
-        found[name] = total / count if count else math.nan
+        found[name] = math.nan
+        if count:
+            found[name] = total / count
     return found
 
 

@@ -137,7 +137,9 @@ class Progress:
         Args:
             left: number of microbatches after this one, if it has changed.
         """
-        self._complete(phase, self._mark.turn, self._mark.left if left is None else left)
+        if left is None:
+            left = self._mark.left
+        self._complete(phase, self._mark.turn, left)
         if self._device_clock.on_device:
             self._mark_device(phase)
 
