@@ -17,6 +17,8 @@ class RecomputeStepper(Stepper):
 
     recompute: Recompute = field(default_factory=Recompute)
 
+    # A loss over the global batch has no gradient of a microbatch to compare. `check_task` refuses both together, so a
+    # `GlobalStepper` never needs this class.
     @classmethod
     def around(cls, stepper: Stepper, recompute: Recompute) -> Self:
         """Return a stepper that also carries out the checks of `recompute`."""

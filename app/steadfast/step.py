@@ -96,12 +96,15 @@ class Stepper:
         # A survivor of a failed step runs that step again, and its forwards must count once in running statistics.
         with self._buffers.undone_on_failure():
             self._begin(step)
+            # `num_left` is the first argument, because zip would otherwise take a batch of the next step from the
+            # iterator before it notices the end of this step.
             for left, fetched in zip(num_left, self._batches_of(step, batches), strict=False):
                 self.world.progress.mark("forward", left)
                 loss_sum, count = self._run_microbatch(fetched, totals, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
                 num_samples += fetched.num_samples
+                # A sum does not depend on which rank trains on which samples.
                 digest = (digest + fetched.digest) % 2**64
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
             lr = set_learning_rates(self.optimizer, self.schedule, step)

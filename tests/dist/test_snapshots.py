@@ -89,7 +89,8 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
 def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
     rank = members.index(member.number)
     size = len(members)
-    return replace(form_world(member.store, WorldRank(rank, size, attempt), WorkerProcess(CPU)), node=nodes[rank], replica_size=size)
+    world = form_world(member.store, WorldRank(rank, size, attempt), WorkerProcess(CPU, node=nodes[rank]))
+    return replace(world, replica_size=size)
 
 
 def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:

@@ -253,7 +253,8 @@ def _add_up_in_world(rank: Rank, place: int, size: int, attempt: int) -> float:
     from steadfast.world.runtime import WorkerProcess, form_world
     from steadfast.world.timeouts import Timeouts
 
-    world = form_world(rank.store, WorldRank(place, size, attempt), WorkerProcess(rank.device, timeouts=Timeouts(_SILENCE_S)))
+    process = WorkerProcess(rank.device, Timeouts(_SILENCE_S))
+    world = form_world(rank.store, WorldRank(place, size, attempt), process)
     try:
         total = sum_of_ones(rank, world)
         dist.barrier(world.groups.control)

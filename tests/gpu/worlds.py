@@ -194,7 +194,8 @@ class MemberRuntime:
         rank, size = members.index(self._rank.number), len(members)
         began_s = time.monotonic()
         store = self._rank.store
-        world = form_world(store, WorldRank(rank, size, self._attempt), WorkerProcess(self.device, progress=self.progress))
+        process = WorkerProcess(self.device, progress=self.progress)
+        world = form_world(store, WorldRank(rank, size, self._attempt), process)
         world = replace(world, amendments=self._directory.amendments())
         if self._attempt > 1 and (stance := self._rank.args["stance"]):
             torch.compiler.set_stance(stance)

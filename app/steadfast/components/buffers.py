@@ -98,8 +98,10 @@ class Buffers:
 
     def _put_back(self, before: list[Tensor]) -> None:
         for (module, name, buffer), earlier in zip(self._places, before, strict=True):
-            buffer.data.copy_(earlier)  # `.data` keeps the version, by which `send` finds changes of a forward
-            setattr(module, name, buffer)  # replaces a tensor that a forward may have put there
+            # A copy into `.data` keeps the version, by which `send` finds changes of a forward.
+            buffer.data.copy_(earlier)
+            # A forward may have put another tensor in the place of the buffer.
+            setattr(module, name, buffer)
 
 
 class RunningStatistics:

@@ -57,10 +57,12 @@ class Ema:
         try:
             yield
         finally:
+            # The device reads weights in pinned host memory by itself, and may not have read all of them yet.
             if any(weight.is_pinned() for weight in weights):
-                torch.cuda.synchronize()  # the device may still be reading the weights, which are on the host
+                torch.cuda.synchronize()
             _copy(own, weights)
-            reshard(run.model)  # otherwise training would use the gathered averages
+            # Otherwise training would use the gathered averages.
+            reshard(run.model)
 
     def state_dict(self) -> dict[str, object]:
         return {"averages": self._averages, "num_updates": self._num_updates}

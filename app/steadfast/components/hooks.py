@@ -109,6 +109,8 @@ class Hooks:
                 case Mapping():
                     self._take(held.setdefault(key, {}), value, f"{name}.{key}")
                 case Tensor() | float() | int():
+                    # The first tensor of each key stays, because checkpoints and restores refer to it. A hook that
+                    # returns the same tensor again needs no copy.
                     tensor = self._as_tensor(value)
                     if held.setdefault(key, tensor) is not tensor:
                         held[key].copy_(tensor)

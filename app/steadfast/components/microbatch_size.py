@@ -99,7 +99,6 @@ class SizeSearch:
             recorded = directory.microbatch_size()
         return _largest(recorded or _NOT_CHOSEN, self.world)
 
-
     def _choose(self) -> events.MicrobatchChosen:
         """Return the size that fits on every rank and occupies all workers."""
         world, config = self.world, self.worker.config

@@ -66,8 +66,10 @@ class _CombinedOptimizer(torch.optim.Optimizer):
         for member in members:
             groups += member.param_groups
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups  # the members' own objects, so that new rates reach the members
+        # The base class has made new groups. The members' own groups replace them, so that new rates reach the members.
+        self.param_groups = groups
         self.members = members
+        # One dictionary holds the state of all members, in which checkpoints find every parameter.
         for member in members:
             member.state = self.state
 
@@ -203,5 +205,5 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     norms = torch.stack(list(torch._foreach_norm(list(map(local, gradients)))))
     if not is_sharded(gradients[0]):
         return norms
-    # Only the placements of the example are read, after a norm of it, which costs least for the smallest gradient.
+    # `norms_of_parts` computes the norm of its example to find the placements, so the smallest gradient costs least.
     return norms_of_parts(norms, min(gradients, key=Tensor.numel))

@@ -130,7 +130,7 @@ class _Trial:
             losses: list[Sums] = []
             for left, right in ((a, b), (c, d), (a, d), (c, b)):
                 losses.append(self._loss(rows_of(batch, [*left, *right], size), seed))
-            # Both pairs of batches have the same halves in each place, so a loss that is a sum over samples is the same.
+            # Both pairs of batches have the same halves in each place, so a sum over samples is the same for both.
             if not self._is_equal(losses[:2], losses[2:]):
                 self._refuse("the loss of one half of a batch follows from the samples of the other half")
 

@@ -98,7 +98,8 @@ class WorkerState:
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.amendments = Amendments()  # of the current attempt
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
-        self.writer = Writer()  # outlives an attempt, so that the next attempt finishes a pending checkpoint
+        # The writer outlives an attempt, so that the next attempt finishes a pending checkpoint.
+        self.writer = Writer()
         self._memory: NodeMemory | None = None
         self.command = ""  # token of the command that started this process; "" if unknown
         self._triggers: dict[str, Interval] = {}
@@ -188,8 +189,9 @@ class WorkerState:
         self._optimizer = None
         self.hooks = Hooks(self.config.hooks, self.precision.device)
         self.held.begin_anew(lacks_weights=self.config.run.init_from is not None and not leaves_out_base)
+        # FSDP modules form reference cycles, which would keep the shards of the last world in memory.
         if self._values is not None:
-            gc.collect()  # FSDP modules form reference cycles that would keep the shards of the last world
+            gc.collect()
 
     def _build(self) -> nn.Module:
         """Build the model; a model to be sharded gets no memory."""
@@ -234,7 +236,8 @@ class WorkerState:
             self.kinds = self._gather_kinds(world)
         if self.config.run.exact:
             refuse_mixed(self.kinds)
-        if self.config.precision.kind == "auto":  # only `auto` depends on which GPUs are in the world
+        # Only `auto` depends on which GPUs are in the world.
+        if self.config.precision.kind == "auto":
             self.precision = self._build_precision(device)
         self._part = world.part, world.replica_size
         self._goes_on_with_shards = world.replica_size > 1 and self._has_shards_of(world)
@@ -262,9 +265,7 @@ class WorkerState:
         """Return whether this rank's shards remain valid. A collective."""
         same_steps = world.amendments.skip == self.amendments.skip
         holds = same_steps and self._shards is not None and self._shards.part == (world.part, world.replica_size)
-        held_step = 0
-        if holds:
-            held_step = self.step
+        held_step = self.step if holds else 0
         control = world.groups.control
         steps: list[int] = gather_numbers(held_step, control).tolist()
         newest = newest_whole(steps, world.replica_size)
@@ -293,7 +294,8 @@ class WorkerState:
 
     def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
         """Shard a new model, filled from old shards if these are valid."""
-        from steadfast.parallel.deferred import allocate  # the import takes a second, and only sharded models need it
+        # The import takes a second, and only sharded models need it.
+        from steadfast.parallel.deferred import allocate
 
         step = self.step
         kept: State = {}
@@ -301,7 +303,8 @@ class WorkerState:
             kept = self._shards.take()
         self._shards = None  # releases the old shards before new ones are allocated
         self._start_anew()
-        layers = blocks_of(self._model)  # before wrapping changes the names of their classes
+        # Found before the model is wrapped, which changes the names of the layers' classes.
+        layers = blocks_of(self._model)
         model = parallel.wrap(self._model)
         parallel.register_methods(model, getattr(self.task, "model_methods", ()))
         if self.config.memory.activation_checkpointing == "selective":
@@ -431,9 +434,7 @@ class WorkerState:
         size = self.loader.num_validation
         if not size:
             return None
-        step_size = size
-        if isinstance(self.task, GlobalTask):
-            step_size = self.batch.global_size
+        step_size = self.batch.global_size if isinstance(self.task, GlobalTask) else size
         return Plan.even(step_size, self.batch.samples_per_microbatch, world.size, world.replica_size, num_samples=size)
 
     def example(self) -> Batch:

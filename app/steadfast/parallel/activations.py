@@ -44,7 +44,8 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointing) -> No
     blocks = blocks_of(model)
     if not blocks:
         raise UsageError(f"{_KEY}={how}: no repeated layers are found; give the model a method blocks()")
-    stop_caching(model)  # otherwise each layer would enter its keys and values twice
+    # Otherwise each layer would enter its keys and values into the cache twice.
+    stop_caching(model)
     every = how if isinstance(how, int) else 1
     forward = _kept_in_part if how == "selective" else _kept_nowhere
     for block in blocks[::every]:

@@ -15,6 +15,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     These are the result of the model's method `blocks()`; else modules of the classes in Hugging Face's
     `_no_split_modules`; else the members of the largest ModuleList or Sequential of one class.
     """
+    # Many models have a ModuleList of this name, which is callable too, because every module is.
     blocks = getattr(model, "blocks", None)
     if callable(blocks) and not isinstance(blocks, nn.Module):
         return list(blocks())

@@ -14,7 +14,8 @@ from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.communicator import Communicator
 
 _MIB = 1 << 20
-_FIRST_BYTES = _MIB  # the first bucket is small, so that its sum starts early; as in DistributedDataParallel
+# As in DistributedDataParallel, the first bucket is small, so that its sum starts early in the backward.
+_FIRST_BYTES = _MIB
 _CAP_MB = 25
 
 
@@ -131,6 +132,7 @@ class FixedPointSum:
 
     def launch(self, bucket: Bucket, communicator: Communicator) -> None:
         total = self._totals[bucket]
+        # The flags travel behind the integers, so that a bucket needs one collective.
         total[-len(bucket.params) :].copy_(bucket.used)
         communicator.sum(total)
 
@@ -158,7 +160,8 @@ class GradientBuckets:
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, reduction: Reduction) -> None:
         self._reduction = reduction
         self._communicator: Communicator | None = None
-        self._bucket_of: dict[int, int] = {}  # by id of a parameter, because a tensor's own hash is slow
+        # The key is the id of a parameter, because a tensor's own hash is slow, and a backward looks up each parameter.
+        self._bucket_of: dict[int, int] = {}
         self._armed = False
         self._last = False  # the current backward is the last one of the step
         self._held = False  # gradients stay in the buckets
@@ -205,6 +208,7 @@ class GradientBuckets:
     def finish(self) -> None:
         """Handle the buckets with parameters that the backward did not reach."""
         while self._armed and self._num_filled < len(self._buckets):
+            # Only now all backwards of the step have run, so only now a parameter is known to be unused.
             if self._last:
                 self._flag_unused(self._buckets[self._num_filled])
             self._filled()
@@ -225,12 +229,14 @@ class GradientBuckets:
     def clear(self) -> None:
         """Set all gradients to zero, in place."""
         for bucket in self._buckets:
+            # `detach_unused` may have removed the gradients of these parameters.
             bucket.attach(bucket.unused)
             bucket.unused = []
         self._reached.clear()
         if self._buckets:
             torch._foreach_zero_(self._flats)
-            torch._foreach_add_(self._flags, 1)  # used, unless `finish` finds otherwise
+            # All parameters count as used, unless `finish` finds otherwise. Most models use all of them.
+            torch._foreach_add_(self._flags, 1)
         self._reduction.begin()
 
     @contextmanager

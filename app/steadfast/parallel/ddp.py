@@ -50,7 +50,7 @@ class TorchDistributedDataParallelism:
     def wrap(self, model: nn.Module) -> nn.Module:
         return _Transparent(
             model,
-            # On a GPU the wrapper also moves the inputs of a forward to this device.
+            # Torch demands None for a module on the CPU.
             device_ids=[self._device] if self._device.type == "cuda" else None,
             process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,
@@ -73,7 +73,8 @@ class TorchDistributedDataParallelism:
         # Without no_sync the gradients of every microbatch would be sent: the same sum at a multiple of the traffic.
         with nullcontext() if last else model.no_sync():
             yield
-        if not model.has_run:  # the reducer then has summed nothing
+        # The reducer prepares its sums in the wrapper's forward, so without a call it has summed nothing.
+        if not model.has_run:
             raise TrainingError(
                 "parallel.reducer=torch: the task's loss calls a part or a method of the model instead of the model, "
                 "and torch's reducer sums the gradients of calls of the model alone. Call the model, or use "

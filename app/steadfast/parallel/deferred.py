@@ -88,7 +88,8 @@ class _Tape:
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._num_bytes: dict[int, int] = {}  # by storage
-        self._kept: list[torch.UntypedStorage] = []  # keeps storages alive, so that no number is used again
+        # Storages are numbered by their address. The list keeps them alive, so that no number is used again.
+        self._kept: list[torch.UntypedStorage] = []
         self._given: dict[int, torch.UntypedStorage] = {}  # storages that had values from the beginning
         self._first_state = torch.get_rng_state()
         self._tokens: dict[bytes, int] = {self._first_state.numpy().tobytes(): _FIRST}
@@ -173,13 +174,15 @@ class _Tape:
             for number, operation in enumerate(self._operations):
                 if needed[number]:
                     self._execute(operation, storages)
+                    # A storage is dropped after its last use, so that memory holds few of them at a time.
                     for key in operation.written | operation.read:
                         if last_use[key] == number:
                             storage = storages.pop(key)
                             if key in wanted:
                                 take(key, storage)
                 elif operation.is_random and operation.state_behind is None:
-                    self._execute(operation, {})  # only to advance the generator
+                    # Its values are not needed, but a later draw begins with the generator's state after this one.
+                    self._execute(operation, {})
             for key in wanted - last_use.keys():
                 take(key, self._storage(key, {}))
 
@@ -264,6 +267,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # User code reads a number, for example by `item()` or in an `if`, and cannot continue without its value.
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
         if func is _aten.lift_fresh.default:  # makes a tensor from numbers that were just read

@@ -111,6 +111,7 @@ class FullyShardedDataParallelism:
             return
         for number, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch([*units[number + 1 : number + 1 + num]])
+            # A backward runs the units in the opposite order.
             unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
     @contextmanager
@@ -119,7 +120,8 @@ class FullyShardedDataParallelism:
         # Microbatches before the last one keep unsharded gradients, which take a model's memory but need one sum a
         # step.
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
-        model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
+        # The sum over replicas waits for the last microbatch, because replicas need not run as many microbatches.
+        model.set_requires_all_reduce(last)
         if last:
             self._usage.fill()
         elif self._accumulates_apart:
@@ -131,8 +133,9 @@ class FullyShardedDataParallelism:
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         """Let further methods of the model gather its parameters."""
         for name in names:
+            # In this order: torch wraps the noting method, so parameters are gathered before their use is recorded.
             setattr(model, name, self._usage.noting(getattr(model, name)))
-            register_fsdp_forward_method(model, name)  # wraps the method, so that parameters are gathered before it
+            register_fsdp_forward_method(model, name)
 
     def _gather_each_once(self, model: nn.Module) -> None:
         """Gather all units in turn, before the first backward without a sum.
@@ -157,7 +160,7 @@ class FullyShardedDataParallelism:
         self._usage.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+        return model  # fully_shard changes the module in place
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         return None
@@ -227,6 +230,8 @@ class _Usage:
         numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
         for place in self._used:
             numbers[place] = 1
+        # Behind the flags each replica has two numbers, to which only its own ranks add: the sum of their hashes, and
+        # that of the squares. `detach_unused` compares both.
         replica = self._world.rank // self._world.replica_size
         stop = len(numbers) - 2 * (self._world.replicate - replica - 1)
         numbers[stop - 2 : stop] = self._order, self._order**2
@@ -243,7 +248,8 @@ class _Usage:
         numbers = self._sums.tolist()
         orders = numbers[len(params) :]
         for order, square in zip(orders[::2], orders[1::2], strict=True):
-            if self._world.replica_size * square != order**2:  # equal if and only if all terms are equal
+            # By the inequality of Cauchy and Schwarz both sides are equal if and only if all hashes are equal.
+            if self._world.replica_size * square != order**2:
                 raise TrainingError(
                     "parallel.kind=fsdp: the ranks did not run the same layers in one step, and a layer that is "
                     "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
@@ -270,6 +276,7 @@ class _Usage:
         return noted
 
     def _gathered(self, number: int, unit: nn.Module, inputs: Any) -> None:
+        # Forwards without gradients, such as those of a validation, do not belong to a step.
         if not torch.is_grad_enabled():
             return
         self._order = (31 * self._order + number + 1) % _PRIME

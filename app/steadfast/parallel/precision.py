@@ -68,6 +68,7 @@ class LossScale:
 
     def overflowed(self, grad_norm: Tensor) -> bool:
         """Return whether a smaller scale may make the gradients finite."""
+        # The scale does not fall below 1. If gradients overflow even there, another try would end in the same way.
         return not bool(grad_norm.isfinite()) and float(self.scale) > 1.0
 
     def after_overflow(self) -> None:

@@ -56,7 +56,7 @@ class CompilerNews:
         from torch._dynamo.utils import graph_break_reasons
 
         new: list[GraphBreak] = []
-        # torch never shortens its list, so breaks that are already told are in it again.
+        # Reading torch's list does not empty it, so breaks that are already told are in it again.
         for each in graph_break_reasons:
             found = GraphBreak(place=_place(each.user_stack), reason=one_line(each.reason))
             if found not in self._told:

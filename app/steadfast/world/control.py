@@ -208,9 +208,7 @@ class ControlChannel:
         self._copies.append(_HostCopy(result))
         self._requests |= set(requests)
         # Read before the next message is posted: the last message has had a whole step to travel.
-        finished: list[StepStats] = []
-        if self._posted:
-            finished = self._read()
+        finished = self._read() if self._posted else []
         num_ready = len(self._copies) - self._lag_steps
         if num_ready >= self._num_steps:
             self._post(num_ready)
@@ -271,9 +269,7 @@ def means(names: Sequence[str], parts: Sequence[float], summation: type[Summatio
     numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
     found: dict[str, float] = {}
     for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
-        found[name] = math.nan
-        if count:
-            found[name] = total / count
+        found[name] = total / count if count else math.nan
     return found
 
 

@@ -42,6 +42,7 @@ class FlightRecorder:
         return taken
 
     def _read_all(self) -> None:
+        # A record of all collectives may be too long for a heartbeat. Those that have not ended matter most.
         for only_active in (False, True):
             packed = pack(_recorded(self._device, only_active))
             if len(packed) <= _LONGEST:

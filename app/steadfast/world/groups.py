@@ -121,6 +121,8 @@ class Groups:
             dist.init_process_group(
                 "gloo", store=prefixed, rank=own.rank, world_size=own.size, timeout=timeouts.connect
             )
+            # Gloo matches the collectives of a group by their order, and control messages travel beside those of a
+            # step.
             control = dist.new_group(backend="gloo", timeout=timeouts.connect)
             # Recorded before NCCL connects, because NCCL closes its own sockets.
             sockets = _opened_since(before)
@@ -130,6 +132,8 @@ class Groups:
             if is_own_fault(error):
                 raise
             raise PeerLost(f"forming a world of {own.size} failed: {error}") from error
+        # Until here a member that does not connect is noticed soon. From here on a collective may wait for a peer that
+        # writes a checkpoint.
         for group in (_get_default_group(), control):
             group.set_timeout(timeouts.collective)
         return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
@@ -399,17 +403,20 @@ def _destroy(abort: bool) -> None:
         return
     # In torch's order. Torch itself stops at the first group that raises, which would leave the default group.
     for group in sorted(_world.pg_names, key=lambda each: _world.pg_names[each], reverse=True):
-        if abort:  # otherwise the end of a communicator that is still connecting waits for its peers
+        # Without an abort the end of a communicator that is still connecting would wait for its peers.
+        if abort:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         with contextlib.suppress(RuntimeError):
             group.shutdown()
-    _world.pg_names.clear()  # so that torch does not shut the groups down again
+    # Cleared, so that torch does not shut the groups down again.
+    _world.pg_names.clear()
     dist.destroy_process_group()
 
 
 def _open_sockets() -> dict[int, int]:
     found: dict[int, int] = {}
+    # Other threads open and close descriptors meanwhile.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

@@ -198,12 +198,14 @@ class Progress:
         if mark is not self._reported_mark:
             self._reported_mark = mark
             self._seconds = 0.0
+        # A longer time without a report means that this process or its machine was stopped, not that the phase hangs.
         self._seconds += min(now_s - max(mark.since_s, self._reported_s), self._gap_s)
         self._reported_s = now_s
 
         # The training thread writes to both meanwhile. Copying a deque or dict of floats is atomic, a loop is not.
         durations = list(self._durations[mark.phase])
         spent_s = self._spent.copy()
+        # Positions are compared as lists, and a greater one is further: fewer microbatches left are more progress.
         return ProgressReport(
             attempt=self._attempt,
             rank=self._rank,
