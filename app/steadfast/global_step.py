@@ -80,7 +80,8 @@ class GlobalStepper(Stepper):
         found = iter(torch.autograd.grad(sums.loss_sum, wanted, allow_unused=True))
         self._gradients = []
         for tensor in embeddings.tensors:
-            self._gradients.append(next(found) if tensor.requires_grad else None)
+            gradient = next(found) if tensor.requires_grad else None
+            self._gradients.append(gradient)
         self._sums = replace(sums, loss_sum=sums.loss_sum.detach())
 
     def _loss_of(self, part: Part) -> Sums:

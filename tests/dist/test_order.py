@@ -73,7 +73,9 @@ def test_a_run_is_not_resumed_in_another_order(tmp_path: Path) -> None:
 
 
 def test_an_order_that_is_no_pure_function_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(MemberFailed, match=r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"):
+    with pytest.raises(
+        MemberFailed, match=r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"
+    ):
         drill(small(tmp_path, f"data.order={{target: '{HERE}:by_chance'}}"), worlds=[2])
 
 

@@ -90,7 +90,9 @@ class SizeSearch:
     def _known_size(self, directory: RunDirectory) -> int:
         """Return the size that a worker knows, or else the recorded one. A collective."""
         known = self.worker.batch.microbatch_size
-        size = _largest(_NOT_CHOSEN if known == "auto" else known, self.world)
+        if known == "auto":
+            known = _NOT_CHOSEN
+        size = _largest(known, self.world)
         if size != _NOT_CHOSEN:
             return size
         recorded = None

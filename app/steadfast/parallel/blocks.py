@@ -75,7 +75,7 @@ def _largest_repetition(model: nn.Module) -> list[nn.Module]:
     candidates: list[list[nn.Module]] = [[]]
     for module in model.modules():
         members = list(module.children())
-        kinds = set(map(type, members))
+        kinds = {type(member) for member in members}
         # A unit is gathered when its forward is called, so modules without a forward, such as lists, do not qualify.
         callable_ones = len(kinds) == 1 and kinds.pop().forward is not nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1 and callable_ones:

@@ -48,10 +48,11 @@ class TorchDistributedDataParallelism:
         self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        # Torch demands None for a module on the CPU.
+        device_ids = [self._device] if self._device.type == "cuda" else None
         return _Transparent(
             model,
-            # Torch demands None for a module on the CPU.
-            device_ids=[self._device] if self._device.type == "cuda" else None,
+            device_ids=device_ids,
             process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,
             # Gradients are views of the buckets; otherwise they would be held twice and copied.

@@ -96,7 +96,8 @@ class FullyShardedDataParallelism:
         autocast = self._precision.autocast_dtype
         # Gathered in 16 bits but summed in 32, because a sum over many ranks would lose small gradients.
         param_dtype = _FORMATS.get(self._config.param_dtype, autocast)
-        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
+        widened = torch.float32 if autocast else None
+        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, widened)
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
     def _offload(self) -> OffloadPolicy:

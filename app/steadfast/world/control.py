@@ -103,17 +103,21 @@ class _HostCopy:
         # A step in which everything is masked has no mean, and its loss, even if not finite, is not an error.
         divisor = count or math.nan
         finite = not not_finite or count == 0
+        suspects = () if finite else self._suspects()
+        # A task may count NaN, which has no integer. The guard refuses such a count with a message.
+        if math.isfinite(count):
+            count = int(count)
         return StepStats(
             step=self.result.step,
             loss=loss_sum / divisor,
-            count=int(count) if math.isfinite(count) else count,
+            count=count,
             grad_norm=self.grad_norm,
             num_samples=num_samples,
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
             overflowed=self.result.overflowed,
             metrics=means(self.result.metric_names, row[self._width + _BESIDE :], self.result.summation),
-            suspects=() if finite else self._suspects(),
+            suspects=suspects,
         )
 
     def _suspects(self) -> tuple[NotFinite, ...]:

@@ -205,6 +205,9 @@ class Progress:
         # The training thread writes to both meanwhile. Copying a deque or dict of floats is atomic, a loop is not.
         durations = list(self._durations[mark.phase])
         spent_s = self._spent.copy()
+        limit_s = None
+        if mark.phase != "idle":
+            limit_s = round(self._limits.of(mark.phase, durations), 3)
         # Positions are compared as lists, and a greater one is further: fewer microbatches left are more progress.
         return ProgressReport(
             attempt=self._attempt,
@@ -213,7 +216,7 @@ class Progress:
             step=self._step,
             phase=mark.phase,
             seconds=round(self._seconds, 3),
-            limit_s=None if mark.phase == "idle" else round(self._limits.of(mark.phase, durations), 3),
+            limit_s=limit_s,
             spent_s={phase: round(seconds, 4) for phase, seconds in spent_s.items()},
             device_s=round(self._device_s, 4),
         )
