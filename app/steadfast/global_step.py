@@ -5,19 +5,22 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadfast.components.embeddings import Embeddings
 from steadfast.components.seed import seed_generators
+from steadfast.components.worker_state import WorkerState
 from steadfast.data import Fetched
 from steadfast.data.batches import tensors_of
 from steadfast.data.parts import Part
 from steadfast.errors import UsageError
 from steadfast.faults.out_of_memory import halve_microbatch
-from steadfast.plan import Microbatch
+from steadfast.parallel import Parallel
+from steadfast.plan import Microbatch, Plan
 from steadfast.step import Stepper
 from steadfast.tasks import Sums
 from steadfast.tasks.own import GlobalTask
+from steadfast.world.runtime import World
 
 
 @dataclass
@@ -32,7 +35,7 @@ class GlobalStepper(Stepper):
     """
 
     task: GlobalTask  # or the wrapper that injects faults into a task
-    _begin: int = field(default=0, init=False)  # position of the first sample of the step
+    _start: int = field(default=0, init=False)  # position of the first sample of the step
     _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
     _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # one per tensor of the embeddings
 
@@ -43,8 +46,8 @@ class GlobalStepper(Stepper):
 
     def _embed(self, step: int, own: list[Fetched]) -> Embeddings:
         """Embed this rank's microbatches without gradients."""
-        self._begin, end = self.plan.positions(step)
-        embeddings = Embeddings(end - self._begin)
+        self._start, end = self.plan.positions(step)
+        embeddings = Embeddings(end - self._start)
         with torch.no_grad(), self._buffers.undone():
             for fetched in own:
                 self.world.progress.mark("forward")
@@ -62,18 +65,23 @@ class GlobalStepper(Stepper):
         """Compute the loss of all ranks' embeddings and its gradient. A collective."""
         self.world.progress.mark("gradients")
         whole = embeddings.gather(self.world.groups)
-        wanted = [tensor for tensor in embeddings.tensors if tensor.is_floating_point()]
-        # The gathered tables become leaves with gradients, at which the first backward stops.
-        for tensor in wanted:
-            tensor.requires_grad_()
+        # The gathered tables become leaves with gradients, at which the first backward stops. Integers, such as labels
+        # beside the embeddings, have no gradient.
+        wanted: list[Tensor] = []
+        for tensor in embeddings.tensors:
+            if tensor.is_floating_point():
+                wanted.append(tensor.requires_grad_())
         # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
-        behind = Microbatch(step, sum(self.plan.shares), self._begin, self._begin)
+        behind = Microbatch(step, sum(self.plan.shares), self._start, self._start)
         seed_generators(self.seed, behind, self.precision.device)
         sums = self.task.loss_of_embeddings(whole)
         if not sums.loss_sum.requires_grad:
             raise UsageError("the task's loss(embeddings) does not depend on the embeddings, so nothing can be learned")
         found = iter(torch.autograd.grad(sums.loss_sum, wanted, allow_unused=True))
-        self._gradients = [next(found) if tensor.is_floating_point() else None for tensor in embeddings.tensors]
+        self._gradients = []
+        for tensor in embeddings.tensors:
+            gradient = next(found) if tensor.requires_grad else None
+            self._gradients.append(gradient)
         self._sums = replace(sums, loss_sum=sums.loss_sum.detach())
 
     def _loss_of(self, part: Part) -> Sums:
@@ -98,4 +106,10 @@ class GlobalStepper(Stepper):
         return Sums(nothing, 0)
 
     def _row(self, part: Part) -> int:
-        return part.microbatch.start - self._begin + part.first
+        return part.microbatch.start - self._start + part.first
+
+
+def build_stepper(worker: WorkerState, world: World, plan: Plan, parallel: Parallel, model: nn.Module) -> Stepper:
+    """Return the stepper for the task's kind of loss."""
+    kind = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
+    return kind.of(worker, world, plan, parallel, model)

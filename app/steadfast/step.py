@@ -2,22 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from steadfast.components.buffers import Buffers, RunningStatistics
 from steadfast.components.optimizer import rescale_gradients, set_learning_rates
-from steadfast.components.schedule import Schedule
+from steadfast.components.schedule import Schedule, build_schedule
 from steadfast.components.seed import seed_generators
 from steadfast.components.totals import Totals
+from steadfast.components.worker_state import WorkerState
 from steadfast.data import Fetched
 from steadfast.data.parts import Part, split
 from steadfast.errors import TrainingError
 from steadfast.faults.out_of_memory import halve_microbatch
-from steadfast.faults.recompute import Recompute
 from steadfast.parallel import Parallel
 from steadfast.parallel.compiled import CompiledBlocks
 from steadfast.parallel.precision import Precision
@@ -47,13 +48,39 @@ class Stepper:
     exact: bool  # the result has the same bits, whichever ranks run which microbatches
     coupled: bool  # samples of a microbatch share a forward, because their losses depend on each other
     compiled: CompiledBlocks
-    recompute: Recompute = field(default_factory=Recompute)
     _metric_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self._buffers = Buffers(self.model)
         self._statistics = RunningStatistics(self.model)
         self._summation = summation(self.exact)
+
+    @classmethod
+    def of(cls, worker: WorkerState, world: World, plan: Plan, parallel: Parallel, model: nn.Module) -> Self:
+        """Return the stepper of an attempt, which trains the wrapped `model`."""
+        config = worker.config
+        return cls(
+            model,
+            worker.optimizer,
+            worker.task,
+            parallel,
+            worker.precision,
+            build_schedule(config.schedule, worker.num_steps),
+            plan,
+            world,
+            units_per_sample=worker.units_per_sample,
+            counts_vary=worker.counts_vary,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.run.seed,
+            exact=config.run.exact,
+            coupled=config.task.coupled,
+            compiled=worker.compiled,
+        )
+
+    @property
+    def _nominal(self) -> int:
+        """Return the loss count of a whole step without masking."""
+        return self.plan.global_size * self.units_per_sample
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step` and update the weights."""
@@ -62,29 +89,24 @@ class Stepper:
             return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=self._summation)
         began_s = perf_counter()
         waited_s = self.world.progress.spent_s("loader")
-        # Dividing each microbatch's loss sum by the count of a step without masking keeps gradients in range.
-        # nominal = samples of the global batch * units of a sample
-        nominal = self.plan.global_size * self.units_per_sample
         totals = Totals(self.precision.device, self._summation)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
         # A survivor of a failed step runs that step again, and its forwards must count once in running statistics.
         with self._buffers.undone_on_failure():
-            self.recompute.begin(step, lambda fetched: self._run_apart(fetched, nominal))
-            self._buffers.begin()
-            self._statistics.begin(self.plan.num_microbatches_in(step))
+            self._begin(step)
+            # `num_left` is the first argument, because zip would otherwise take a batch of the next step from the
+            # iterator before it notices the end of this step.
             for left, fetched in zip(num_left, self._batches_of(step, batches), strict=False):
                 self.world.progress.mark("forward", left)
-                with self.recompute.holding(fetched.microbatch) as held:
-                    loss_sum, count = self._run_microbatch(fetched, nominal, totals, last=left == 0 and not held)
-                if held:
-                    self._look_at(loss_sum, count, last=left == 0)
+                loss_sum, count = self._run_microbatch(fetched, totals, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
                 num_samples += fetched.num_samples
+                # A sum does not depend on which rank trains on which samples.
                 digest = (digest + fetched.digest) % 2**64
-            global_count, grad_norm, grad_norms = self._whole_gradient(step, totals, nominal)
+            global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
             lr = set_learning_rates(self.optimizer, self.schedule, step)
         self.world.progress.mark("update")
         self._statistics.finish()
@@ -110,13 +132,16 @@ class Stepper:
             summation=self._summation,
         )
 
+    def _begin(self, step: int) -> None:
+        """Begin a step, while all gradients are zero."""
+        self._buffers.begin()
+        self._statistics.begin(self.plan.num_microbatches_in(step))
+
     def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         """Return an iterator whose first items are this rank's microbatches of `step`."""
         return batches
 
-    def _run_microbatch(
-        self, fetched: Fetched, nominal: int, totals: Totals, last: bool
-    ) -> tuple[Tensor, Tensor | int]:
+    def _run_microbatch(self, fetched: Fetched, totals: Totals, last: bool) -> tuple[Tensor, Tensor | int]:
         """Run a microbatch's forwards and backwards, and add to `totals`.
 
         The gradients are summed over ranks after the `last` microbatch of a step. Returns the sum of the microbatch's
@@ -131,29 +156,13 @@ class Stepper:
         count: Tensor | int = 0
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
             try:
-                sums = self._run(part, nominal, last=last and left == 0)
+                sums = self._run(part, last=last and left == 0)
             except torch.OutOfMemoryError as error:
                 raise halve_microbatch(part.num_samples, error, self.coupled) from error
             totals.add(sums, part.weight)
             loss_sum += sums.loss_sum.detach() * part.weight
             count = count + sums.count * part.weight
         return loss_sum, count
-
-    def _run_apart(self, fetched: Fetched, nominal: int) -> tuple[Tensor, Tensor | int]:
-        """Run a microbatch of which only the gradient remains.
-
-        The gradient is added to the existing gradients. Returns the sum of the losses, (), and their count.
-        """
-        # A copied stepper has running statistics of its own, so those of this step do not change.
-        apart = replace(self, recompute=Recompute())
-        with self._buffers.undone():
-            return apart._run_microbatch(fetched, nominal, Totals(self.precision.device, self._summation), last=False)
-
-    def _look_at(self, loss_sum: Tensor, count: Tensor | int, last: bool) -> None:
-        """Digest the gradient of a held-back microbatch, then release the gradient."""
-        self.recompute.take(loss_sum, count)
-        with self.parallel.synchronize(self.model, last):
-            pass  # leaving the context handles the gradients that are in the buckets
 
     def _parts_of(self, fetched: Fetched) -> list[Part]:
         """Cut a microbatch into the parts that run in one forward each."""
@@ -166,7 +175,7 @@ class Stepper:
             num_parts = -(-longest // size)
         return list(split(fetched, size, num_parts))
 
-    def _run(self, part: Part, nominal: int, last: bool) -> Sums:
+    def _run(self, part: Part, last: bool) -> Sums:
         # A pad has weight 0: it makes this rank run the same collectives as its peers.
         unchanged = nullcontext() if part.weight else self._buffers.undone()
         is_full = part.num_samples == (self.world.amendments.forward_size or self.plan.microbatch_size)
@@ -176,14 +185,16 @@ class Stepper:
             self._statistics.forwarded(part.microbatch, part.share)
             self.world.progress.mark("backward")
             # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
-            self.precision.backward(sums.loss_sum * (part.weight * self.parallel.loss_scale / nominal))
+            # The true count is known only when all ranks have run. Dividing by the nominal one keeps gradients in
+            # range until then.
+            self.precision.backward(sums.loss_sum * (part.weight * self.parallel.loss_scale / self._nominal))
         self._statistics.put_back()
         return sums
 
     def _loss_of(self, part: Part) -> Sums:
         return self.task.loss(self.model, part.batch)
 
-    def _whole_gradient(self, step: int, totals: Totals, nominal: int) -> tuple[int | Tensor, Tensor, Tensor]:
+    def _whole_gradient(self, step: int, totals: Totals) -> tuple[int | Tensor, Tensor, Tensor]:
         """Complete the gradients of a step: sum, divide by its count, clip.
 
         A collective.
@@ -204,18 +215,20 @@ class Stepper:
                 "from the leader's microbatches, and so depends on the number of workers. Set run.exact=false"
             )
         self._statistics.send(self.world.groups.communicator)
-        self.world.groups.communicator.wait()
-        self.recompute.compare()
+        self._wait_for_sums()
         self.parallel.store_gradients()
         # gradient * nominal / count = the mean over everything that counts, on all ranks. A count of 0 would divide by
         # 0; its gradients are 0 and are not applied.
-        correction = nominal / (global_count + (global_count == 0))
+        correction = self._nominal / (global_count + (global_count == 0))
         grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
         # Only complete gradients may change the weights. No collective may follow in the step: a survivor that loses a
         # peer in one would already hold the weights of this step, and would apply the step a second time.
         self.world.groups.gate()
         self.parallel.detach_unused()
         return global_count, grad_norm, grad_norms
+
+    def _wait_for_sums(self) -> None:
+        self.world.groups.communicator.wait()
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
         """Return the count of the whole step.

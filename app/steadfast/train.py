@@ -1,49 +1,42 @@
 """Training loop of one worker for one attempt."""
 
 from functools import partial
-from typing import Any
-
-from torch import nn
 
 from steadfast.balance.shares import build_balance
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
-from steadfast.components.microbatch_size import fix_microbatch_size
+from steadfast.components.microbatch_size import SizeSearch
 from steadfast.components.periodic import Periodic
-from steadfast.components.probes import Probes
-from steadfast.components.schedule import build_schedule
+from steadfast.components.probes import build_probes
 from steadfast.components.task_check import check_task
 from steadfast.components.validate import Validator
 from steadfast.components.worker_state import WorkerState
-from steadfast.config import Config
 from steadfast.faults.guard import CountCheck, Guard
 from steadfast.faults.inject import Faults
 from steadfast.faults.numerics import Numerics
 from steadfast.faults.recompute import build_choice, build_recompute
 from steadfast.faults.suspects import SuspectFinder
-from steadfast.global_step import GlobalStepper
-from steadfast.parallel import Parallel, build_parallel
+from steadfast.global_step import build_stepper
+from steadfast.parallel import build_parallel
 from steadfast.plan import Plan
+from steadfast.recompute_step import RecomputeStepper
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import past_losses
-from steadfast.step import Stepper
-from steadfast.tasks.own import GlobalTask
+from steadfast.run.ledger import PastLosses, past_losses
 from steadfast.telemetry.recorder import Recorder
 from steadfast.telemetry.startup import StartupTimer
 from steadfast.world.control import ControlChannel
 from steadfast.world.runtime import Outcome, Runtime, World
 
 
-def train(
-    config: Config, runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, timer: StartupTimer
-) -> Outcome:
+def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDirectory, timer: StartupTimer) -> Outcome:
     """Run one attempt, from building the model to its end.
 
     Every attempt begins in the same way, whatever ended the last one.
     """
     # Build. `worker` keeps objects of the process across attempts; everything else belongs to this attempt.
+    config = worker.config
     parallel = build_parallel(config.parallel, world, worker.precision)
     model, state = worker.prepare(world.amendments, parallel)
     catalog = Catalog(directory.store, config.checkpoint)
@@ -57,28 +50,40 @@ def train(
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
-    # Plan. Cut each step into microbatches of the run's size, and assign the microbatches to ranks.
-    fix_microbatch_size(config, runtime, world, worker, directory, parallel, model)
+    # Plan. Cut each step into microbatches of the run's size, and assign the microbatches to ranks. The balance may
+    # change the shares of the plan, so all later parts read the plan after it.
+    if config.batch.microbatch_size == "auto":
+        SizeSearch(worker, world, parallel, model).fix(directory, runtime)
     plan = worker.plan(world)
-    probes = _build_probes(config, runtime, world, directory, plan, worker)
-    check_task(config, worker, world, parallel, model)
-    stepper = _build_stepper(config, runtime, world, plan, worker, parallel, model, probes)
-    validator = Validator(config, worker, parallel, world)
+    balance = build_balance(config.batch.balance, config.parallel.kind, plan, worker.loader.num_ahead, world, runtime)
+    check_task(worker, world, parallel, model)
+    stepper = build_stepper(worker, world, plan, parallel, model)
+    validator = Validator(worker, parallel, world)
+
+    # Wrap the step. Without injected faults and timing the probes pass everything on unchanged.
+    probes = build_probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
+    stepper.task = probes.task(stepper.task)
+    choice = build_choice(config, world, plan, worker.kinds)
+    if choice is not None:
+        recompute = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
+        stepper = RecomputeStepper.around(stepper, recompute)
     timer.mark("restored")
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
-    guard = _build_guard(config, runtime, world, directory, plan, worker, restored.step)
+    guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
     recorder = Recorder(config, directory, runtime, world, worker)
     recorder.begin(plan, restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
     def save(step: int, ending: Outcome | None = None) -> None:
-        recorder.commit(guard.accept(control.drain()))  # the last message shows whether this state is finite
+        # The last message shows whether this state is finite. A state that is not must not become a checkpoint.
+        recorder.commit(guard.accept(control.drain()))
         probes.enter("checkpoint")
         worker.hooks.on_checkpoint()
         checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
+    # A checkpoint comes after the validation of its step, because the manifest holds the metrics.
     periodic = Periodic(world.leader, worker.num_steps)
     periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
@@ -107,57 +112,9 @@ def train(
     return outcome
 
 
-def _build_probes(
-    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState
-) -> Probes:
-    """Return fault injection and timing.
-
-    A collective if workers are weighted by label, which changes `plan`.
-    """
-    num_ahead = worker.loader.num_ahead
-    balance = build_balance(config.batch.balance, config.parallel.kind, plan, num_ahead, world, runtime)
-    return Probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
-
-
-def _build_stepper(
-    config: Config,
-    runtime: Runtime,
-    world: World,
-    plan: Plan,
-    worker: WorkerState,
-    parallel: Parallel,
-    model: nn.Module,
-    probes: Probes,
-) -> Stepper:
-    choice = build_choice(config, world, plan, worker.kinds)
-    twice = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
-    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
-    stepper: Stepper = kind(
-        model,
-        worker.optimizer,
-        probes.task(worker.task),
-        parallel,
-        worker.precision,
-        build_schedule(config.schedule, worker.num_steps),
-        plan,
-        world,
-        units_per_sample=worker.units_per_sample,
-        counts_vary=worker.counts_vary,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        seed=config.run.seed,
-        exact=config.run.exact,
-        coupled=config.task.coupled,
-        compiled=worker.compiled,
-        recompute=twice,
-    )
-    return stepper
-
-
-def _build_guard(
-    config: Config, runtime: Runtime, world: World, directory: RunDirectory, plan: Plan, worker: WorkerState, step: int
-) -> Guard:
+def _build_guard(worker: WorkerState, world: World, plan: Plan, runtime: Runtime, losses: PastLosses) -> Guard:
+    config = worker.config
     task = getattr(config.task, "target", config.task.kind)
-    units_per_sample = None if worker.counts_vary else worker.units_per_sample
-    numerics = Numerics(config.recovery, world.amendments.skip, past_losses(directory.store, step))
-    counts = CountCheck(task, plan, units_per_sample)
+    numerics = Numerics(config.recovery, world.amendments.skip, losses)
+    counts = CountCheck(task, plan, worker.units_per_unmasked_sample)
     return Guard(numerics, counts, SuspectFinder(task, plan, worker.loader, world), runtime, world)

@@ -57,17 +57,20 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
         try:
             worker.join(world)
             follow_compilations(world.progress)
-            outcome = train(config, runtime, world, worker, directory, timer)
+            outcome = train(runtime, world, worker, directory, timer)
             if outcome.kind != "resized":
                 worker.leave_run()
                 return outcome
         except BaseException as raised:
+            # This is a second Ctrl-C, in a process that belongs to the user.
             if isinstance(raised, KeyboardInterrupt) and runtime.signals().stop:
-                raise  # a second Ctrl-C, in a process that belongs to the user
+                raise
             error = as_exception(raised)
             step = worker.step
+            # The rank that computes wrongly may pass its state to nobody. `forget` also forgets the step, which is
+            # therefore read before.
             if isinstance(error, Corrupted) and error.rank == world.rank:
-                worker.forget()  # also forgets the step, which is reported all the same
+                worker.forget()
             # The abort informs the other ranks of the failure, so it follows once the reason is recorded.
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):
@@ -85,7 +88,8 @@ def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, direc
             finally:
                 world.groups.abort()
                 _clear_frames(error)
-                del error  # its frames, though cleared, still hold the functions of the attempt, and these the model
+                # Its frames, though cleared, still hold the functions of the attempt, and these hold the model.
+                del error
         finally:
             world.progress.leave()
             world.groups.destroy()

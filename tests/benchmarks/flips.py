@@ -29,8 +29,7 @@ from torch import Tensor
 
 from steadfast.balance.shares import Balance
 from steadfast.checkpoint.state import State, flatten, sha256
-from steadfast.components.probes import Probes
-from steadfast.components.schedule import build_schedule
+from steadfast.components.probes import Probes, build_probes
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.config.faults import FlipAt
@@ -41,11 +40,13 @@ from steadfast.faults.recompute import RecomputeByAnother
 from steadfast.parallel import build_parallel
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Plan, even_shares
+from steadfast.recompute_step import RecomputeStepper
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event
 from steadfast.step import Stepper
 from steadfast.world.device import set_numerics
-from steadfast.world.runtime import Runtime, World, form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import Runtime, WorkerProcess, World, form_world
 from tests.benchmarks.statistics import table
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
@@ -187,7 +188,7 @@ class Rank:
         """Return what was compared here, whether a bit was flipped here, who was named, and why the run would end."""
         told = Told()
         faults = Faults([fault] if fault else [], self._directory, self._world, cast(Runtime, told))
-        probes = Probes(faults, Balance(), self._world.progress)
+        probes = build_probes(faults, Balance(), self._world.progress)
         plan = _plan(self._config)
         recompute = Watched(
             partial(choose, plan, 1, self._config.run.seed, [""] * SIZE),
@@ -210,25 +211,9 @@ class Rank:
         return recompute.taken, struck, named, error
 
     def _stepper(self, plan: Plan, probes: Probes, recompute: RecomputeByAnother) -> Stepper:
-        worker = self._worker
-        return Stepper(
-            self._model,
-            worker.optimizer,
-            probes.task(worker.task),
-            self._parallel,
-            worker.precision,
-            build_schedule(self._config.schedule, worker.num_steps),
-            plan,
-            self._world,
-            units_per_sample=worker.units_per_sample,
-            counts_vary=worker.counts_vary,
-            max_grad_norm=self._config.optimizer.max_grad_norm,
-            seed=self._config.run.seed,
-            exact=self._config.run.exact,
-            coupled=self._config.task.coupled,
-            compiled=worker.compiled,
-            recompute=recompute,
-        )
+        stepper = Stepper.of(self._worker, self._world, plan, self._parallel, self._model)
+        stepper.task = probes.task(stepper.task)
+        return RecomputeStepper.around(stepper, recompute)
 
     @property
     def digest(self) -> str:
@@ -258,7 +243,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _work(member: Member, config: Config, trials: list[list[Trial]], folder: Path) -> tuple[list[list[Outcome]], str]:
     set_numerics(tf32=False, deterministic=True)
-    world = form_world(member.store, member.number, SIZE, 1, CPU)
+    world = form_world(member.store, WorldRank(member.number, SIZE, 1), WorkerProcess(CPU))
     try:
         rank = Rank(world, config, folder)
         outcomes = [rank.step(step, of_step) for step, of_step in enumerate(trials, 1)]

@@ -23,7 +23,8 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, load_config
 from steadfast.global_step import GlobalStepper
 from steadfast.parallel import build_parallel
-from steadfast.world.runtime import form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 from tests.benchmarks.statistics import paired_ratio, table
 from tests.examples.clip import Contrast
 from tests.support.stepping import build_stepper
@@ -55,7 +56,7 @@ def compare(num_pairs: int, folder: Path) -> list[str]:
     """One row of the table."""
     config = configuration(folder)
     worker = WorkerState(config, CPU)
-    world = form_world(dist.HashStore(), 0, 1, 1, CPU)
+    world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(CPU))
     parallel = build_parallel(config.parallel, world, worker.precision)
     stepper, batches = build_stepper(world, config, worker, parallel)
     assert isinstance(stepper, GlobalStepper)

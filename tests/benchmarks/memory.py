@@ -11,7 +11,8 @@ from typing import NamedTuple
 from steadfast.commands.plan import plan
 from steadfast.config import Config, parse_config
 from steadfast.plan import even_shares
-from steadfast.world.runtime import form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 from tests.benchmarks.statistics import table
 from tests.support.allocator import peak_bytes
 from tests.support.gang import Gang, Member
@@ -59,7 +60,7 @@ def compare(config: Config) -> Compared:
 
 def _measure(member: Member, config: Config) -> int:
     num_workers = config.scaling.min_workers
-    world = form_world(member.store, member.number, num_workers, 1, CPU)
+    world = form_world(member.store, WorldRank(member.number, num_workers, 1), WorkerProcess(CPU))
     try:
         shares = even_shares(config.batch.num_microbatches, num_workers)
         return peak_bytes(lambda: train_by_hand(world, config, shares))

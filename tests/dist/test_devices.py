@@ -14,7 +14,8 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.models import build_model
 from steadfast.parallel.precision import Precision
 from steadfast.world.device import DETERMINISTIC, Gpu
-from steadfast.world.runtime import form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 from tests.support.drill import drill
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
@@ -29,7 +30,7 @@ def join_with(member: Member, storage: str, generation: int, gpus: list[Gpu]) ->
     own = gpus[member.number]
     worker = WorkerState(small(storage, "precision.kind=auto"), CPU)
     worker.precision = Precision(CUDA)
-    world = form_world(member.store, member.number, len(gpus), generation, CPU)
+    world = form_world(member.store, WorldRank(member.number, len(gpus), generation), WorkerProcess(CPU))
     with (
         patch.object(torch.cuda, "get_device_name", lambda device: own.name),
         # By itself torch calls it support when bf16 is emulated.

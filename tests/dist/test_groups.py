@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from steadfast.world.groups import Groups, PeerLost, is_peer_loss
+from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss
 from steadfast.world.timeouts import Timeouts
 from tests.support.gang import Gang, Member
 
@@ -21,7 +21,7 @@ def abort_and_form_again(member: Member, size: int) -> list[int]:
     """The sum over ranks and the pid, generation after generation, each of which every rank aborts."""
     sums = []
     for generation in range(GENERATIONS):
-        groups = Groups.form(member.store, member.number, size, generation, torch.device("cpu"), Timeouts())
+        groups = Groups.form(member.store, WorldRank(member.number, size, generation), torch.device("cpu"), Timeouts())
         ones = torch.ones(1)
         dist.all_reduce(ones)
         sums.append(int(ones))
@@ -48,7 +48,7 @@ def stop_half_way(member: Member) -> tuple[bool, int]:
         Whether it was told of the loss, and a sum over the ranks of the next world.
     """
     cpu = torch.device("cpu")
-    groups = Groups.form(member.store, member.number, 2, 1, cpu, Timeouts())
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 1), cpu, Timeouts())
     message = torch.full((2**26,), 1.0 - member.number)
     work = dist.broadcast(message, 0, async_op=True)
     if member.number == 1:
@@ -69,7 +69,7 @@ def stop_half_way(member: Member) -> tuple[bool, int]:
     if member.number == 0:
         os.kill(pid, signal.SIGCONT)
     groups.destroy()
-    groups = Groups.form(member.store, member.number, 2, 2, cpu, Timeouts())
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), cpu, Timeouts())
     ones = torch.ones(1)
     dist.all_reduce(ones, group=groups.control)
     groups.destroy()
@@ -91,8 +91,8 @@ def fail_to_form_and_form(member: Member, half_way: bool) -> int:
         dist.destroy_process_group()
     if member.number == 0:
         with pytest.raises(PeerLost):
-            Groups.form(member.store, 0, 2, 1, cpu, Timeouts(silence_s=0.2))
-    groups = Groups.form(member.store, member.number, 2, 2, cpu, Timeouts())
+            Groups.form(member.store, WorldRank(0, 2, 1), cpu, Timeouts(silence_s=0.2))
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), cpu, Timeouts())
     ones = torch.ones(1)
     dist.all_reduce(ones, group=groups.control)
     groups.destroy()

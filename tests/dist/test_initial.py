@@ -54,7 +54,7 @@ def read_once() -> None:
 
     def load_initial(self: WorkerState) -> None:
         honest(self)
-        Path(self._config.run.init_from or "").unlink()
+        Path(self.config.run.init_from or "").unlink()
 
     WorkerState.load_initial = load_initial
 

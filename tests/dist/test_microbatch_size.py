@@ -126,7 +126,7 @@ def slow_storage_that_is_waited_for() -> None:
         write(self, size)
 
     def fix_what_is_written(self: WorkerState, size: int) -> None:
-        assert RunDirectory.of(self._config).microbatch_size() == size
+        assert RunDirectory.of(self.config).microbatch_size() == size
         fix(self, size)
 
     subject.RunDirectory.write_microbatch_size = write_slowly

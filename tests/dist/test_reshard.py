@@ -19,7 +19,8 @@ from steadfast.components.worker_state import WorkerState
 from steadfast.parallel import arrange, build_parallel
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
-from steadfast.world.runtime import Outcome, form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import Outcome, WorkerProcess, form_world
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 from tests.support.small import small
@@ -36,7 +37,7 @@ def written_or_read(
     if member.number >= size:
         return None
     config = small(Path(folder), f"parallel.kind={kind}", "model.dropout=0", "model.embed_dim=20")
-    world = form_world(member.store, member.number, size, attempt, CPU)
+    world = form_world(member.store, WorldRank(member.number, size, attempt), WorkerProcess(CPU))
     try:
         worker = WorkerState(config, CPU)
         world = arrange(world, config.parallel)

@@ -20,8 +20,8 @@ from steadfast.config import DdpConfig
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.storage import LocalStore
-from steadfast.world.groups import PeerLost
-from steadfast.world.runtime import Outcome, form_world
+from steadfast.world.groups import PeerLost, WorldRank
+from steadfast.world.runtime import Outcome, WorkerProcess, form_world
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 
@@ -49,7 +49,7 @@ class Replica:
 
 def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path: str) -> tuple[int, float, str]:
     """(held, weight, source or what was raised) after a restore by members that hold these steps; one may leave."""
-    world = form_world(member.store, member.number, len(held), attempt, CPU)
+    world = form_world(member.store, WorldRank(member.number, len(held), attempt), WorkerProcess(CPU))
     member.store.set(_formed(attempt, member.number), "")
     replica = Replica(held[member.number], member.number)
     try:
@@ -105,7 +105,7 @@ def come_back(
     state = {"model": {"w": replica.weights}}
     catalog = Catalog(LocalStore(Path(path)))
     for number in range(2):
-        world = form_world(member.store, member.number, 3, attempt + number, CPU)
+        world = form_world(member.store, WorldRank(member.number, 3, attempt + number), WorkerProcess(CPU))
         try:
             parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
             known_writer = writer if known else Writer()

@@ -13,7 +13,8 @@ import torch
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
 from steadfast.plan import even_shares
-from steadfast.world.runtime import form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 from tests.support.gang import Gang, Member, MemberFailed
 from tests.support.reference import CPU
 from tests.support.stepping import train_by_hand
@@ -79,7 +80,7 @@ def train(member: Member, kind: str, num_layers: int, size: int, room: float) ->
 
 
 def steps(member: Member, attempt: int, config: Config, worker: WorkerState, size: int) -> None:
-    world = form_world(member.store, member.number, size, attempt, CPU)
+    world = form_world(member.store, WorldRank(member.number, size, attempt), WorkerProcess(CPU))
     try:
         train_by_hand(world, config, even_shares(config.batch.num_microbatches, size), worker)
     finally:

@@ -22,7 +22,8 @@ from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
 from steadfast.parallel.fsdp import FullyShardedDataParallelism
 from steadfast.plan import Amendments
-from steadfast.world.runtime import World, form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, World, form_world
 from tests.support.drill import drill
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
@@ -88,7 +89,8 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
 def joined(member: Member, attempt: int, members: list[int], nodes: str) -> World:
     rank = members.index(member.number)
     size = len(members)
-    return replace(form_world(member.store, rank, size, attempt, CPU), node=nodes[rank], replica_size=size)
+    world = form_world(member.store, WorldRank(rank, size, attempt), WorkerProcess(CPU, node=nodes[rank]))
+    return replace(world, replica_size=size)
 
 
 def train_and_lose(member: Member, first: int, nodes: str, lost: list[int], **known: Any) -> int | None:

@@ -42,11 +42,12 @@ def late_peer(scene: Scene) -> None:
 
 
 def wait_for_a_late_peer(rank: Rank) -> None:
-    from steadfast.world.runtime import form_world
+    from steadfast.world.groups import WorldRank
+    from steadfast.world.runtime import WorkerProcess, form_world
     from steadfast.world.timeouts import Timeouts
 
     timeouts = Timeouts(rank.args["silence_s"])
-    world = form_world(rank.store, rank.number, 2, 1, rank.device, timeouts=timeouts)
+    world = form_world(rank.store, WorldRank(rank.number, 2, 1), WorkerProcess(rank.device, timeouts=timeouts))
     for pause_s in (rank.args["late_s"] if rank.number == 1 else 0.0, rank.args["live_on_s"]):
         time.sleep(pause_s)
         began_s = time.monotonic()
@@ -77,10 +78,11 @@ def soak(scene: Scene) -> None:
 
 
 def add_in_mixed_sizes(rank: Rank) -> None:
-    from steadfast.world.runtime import form_world
+    from steadfast.world.groups import WorldRank
+    from steadfast.world.runtime import WorkerProcess, form_world
 
     lasts_s = rank.args["lasts_s"]
-    world = form_world(rank.store, rank.number, 2, 1, rank.device)
+    world = form_world(rank.store, WorldRank(rank.number, 2, 1), WorkerProcess(rank.device))
     _add_for(rank, "app", lasts_s["app"], world.groups.communicator.sum, world.groups.gate)
     world.groups.destroy()
     group = form_plain(rank)

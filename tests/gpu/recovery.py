@@ -88,11 +88,12 @@ def abort(scene: Scene) -> None:
 
 
 def abort_again_and_again(rank: Rank) -> None:
-    from steadfast.world.runtime import form_world
+    from steadfast.world.groups import WorldRank
+    from steadfast.world.runtime import WorkerProcess, form_world
 
     times = rank.args["times"]
     for number in range(times):
-        world = form_world(rank.store, rank.number, 2, 2 * number + 1, rank.device)
+        world = form_world(rank.store, WorldRank(rank.number, 2, 2 * number + 1), WorkerProcess(rank.device))
         sum_of_ones(rank, world)
         if rank.number == 0:
             abort_s, free_s = _abort_in_flight(rank, world, steady=number >= times // 2)
@@ -100,7 +101,7 @@ def abort_again_and_again(rank: Rank) -> None:
             time.sleep(0.4)  # launches nothing, while rank 0 waits
             world.groups.abort()
         world.groups.destroy()
-        world = form_world(rank.store, rank.number, 2, 2 * number + 2, rank.device)
+        world = form_world(rank.store, WorldRank(rank.number, 2, 2 * number + 2), WorkerProcess(rank.device))
         right = sum_of_ones(rank, world) == 2
         if rank.number == 0:
             rank.note(abort_s=abort_s, free_s=free_s, right=right)
@@ -248,10 +249,12 @@ def survive_deaths_in_init(rank: Rank) -> None:
 
 
 def _add_up_in_world(rank: Rank, place: int, size: int, attempt: int) -> float:
-    from steadfast.world.runtime import form_world
+    from steadfast.world.groups import WorldRank
+    from steadfast.world.runtime import WorkerProcess, form_world
     from steadfast.world.timeouts import Timeouts
 
-    world = form_world(rank.store, place, size, attempt, rank.device, timeouts=Timeouts(_SILENCE_S))
+    process = WorkerProcess(rank.device, Timeouts(_SILENCE_S))
+    world = form_world(rank.store, WorldRank(place, size, attempt), process)
     try:
         total = sum_of_ones(rank, world)
         dist.barrier(world.groups.control)

@@ -25,9 +25,9 @@ from steadfast.faults.numerics import BadStep
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, Restore, RunStarted
 from steadfast.worker import work
-from steadfast.world.groups import PeerLost, is_peer_loss
+from steadfast.world.groups import PeerLost, WorldRank, is_peer_loss
 from steadfast.world.progress import Limits, Progress
-from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from tests.gpu import subjects
 from tests.gpu.ranks import Rank, Ranks
 from tests.gpu.scene import Scene
@@ -194,7 +194,8 @@ class MemberRuntime:
         rank, size = members.index(self._rank.number), len(members)
         began_s = time.monotonic()
         store = self._rank.store
-        world = form_world(store, rank, size, self._attempt, self.device, progress=self.progress)
+        process = WorkerProcess(self.device, progress=self.progress)
+        world = form_world(store, WorldRank(rank, size, self._attempt), process)
         world = replace(world, amendments=self._directory.amendments())
         if self._attempt > 1 and (stance := self._rank.args["stance"]):
             torch.compiler.set_stance(stance)

@@ -22,9 +22,9 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, ForwardsShrunk, RunStarted
 from steadfast.run.ledger import History, read_ledger
 from steadfast.worker import work
-from steadfast.world.groups import is_peer_loss
+from steadfast.world.groups import WorldRank, is_peer_loss
 from steadfast.world.progress import Progress
-from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from steadfast.world.timeouts import Timeouts
 from tests.support.checks import check_audit
 from tests.support.events import event_lines
@@ -176,16 +176,9 @@ class DrillRuntime:
         return world
 
     def _form(self, attempt: Attempt, aborted: threading.Event | None = None) -> World:
-        return form_world(
-            self._member.store,
-            attempt.members.index(self._member.number),
-            len(attempt.members),
-            attempt.number,
-            self.device,
-            timeouts=PATIENT,
-            progress=self.progress,
-            aborted=aborted,
-        )
+        rank = attempt.members.index(self._member.number)
+        own = WorldRank(rank, len(attempt.members), attempt.number)
+        return form_world(self._member.store, own, WorkerProcess(self.device, PATIENT, self.progress), aborted=aborted)
 
     def signals(self) -> Signals:
         """Asked once a step."""

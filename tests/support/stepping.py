@@ -8,17 +8,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from steadfast.components.schedule import build_schedule
+from steadfast import global_step
 from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.data import Fetched
-from steadfast.global_step import GlobalStepper
 from steadfast.parallel import Parallel, arrange, build_parallel
 from steadfast.plan import Plan, even_shares
 from steadfast.step import Stepper
-from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import StepResult
-from steadfast.world.runtime import World, form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, World, form_world
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 
@@ -47,7 +46,7 @@ def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]
 def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...]) -> object:
     if member.number >= len(shares):
         return None
-    world = form_world(member.store, member.number, len(shares), attempt, CPU)
+    world = form_world(member.store, WorldRank(member.number, len(shares), attempt), WorkerProcess(CPU))
     try:
         return _steps(world, config, shares)
     finally:
@@ -85,22 +84,5 @@ def build_stepper(
     plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.replica_size, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
-    kind: type[Any] = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
-    stepper: Stepper = kind(
-        model,
-        worker.optimizer,
-        worker.task,
-        parallel,
-        worker.precision,
-        build_schedule(config.schedule, worker.num_steps),
-        plan,
-        world,
-        units_per_sample=worker.units_per_sample,
-        counts_vary=worker.counts_vary,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        seed=config.run.seed,
-        exact=config.run.exact,
-        coupled=config.task.coupled,
-        compiled=worker.compiled,
-    )
+    stepper = global_step.build_stepper(worker, world, plan, parallel, model)
     return stepper, worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _world
 from steadfast.orchestration.worker_runtime import _kind
 from steadfast.world import groups
 from steadfast.world.communicator import NcclCommunicator
-from steadfast.world.groups import Groups, PeerLost, is_peer_loss, serve_store
+from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss, serve_store
 from steadfast.world.timeouts import Timeouts
 from tests.support.command import ROOT
 
@@ -181,7 +181,7 @@ def test_a_rank_whose_gpu_has_failed_says_so_before_it_waits_for_peers(monkeypat
     monkeypatch.setattr(torch, "zeros", zeros)
     store = dist.HashStore()
     with pytest.raises(RuntimeError, match=ECC):
-        Groups.form(store, 0, 2, 1, torch.device("cuda"), Timeouts())
+        Groups.form(store, WorldRank(0, 2, 1), torch.device("cuda"), Timeouts())
     assert store.num_keys() == 0
     assert not dist.is_initialized()
 
@@ -215,7 +215,7 @@ def test_a_failure_while_nccl_connects_is_a_lost_peer_and_leaves_no_group(monkey
     dist.Backend.register_backend("broken", lambda _, rank, size, limit: Broken(rank, size), devices=["cpu"])  # type: ignore[call-arg]
     monkeypatch.setattr(groups, "connect", connect)
     with pytest.raises(PeerLost, match="NCCL timeout"):
-        Groups.form(dist.HashStore(), 0, 1, 1, torch.device("cpu"), Timeouts())
+        Groups.form(dist.HashStore(), WorldRank(0, 1, 1), torch.device("cpu"), Timeouts())
     assert Broken.calls == ["abort", "shutdown"]
     assert not dist.is_initialized()
 

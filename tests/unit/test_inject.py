@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from steadfast.balance.shares import Balance
-from steadfast.components.probes import Probes
+from steadfast.components.probes import Probes, build_probes
 from steadfast.config import parse_config
 from steadfast.data import Fetched
 from steadfast.faults import inject
@@ -46,7 +46,7 @@ def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Events
     config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
     world = World(rank, 3, attempt=1, groups=cast(Any, None))
     runtime = cast(Any, Events() if told is None else told)
-    return Probes(
+    return build_probes(
         Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, runtime), Balance(), Progress()
     )
 

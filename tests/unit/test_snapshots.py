@@ -16,7 +16,8 @@ from steadfast.config import DdpConfig, Every
 from steadfast.parallel import build_parallel
 from steadfast.parallel.precision import Precision
 from steadfast.run import events
-from steadfast.world.runtime import form_world
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ class Slow(ProcessMemory):
 
 def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_copy_alone() -> None:
     memory, state = Slow(), {"model": {"weight": torch.ones(4)}}
-    world = form_world(dist.HashStore(), 0, 1, 1, torch.device("cpu"))
+    world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(torch.device("cpu")))
     try:
         parallel = build_parallel(DdpConfig(), world, Precision(torch.device("cpu")))
         snapshots = Snapshots(world, memory, parallel, state)

@@ -98,8 +98,10 @@ class Buffers:
 
     def _put_back(self, before: list[Tensor]) -> None:
         for (module, name, buffer), earlier in zip(self._places, before, strict=True):
-            buffer.data.copy_(earlier)  # `.data` keeps the version, by which `send` finds changes of a forward
-            setattr(module, name, buffer)  # replaces a tensor that a forward may have put there
+            # A copy into `.data` keeps the version, by which `send` finds changes of a forward.
+            buffer.data.copy_(earlier)
+            # A forward may have put another tensor in the place of the buffer.
+            setattr(module, name, buffer)
 
 
 class RunningStatistics:
@@ -117,8 +119,10 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [module for module in model.modules() if isinstance(module, _WITH_STATISTICS)]
-        self._all: list[Any] = [layer for layer in found if layer.running_mean is not None]
+        self._all: list[Any] = []
+        for module in model.modules():
+            if isinstance(module, _WITH_STATISTICS) and module.running_mean is not None:
+                self._all.append(module)
         self._counts: dict[nn.Module, int] = {}  # microbatches before this step, of layers without a momentum
         self._layers: list[Any] = []  # layers in training mode: the user may have put some into evaluation mode
         self._num_microbatches = 0
@@ -149,8 +153,8 @@ class RunningStatistics:
                 self._shares.append(shares)
                 self._kept_by_one.append(shares.of_one)
                 self._kept_by_all.append(shares.of_all)
-        self._before = _copies(self._running)
-        self._tracked_before = _copies(self._tracked)
+        self._before = list(map(torch.clone, self._running))
+        self._tracked_before = list(map(torch.clone, self._tracked))
 
     def forwarded(self, microbatch: Microbatch, share: float = 1.0) -> None:
         """Add the statistics of one forward to this rank's sum.
@@ -191,10 +195,6 @@ class RunningStatistics:
                 self._counts[layer] += self._num_microbatches
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
 class _Shares(NamedTuple):
     """Factors of the old statistics and of each microbatch's in the result."""
 
@@ -207,12 +207,17 @@ class _Shares(NamedTuple):
 def _shares(momentum: float | None, num_before: int, num_microbatches: int) -> _Shares:
     kept: list[float] = []  # factor that each microbatch in turn applies to the previous value
     for index in range(num_microbatches):
+        share = momentum
         # Without a momentum the statistics are the average over all microbatches so far.
-        kept.append(1 - (1 / (num_before + index + 1) if momentum is None else momentum))
+        if share is None:
+            share = 1 / (num_before + index + 1)
+        kept.append(1 - share)
     of_each: list[float] = []
     for index, own in enumerate(kept):
         # Every forward starts as if it were the first, whose factor may have been larger.
-        scale = 1.0 if own == kept[0] else (1 - own) / (1 - kept[0])
+        scale = 1.0
+        if own != kept[0]:
+            scale = (1 - own) / (1 - kept[0])
         of_each.append(scale * math.prod(kept[index + 1 :]))
     return _Shares(kept[0], math.prod(kept), tuple(of_each))
 

@@ -16,8 +16,9 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self._config = config
+        # Metrics are multiplied by the sign, so that less is better in both modes.
         self._sign = 1.0 if config.mode == "min" else -1.0
-        self._best = math.inf  # times the sign, so that less is better
+        self._best = math.inf
         self._num_worse = 0  # validations since the best one
 
     def on_validation(self, run: HookContext, metrics: Mapping[str, float]) -> None:

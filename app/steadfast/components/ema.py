@@ -27,9 +27,11 @@ class Ema:
         self._averages: dict[str, Tensor] = {}  # by every name of a parameter, sharded like the parameter
 
     def setup(self, run: HookContext) -> None:
-        averages = {weight: weight.detach().clone() for weight in _weights(run)}
+        averages: dict[Tensor, Tensor] = {}
         for name, weight in run.model.named_parameters(remove_duplicate=False):
-            if weight in averages:
+            if weight.requires_grad:
+                if weight not in averages:
+                    averages[weight] = weight.detach().clone()
                 self._averages[name] = averages[weight]
 
     def on_start(self, run: HookContext) -> None:
@@ -50,15 +52,17 @@ class Ema:
         """
         reshard(run.model)
         weights = _local(run)
-        own = [weight.clone() for weight in weights]
+        own = list(map(torch.clone, weights))
         _copy(self._local(), weights)
         try:
             yield
         finally:
+            # The device reads weights in pinned host memory by itself, and may not have read all of them yet.
             if any(weight.is_pinned() for weight in weights):
-                torch.cuda.synchronize()  # the device may still be reading the weights, which are on the host
+                torch.cuda.synchronize()
             _copy(own, weights)
-            reshard(run.model)  # otherwise training would use the gathered averages
+            # Otherwise training would use the gathered averages.
+            reshard(run.model)
 
     def state_dict(self) -> dict[str, object]:
         return {"averages": self._averages, "num_updates": self._num_updates}
@@ -72,12 +76,8 @@ class Ema:
         return list(map(local, dict.fromkeys(self._averages.values())))
 
 
-def _weights(run: HookContext) -> list[Tensor]:
-    return [weight for weight in run.model.parameters() if weight.requires_grad]
-
-
 def _local(run: HookContext) -> list[Tensor]:
-    return [local(weight.detach()) for weight in _weights(run)]
+    return [local(weight.detach()) for weight in run.model.parameters() if weight.requires_grad]
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

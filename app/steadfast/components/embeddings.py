@@ -69,7 +69,10 @@ class Embeddings:
         restored: list[Tensor] = []
         for given in tensors_of(self._structure):
             table = next(whole)
-            restored.append(table.bool() if given.dtype == torch.bool else table)
+            # Booleans are summed as bytes.
+            if given.dtype == torch.bool:
+                table = table.bool()
+            restored.append(table)
         self.tensors = restored
         each = iter(restored)
         return map_tensors(lambda _: next(each), self._structure)

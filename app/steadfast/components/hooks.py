@@ -34,12 +34,14 @@ class Hooks:
             # A hook is named by its class rather than by its index, so that its state is found after another hook was
             # inserted before it.
             taken = sum(name == each.rstrip("0123456789") for each in self._hooks)
-            self._hooks[f"{name}{taken + 1}" if taken else name] = hook
+            if taken:
+                name = f"{name}{taken + 1}"
+            self._hooks[name] = hook
 
     @property
     def ended_early(self) -> str:
         """Reason why a hook has ended the run, "" if none has."""
-        return self._run.ended_early if self._run else ""
+        return "" if self._run is None else self._run.ended_early
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give model and optimizer to every hook, in the first call only."""
@@ -107,6 +109,8 @@ class Hooks:
                 case Mapping():
                     self._take(held.setdefault(key, {}), value, f"{name}.{key}")
                 case Tensor() | float() | int():
+                    # The first tensor of each key stays, because checkpoints and restores refer to it. A hook that
+                    # returns the same tensor again needs no copy.
                     tensor = self._as_tensor(value)
                     if held.setdefault(key, tensor) is not tensor:
                         held[key].copy_(tensor)
@@ -120,7 +124,9 @@ class Hooks:
         if isinstance(value, Tensor):
             return value
         # Python's floats have 64 bits. The tensor is on the device, because NCCL sends only tensors of the device.
-        dtype = torch.float64 if isinstance(value, float) else None
+        dtype = None
+        if isinstance(value, float):
+            dtype = torch.float64
         return torch.tensor(value, dtype=dtype, device=self._device)
 
 
@@ -139,6 +145,8 @@ def _like(current: Mapping[str, Any], held: Tensors) -> dict[str, Any]:
     for key, value in current.items():
         if isinstance(value, Mapping):
             state[key] = _like(value, held[key])
+        elif isinstance(value, Tensor):
+            state[key] = held[key]
         else:
-            state[key] = held[key] if isinstance(value, Tensor) else type(value)(held[key].item())
+            state[key] = type(value)(held[key].item())
     return state

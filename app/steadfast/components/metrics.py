@@ -42,7 +42,7 @@ class SummedMetrics:
         if weight:
             yield
             return
-        before = [state.clone() for state in self._states()]
+        before = list(map(torch.clone, self._states()))
         yield
         for state, earlier in zip(self._states(), before, strict=True):
             state.copy_(earlier)
@@ -54,8 +54,10 @@ class SummedMetrics:
             groups.communicator.sum(state)
         groups.gate()
         for name, metric in self._metrics.items():
-            metric._computed = None  # the cached value is that of this rank alone
-            metric._update_count = 1  # a rank that had only pads would warn otherwise
+            # The cached value is that of this rank alone.
+            metric._computed = None
+            # A rank that had only pads would otherwise warn that its metric was never updated.
+            metric._update_count = 1
             results |= _by_name(name, metric.compute())
             metric.reset()
         return results

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from steadfast.checkpoint.memory_server import free_bytes
 from steadfast.components.buffers import Buffers
 from steadfast.components.worker_state import WorkerState
-from steadfast.config import Config
 from steadfast.data.randomness import own_randomness
 from steadfast.faults.out_of_memory import halve_microbatch
 from steadfast.parallel import Parallel
@@ -56,62 +56,75 @@ class Room(NamedTuple):
         return max(1, (_USED_SHARE * self.free - fixed) // self.sample)
 
 
-def fix_microbatch_size(
-    config: Config,
-    runtime: Runtime,
-    world: World,
-    worker: WorkerState,
-    directory: RunDirectory,
-    parallel: Parallel,
-    model: nn.Module,
-) -> None:
-    """Agree on the size of a microbatch: configured, recorded, or chosen now.
+@dataclass(frozen=True)
+class SizeSearch:
+    """Search for the microbatch size, by training on a few samples without side effects.
 
-    A collective if the size is auto. The state has been restored already, and does not change.
-
-    Raises:
-        OutOfMemory: two samples do not fit; the next attempt runs one sample per forward.
-        TrainingError: one sample does not fit.
-        StorageError: the chosen size cannot be read or written.
+    The state has been restored already, and does not change.
     """
-    if config.batch.microbatch_size != "auto":
-        return
-    known = worker.batch.microbatch_size
-    size = _largest(_NOT_CHOSEN if known == "auto" else known, world)
-    if size == _NOT_CHOSEN:  # no worker of this world knows a size
-        size = _largest((directory.microbatch_size() or _NOT_CHOSEN) if world.leader else _NOT_CHOSEN, world)
-    if size == _NOT_CHOSEN:
-        chosen = _choose(config, world, worker, parallel, model)
-        if world.leader:
-            directory.write_microbatch_size(chosen.microbatch_size)
-        publish_once(chosen, runtime, world)
-        size = _largest(chosen.microbatch_size, world)  # no rank continues before the size is on storage
-    worker.fix_microbatch_size(size)
+
+    worker: WorkerState
+    world: World
+    parallel: Parallel
+    model: nn.Module
+
+    def fix(self, directory: RunDirectory, runtime: Runtime) -> None:
+        """Agree on the size of a microbatch: recorded, or chosen now. A collective.
+
+        Raises:
+            OutOfMemory: two samples do not fit; the next attempt runs one sample per forward.
+            TrainingError: one sample does not fit.
+            StorageError: the chosen size cannot be read or written.
+        """
+        size = self._known_size(directory)
+        if size == _NOT_CHOSEN:
+            chosen = self._choose()
+            if self.world.leader:
+                directory.write_microbatch_size(chosen.microbatch_size)
+            publish_once(chosen, runtime, self.world)
+            # No rank continues before the size is on storage, because a failure after the first steps could otherwise
+            # lead to another size.
+            size = _largest(chosen.microbatch_size, self.world)
+        self.worker.fix_microbatch_size(size)
+
+    def _known_size(self, directory: RunDirectory) -> int:
+        """Return the size that a worker knows, or else the recorded one. A collective."""
+        known = self.worker.batch.microbatch_size
+        if known == "auto":
+            known = _NOT_CHOSEN
+        size = _largest(known, self.world)
+        if size != _NOT_CHOSEN:
+            return size
+        recorded = None
+        # Only the leader asks storage, which may answer the ranks differently.
+        if self.world.leader:
+            recorded = directory.microbatch_size()
+        return _largest(recorded or _NOT_CHOSEN, self.world)
+
+    def _choose(self) -> events.MicrobatchChosen:
+        """Return the size that fits on every rank and occupies all workers."""
+        world, config = self.world, self.worker.config
+        global_size = config.batch.global_size
+        # The size stays when the world grows, so a step needs a microbatch for each worker of the largest world.
+        num_workers = min(max(config.scaling.num_workers[1], world.size), global_size)
+        # If a forward has run out of memory before, no more samples than these fit.
+        most = world.amendments.forward_size or global_size
+        if largest_microbatch(global_size, num_workers, most) == 1:
+            return events.MicrobatchChosen(microbatch_size=1)
+        rooms: list[Any] = [None] * world.size
+        room = _measure(world, self.worker, self.parallel, self.model)
+        dist.all_gather_object(rooms, room, group=world.groups.control)
+        num_fitting, rank = min((room.num_fitting, rank) for rank, room in enumerate(rooms))
+        return events.MicrobatchChosen(
+            microbatch_size=largest_microbatch(global_size, num_workers, int(min(num_fitting, most))),
+            rank=rank,
+            sample_bytes=rooms[rank].sample,
+            free_bytes=rooms[rank].free,
+        )
 
 
 def _largest(number: int, world: World) -> int:
     return int(gather_numbers(number, world.groups.control).max())
-
-
-def _choose(
-    config: Config, world: World, worker: WorkerState, parallel: Parallel, model: nn.Module
-) -> events.MicrobatchChosen:
-    """Return the size that fits on every rank and occupies all workers."""
-    global_size = config.batch.global_size
-    num_workers = min(max(config.scaling.num_workers[1], world.size), global_size)
-    # If a forward has run out of memory before, no more samples than these fit.
-    most = world.amendments.forward_size or global_size
-    if largest_microbatch(global_size, num_workers, most) == 1:
-        return events.MicrobatchChosen(microbatch_size=1)
-    rooms: list[Any] = [None] * world.size
-    dist.all_gather_object(rooms, _measure(world, worker, parallel, model), group=world.groups.control)
-    num_fitting, rank = min((room.num_fitting, rank) for rank, room in enumerate(rooms))
-    return events.MicrobatchChosen(
-        microbatch_size=largest_microbatch(global_size, num_workers, int(min(num_fitting, most))),
-        rank=rank,
-        sample_bytes=rooms[rank].sample,
-        free_bytes=rooms[rank].free,
-    )
 
 
 def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Module) -> Room:

@@ -1,12 +1,13 @@
 """Optimizers, and the rescaling and clipping of gradients before an update."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.own_optimizer import build_own
+from steadfast.components.own_optimizer import build_own, parameters_of
 from steadfast.components.schedule import Schedule
 from steadfast.config import (
     AdamConfig,
@@ -30,7 +31,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     # The schedule overwrites `lr`. Each group keeps its own peak, because a user's optimizer may have several.
     for group in optimizer.param_groups:
         group.setdefault(PEAK, float(group["lr"]))
-    for member in optimizer.members if isinstance(optimizer, _CombinedOptimizer) else [optimizer]:
+    members: Sequence[torch.optim.Optimizer] = [optimizer]
+    if isinstance(optimizer, _CombinedOptimizer):
+        members = optimizer.members
+    for member in members:
         if type(member) in (torch.optim.AdamW, torch.optim.Adam):
             _compute_on_parts(member)
     return optimizer
@@ -41,7 +45,7 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
         case AdamWConfig() | AdamConfig():
             groups = _groups(config, config.weight_decay, model)
             # One kernel in place of hundreds: on CUDA, launches are most of a small model's update.
-            fused = any(param.is_cuda for group in groups for param in group["params"])
+            fused = any(param.is_cuda for param in parameters_of(groups))
             kind = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
             return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         case MuonConfig():
@@ -62,8 +66,10 @@ class _CombinedOptimizer(torch.optim.Optimizer):
         for member in members:
             groups += member.param_groups
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups  # the members' own objects, so that new rates reach the members
+        # The base class has made new groups. The members' own groups replace them, so that new rates reach the members.
+        self.param_groups = groups
         self.members = members
+        # One dictionary holds the state of all members, in which checkpoints find every parameter.
         for member in members:
             member.state = self.state
 
@@ -74,7 +80,7 @@ class _CombinedOptimizer(torch.optim.Optimizer):
 
 def _compute_on_parts(optimizer: Any) -> None:
     """Let Adam compute on this rank's parts of DTensors, which suffice for an elementwise update."""
-    if not all(is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+    if not all(map(is_sharded, parameters_of(optimizer.param_groups))):
         return
     collect = optimizer._init_group
 
@@ -114,8 +120,7 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
     members: list[list[nn.Parameter]] = [[] for _ in (None, *config.groups)]
     for name, param in model.named_parameters():
         if param.requires_grad:
-            matching = [index for index, group in enumerate(config.groups, 1) if re.search(group.match, name)]
-            members[matching[0] if matching else 0].append(param)
+            members[_number_of_group(config, name)].append(param)
     groups = _decay_matrices_only(members[0], weight_decay)
     for index, group in enumerate(config.groups, 1):
         if not members[index]:
@@ -125,8 +130,18 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
             parts = _decay_matrices_only(members[index], weight_decay)
         else:
             parts = [{"params": members[index], "weight_decay": group.weight_decay}]
-        groups += [{**part, "lr": config.lr * group.lr_scale} for part in parts if part["params"]]
+        for part in parts:
+            if part["params"]:
+                groups.append({**part, "lr": config.lr * group.lr_scale})
     return groups
+
+
+def _number_of_group(config: GroupedConfig, name: str) -> int:
+    """Return the number of the first group that matches a name, 0 if none."""
+    for number, group in enumerate(config.groups, 1):
+        if re.search(group.match, name):
+            return number
+    return 0
 
 
 def _decay_matrices_only(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -180,12 +195,15 @@ def rescale_gradients(
     if max_norm is not None:
         # The factor is computed on the device: an `if` on the norm would make the host wait for it.
         correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
-    precision.rescale([local(gradient) for gradient in gradients], correction)
+    precision.rescale(list(map(local, gradients)), correction)
     return norm, norms
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,), as torch's get_total_norm does."""
     # Computed on local parts, because the foreach kernels do not support sharded tensors.
-    norms = torch.stack(list(torch._foreach_norm([local(gradient) for gradient in gradients])))
-    return norms_of_parts(norms, min(gradients, key=Tensor.numel)) if is_sharded(gradients[0]) else norms
+    norms = torch.stack(list(torch._foreach_norm(list(map(local, gradients)))))
+    if not is_sharded(gradients[0]):
+        return norms
+    # `norms_of_parts` computes the norm of its example to find the placements, so the smallest gradient costs least.
+    return norms_of_parts(norms, min(gradients, key=Tensor.numel))

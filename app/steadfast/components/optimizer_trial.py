@@ -4,13 +4,14 @@ The optimizer must train and resume as in a plain loop.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
-from steadfast.components.own_optimizer import build_own, build_plain, refusal
+from steadfast.components.own_optimizer import build_own, build_plain, parameters_of, refusal
 from steadfast.config import TargetOptimizer
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import ConfigError
@@ -61,6 +62,8 @@ def _some_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return all parameters of a small model, or some of each dimensionality."""
     if len(params) <= 2 * _ENDS:
         return params
+    # Optimizers treat parameters by their number of dimensions, as Muon and Adafactor do. Reversed, the first parameter
+    # of each number is the one that stays in the dictionary.
     first_of = {param.dim(): param for param in reversed(params[_ENDS:-_ENDS])}
     return [*params[:_ENDS], *first_of.values(), *params[-_ENDS:]]
 
@@ -133,7 +136,7 @@ class _Trial:
         shift: int,
     ) -> None:
         self._config, self._trained, self._device, self._dtype = config, trained, device, dtype
-        self._uses = [_USES[(index + shift) % len(_USES)] for index in range(len(trained))]
+        self._uses = list(islice(cycle(_USES), shift, shift + len(trained)))
 
     @property
     def is_possible(self) -> bool:
@@ -177,7 +180,10 @@ class _Trial:
     def _params(self, num_rows: int | None = None) -> nn.ParameterList:
         params = nn.ParameterList()
         for index, real in enumerate(self._trained):
-            param = nn.Parameter(self._numbers(index, 0, num_rows))
+            values = self._numbers(index, 0)
+            if num_rows is not None and values.dim():
+                values = values[:num_rows]
+            param = nn.Parameter(values)
             vars(param).update(vars(real))  # users set attributes on parameters for their optimizer
             params.append(param)
         return params
@@ -186,33 +192,40 @@ class _Trial:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * step / _NUM_STEPS
         for index, (param, use) in enumerate(zip(params, self._uses, strict=True)):
-            param.grad = None
-            if step >= use.first:
-                gradient = self._numbers(index, step, param.shape[0] if param.dim() else None)
-                param.grad = gradient if step >= use.first_nonzero else torch.zeros_like(gradient)
+            if step < use.first:
+                param.grad = None
+                continue
+            param.grad = _rows_like(self._numbers(index, step), param)
+            if step < use.first_nonzero:
+                param.grad.zero_()
         try:
             optimizer.step()
         except Exception as error:
             raise _CannotStep(type(optimizer).__name__) from error
 
-    def _numbers(self, index: int, step: int, num_rows: int | None) -> Tensor:
+    def _numbers(self, index: int, step: int) -> Tensor:
         """Return a parameter's initial values (step 0) or gradient of a step."""
         num_dims = self._trained[index].dim()
         shape = (*_SHAPE, *[2] * (num_dims - len(_SHAPE)))[:num_dims]
+        # Drawn in float64 on the CPU, so that a trial on a device in another format sees the same numbers.
         generator = torch.Generator().manual_seed(step * len(self._trained) + index)
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return (values[:num_rows] if shape else values).to(self._device, self._dtype)
+        return values.to(self._device, self._dtype)
 
     def same_rows(self, whole: _Ran, part: _Ran) -> bool:
         """Return whether partial rows end as in a run with all rows."""
-        # Up to rounding.
         for index, (one, other) in enumerate(zip(whole.params, part.params, strict=True)):
-            num_rows = len(other) if other.dim() else None
-            expected = one[:num_rows] if other.dim() else one
-            moved = (expected - self._numbers(index, 0, num_rows)).abs().max()
+            expected = _rows_like(one, other)
+            moved = (expected - _rows_like(self._numbers(index, 0), other)).abs().max()
+            # Sums over other shapes round differently. `not ... <=` also refuses numbers that are not finite.
             if not bool((expected - other).abs().max() <= 1e-3 * moved):
                 return False
         return True
+
+
+def _rows_like(values: Tensor, param: Tensor) -> Tensor:
+    """Return as many first rows as a parameter has; a scalar has no rows."""
+    return values[: len(param)] if param.dim() else values
 
 
 def _state_of(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> State:
@@ -230,16 +243,20 @@ def _equal(one: State, other: State) -> bool:
 def _kept_elsewhere(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
     """Return the names of differing numbers that no checkpoint holds."""
     first, second = _numbers_elsewhere(one), _numbers_elsewhere(other)
-    differing = {name for (index, name), value in first.items() if second.get((index, name)) != value}
+    differing: set[str] = set()
+    for place, value in first.items():
+        if second.get(place) != value:
+            differing.add(place[1])
     return ", ".join(sorted(differing))
 
 
 def _numbers_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], float]:
     """Return the numbers of an optimizer outside the tensors of its state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     holders: list[tuple[str, Mapping[str, Any]]] = [("as an attribute", vars(optimizer))]
-    holders += [("in param_groups", group) for group in optimizer.param_groups]
-    holders += [("in its state, as a number", _without_tensors(optimizer.state[param])) for param in params]
+    for group in optimizer.param_groups:
+        holders.append(("in param_groups", group))
+    for param in parameters_of(optimizer.param_groups):
+        holders.append(("in its state, as a number", _without_tensors(optimizer.state[param])))
     numbers: dict[tuple[int, str], float] = {}
     for index, (place, holder) in enumerate(holders):
         for key, value in holder.items():

@@ -1,6 +1,6 @@
 """A user's own optimizer, whose state begins as in a plain loop."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ def build_plain(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torc
     raise refusal(config, f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
 
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer's groups, in order."""
+    params: list[nn.Parameter] = []
+    for group in groups:
+        params += group["params"]
+    return params
+
+
 def refusal(config: TargetOptimizer, what: str) -> ConfigError:
     """Return the error for an optimizer that cannot be used."""
     return ConfigError([Problem("", "optimizer.target", f'"{config.target}" {what}')])
@@ -46,7 +54,7 @@ class _FirstSteps:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._waiting: set[Tensor] = {param for group in optimizer.param_groups for param in group["params"]}
+        self._waiting: set[Tensor] = set(parameters_of(optimizer.param_groups))
         self._beginning: dict[Tensor, dict[str, Any]] = {}  # states of parameters in their first step
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -56,12 +64,15 @@ class _FirstSteps:
             if param.grad is None:
                 continue
             state = optimizer.state.pop(param, {})
-            if _HAS_BEGUN in state:  # if missing, this step creates the structure of the state
+            # Without the key this is the step by which `NamedOptimizer` creates the structure of the state, and the
+            # parameter's first real step is still to come.
+            if _HAS_BEGUN in state:
                 self._waiting.remove(param)
             if bool(state.get(_HAS_BEGUN, False)):
                 optimizer.state[param] = state
             else:
-                state.clear()  # frees the memory before the optimizer allocates new memory
+                # The zeros are freed before the optimizer allocates its own tensors, so that memory never holds both.
+                state.clear()
                 self._beginning[param] = state
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

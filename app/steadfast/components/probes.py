@@ -18,23 +18,58 @@ from steadfast.world.runtime import Signals
 
 
 class Probes(Rider):
-    """Wraps a step's batches, task, signals and control channel in one place."""
+    """Probes of an attempt without faults and timing, which pass everything on unchanged."""
 
-    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
-        self._faults = faults
-        self._balance = balance
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def task(self, task: Task) -> Task:
-        # Without faults or timing the task is returned unwrapped: no overhead, and a clean traceback.
-        if not (self._faults.active or self._balance.timed):
-            return task
+        """Return the task of the training steps."""
+        return task
+
+    def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Return the batches. The wait for each of them counts as the loader phase."""
+        return self._progress.fetching(batches)
+
+    @contextmanager
+    def repeating(self, loader: Loader, microbatch: Microbatch) -> Iterator[Fetched]:
+        """Fetch a microbatch, and yield it in the context for repeating the microbatch, without timing."""
+        self._progress.mark("loader")
+        fetched = loader.fetch(microbatch)
+        self._progress.mark("forward")
+        yield fetched
+
+    def enter(self, phase: str) -> None:
+        """Enter a phase that all ranks enter."""
+        self._progress.enter(phase)
+
+    def signals(self, signals: Signals) -> Signals:
+        """Return the requests to the run."""
+        return signals
+
+
+def build_probes(faults: Faults, balance: Balance, progress: Progress) -> Probes:
+    """Return probes that inject the faults of this rank, and time its microbatches for the balance."""
+    if faults.active or balance.timed:
+        return _ActiveProbes(faults, balance, progress)
+    return Probes(progress)
+
+
+class _ActiveProbes(Probes):
+    """Wraps a step's batches, task, signals and control channel in one place."""
+
+    def __init__(self, faults: Faults, balance: Balance, progress: Progress) -> None:
+        super().__init__(progress)
+        self._faults = faults
+        self._balance = balance
+
+    def task(self, task: Task) -> Task:
         return _ProbedTask(task, self._faults, self._balance)
 
     def batches(self, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         """Return batches whose loading is timed and that trigger faults.
 
-        The wait for each batch counts as the loader phase, and the first batch of a step arms the faults of that step.
+        The first batch of a step arms the faults of that step.
         """
         if self._faults.active:
             batches = self._faults.entering(batches)
@@ -43,16 +78,11 @@ class Probes(Rider):
 
     @contextmanager
     def repeating(self, loader: Loader, microbatch: Microbatch) -> Iterator[Fetched]:
-        """Fetch a microbatch, and yield it in the context for repeating the microbatch, without timing."""
-        self._progress.mark("loader")
-        fetched = loader.fetch(microbatch)
-        self._progress.mark("forward")
-        with self._faults.recomputing(microbatch.step):
+        with super().repeating(loader, microbatch) as fetched, self._faults.recomputing(microbatch.step):
             yield fetched
 
     def enter(self, phase: str) -> None:
-        """Enter a phase that all ranks enter."""
-        self._progress.enter(phase)
+        super().enter(phase)
         self._faults.reach(phase)
 
     def signals(self, signals: Signals) -> Signals:

@@ -33,7 +33,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, t
 _TF32_TOLERANCE = 2e-3
 
 
-def check_task(config: Config, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
+def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
     """Refuse a user's task that would train differently here. A collective.
 
     The task is tried on a few samples.
@@ -47,6 +47,8 @@ def check_task(config: Config, worker: WorkerState, world: World, parallel: Para
         UsageError: the task returns no `Sums`, calls a collective, or its loss couples samples.
         ConfigError: a key needs the loss of each microbatch, and the task has a loss over the global batch.
     """
+    config = worker.config
+    # The tasks of this program keep these rules with any model of this program.
     if isinstance(config.task, TaskConfig) and not isinstance(config.model, Target):
         return
     if isinstance(worker.task, GlobalTask):
@@ -58,13 +60,14 @@ def check_task(config: Config, worker: WorkerState, world: World, parallel: Para
         return
     world.progress.enter("validation")
     with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
-        _Trial(config, worker, unwrapped).run()
+        _Trial(worker, unwrapped).run()
 
 
 class _Trial:
     """Evaluates a task on rows of one batch of real samples."""
 
-    def __init__(self, config: Config, worker: WorkerState, model: nn.Module) -> None:
+    def __init__(self, worker: WorkerState, model: nn.Module) -> None:
+        config = worker.config
         self._task = worker.task.copied() if isinstance(worker.task, OwnTask) else worker.task
         self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
         self._model = model
@@ -72,11 +75,14 @@ class _Trial:
         self._coupled = config.task.coupled
         self._loader = worker.loader
         self._num_train = worker.order.num_train
-        size = worker.batch.samples_per_microbatch
+        num_rows = worker.batch.samples_per_microbatch
         # A coupled loss may need a whole microbatch, for example if the model keeps a state per sample.
-        self._num_rows = min(size if self._coupled else min(_NUM_ROWS, size), self._num_train)
-        is_tf32 = config.precision.tf32 and worker.precision.device.type == "cuda"
-        self._tolerance = _TF32_TOLERANCE if is_tf32 else _TOLERANCES[worker.precision.compute_dtype]
+        if not self._coupled:
+            num_rows = min(_NUM_ROWS, num_rows)
+        self._num_rows = min(num_rows, self._num_train)
+        self._tolerance = _TOLERANCES[worker.precision.compute_dtype]
+        if config.precision.tf32 and worker.precision.device.type == "cuda":
+            self._tolerance = _TF32_TOLERANCE
 
     def run(self) -> None:
         """Compare the loss of a batch with the losses of its parts."""
@@ -86,7 +92,7 @@ class _Trial:
         # A batch that has no row for each sample never runs in parts.
         if self._coupled or not half or uncuttable(whole, num_rows) is not None:
             return
-        halves = [rows_of(whole, rows, num_rows) for rows in (range(half), range(half, num_rows))]
+        halves = [rows_of(whole, range(half), num_rows), rows_of(whole, range(half, num_rows), num_rows)]
         if isinstance(self._task, GlobalTask):
             self._compare_rows(self._task, whole, *halves)
             return
@@ -121,11 +127,11 @@ class _Trial:
         batch = self._loader.example(size)
         a, b, c, d = (range(start, start + half) for start in range(0, size, half))
         for seed in range(_NUM_SEEDS):
-            ab, cd, ad, cb = (
-                self._loss(rows_of(batch, [*left, *right], size), seed)
-                for left, right in ((a, b), (c, d), (a, d), (c, b))
-            )
-            if not self._is_equal([ab, cd], [ad, cb]):
+            losses: list[Sums] = []
+            for left, right in ((a, b), (c, d), (a, d), (c, b)):
+                losses.append(self._loss(rows_of(batch, [*left, *right], size), seed))
+            # Both pairs of batches have the same halves in each place, so a sum over samples is the same for both.
+            if not self._is_equal(losses[:2], losses[2:]):
                 self._refuse("the loss of one half of a batch follows from the samples of the other half")
 
     def _loss(self, batch: Batch, seed: int) -> Sums:

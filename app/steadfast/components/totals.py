@@ -30,14 +30,17 @@ class Totals:
         self.loss_sum += split(sums.loss_sum.detach()) * weight
         self.count += sums.count * weight
         for name, metric in sums.metrics.items():
-            mean = metric if isinstance(metric, Mean) else Mean(metric, sums.count)
+            mean = metric
+            if not isinstance(mean, Mean):
+                mean = Mean(mean, sums.count)
             total, count = self._metrics.get(name, (self._none, self._none))
             self._metrics[name] = total + self._split(mean.total) * weight, count + self._split(mean.count) * weight
 
     def _split(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return self._summation.split(value.detach())
         # new_full makes a float64 number on the device without a copy from the host.
-        number = value.detach() if isinstance(value, Tensor) else self._none.new_full((), value)
-        return self._summation.split(number)
+        return self._summation.split(self._none.new_full((), value))
 
     def metrics(self, names: Iterable[str]) -> list[Tensor]:
         """Return sum and count of each named metric, zeros if unknown."""

@@ -12,7 +12,6 @@ from steadfast.components.seed import seed_validation
 from steadfast.components.totals import Totals
 from steadfast.components.trigger import Trigger
 from steadfast.components.worker_state import WorkerState
-from steadfast.config import Config
 from steadfast.data import Fetched
 from steadfast.parallel import Parallel
 from steadfast.tasks.own import GlobalTask
@@ -24,7 +23,8 @@ from steadfast.world.sums import summation
 class Validator:
     """Measures a model on the held-out samples."""
 
-    def __init__(self, config: Config, worker: WorkerState, parallel: Parallel, world: World) -> None:
+    def __init__(self, worker: WorkerState, parallel: Parallel, world: World) -> None:
+        config = worker.config
         self._worker = worker
         self._parallel = parallel
         self._world = world
@@ -49,7 +49,9 @@ class Validator:
         clock = self._worker.trigger("checkpoint", self._config.every, age_s)
         if is_left_on_one_node:
             clock.hurry()
-        return _AfterValidation(clock, self) if self._config.keep_best else clock
+        if self._config.keep_best:
+            return _AfterValidation(clock, self)
+        return clock
 
     def run(self, step: int, model: nn.Module) -> dict[str, float]:
         """Return the mean loss and metrics of all held-out samples. A collective.
@@ -66,7 +68,9 @@ class Validator:
 
     def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
         """Return the same if the run is over, else {}. A collective."""
-        return self.run(outcome.step, model) if outcome.kind == "finished" else {}
+        if outcome.kind != "finished":
+            return {}
+        return self.run(outcome.step, model)
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         if self._plan is None:

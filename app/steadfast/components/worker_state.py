@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from steadfast.checkpoint.initial import build_initial, build_initial_sharded, load_initial
 from steadfast.checkpoint.node_memory import NodeMemory, open_memory
@@ -67,7 +67,7 @@ class WorkerState:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self._config = config
+        self.config = config
         self.gpus: tuple[Gpu, ...] = ()  # of all ranks of the world
         self.kinds: tuple[str, ...] = ()  # hardware of all ranks, which must be equal for equal bits; set if needed
         # An exact run sums gradients as integers, independently of the world. The integers' unit is part of the state.
@@ -89,13 +89,17 @@ class WorkerState:
         param_dtype = self.precision.param_dtype  # does not depend on the world
         self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype)
         size = config.batch.microbatch_size
-        self.loader.check_validation(2 if size == "auto" else min(size, self.order.num_train))
+        if size == "auto":
+            self.loader.check_validation(2)
+        else:
+            self.loader.check_validation(min(size, self.order.num_train))
         self.fingerprint = fingerprint(self.dataset)
         self.batch = config.batch  # its microbatch_size is a number once `fix_microbatch_size` was called
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.amendments = Amendments()  # of the current attempt
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
-        self.writer = Writer()  # outlives an attempt, so that the next attempt finishes a pending checkpoint
+        # The writer outlives an attempt, so that the next attempt finishes a pending checkpoint.
+        self.writer = Writer()
         self._memory: NodeMemory | None = None
         self.command = ""  # token of the command that started this process; "" if unknown
         self._triggers: dict[str, Interval] = {}
@@ -113,28 +117,33 @@ class WorkerState:
         self._warm_up()
 
     def _build_precision(self, device: torch.device) -> Precision:
-        return build_precision(self._config.precision, device, self.gpus, self._fixed_point)
+        return build_precision(self.config.precision, device, self.gpus, self._fixed_point)
 
     @property
     def model(self) -> nn.Module:
         return self._model
 
     @property
+    def units_per_unmasked_sample(self) -> int | None:
+        """Return the loss count of every sample, None if samples may be masked."""
+        return None if self.counts_vary else self.units_per_sample
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of `model`, built on the first call."""
         if self._optimizer is None:
-            self._optimizer = build_optimizer(self._config.optimizer, self._model)
+            self._optimizer = build_optimizer(self.config.optimizer, self._model)
         return self._optimizer
 
     def _try_optimizer(self, config: TargetOptimizer) -> None:
         """Refuse a user's optimizer that would train differently here."""
-        sharded = not strategy_of(self._config.parallel).survivors_hold_all
+        sharded = not strategy_of(self.config.parallel).survivors_hold_all
         try_optimizer(config, self._model, self.precision.device, self.precision.param_dtype, sharded)
 
     def _warm_up(self) -> None:
         """Import modules that the first step needs, before joining a world."""
         # Running workers would otherwise wait over a second for imports, most of which torch starts in an optimizer.
-        if strategy_of(self._config.parallel).survivors_hold_all:
+        if strategy_of(self.config.parallel).survivors_hold_all:
             self.state(self._model)
         else:
             # Not with the real model, which is not sharded yet: its state may exceed the memory of the device.
@@ -145,7 +154,7 @@ class WorkerState:
         """Compile the layers, or only test the compiler if shapes are unknown."""
         if not self.compiled.wanted:
             return
-        is_whole = strategy_of(self._config.parallel).survivors_hold_all
+        is_whole = strategy_of(self.config.parallel).survivors_hold_all
         if is_whole and self.batch.microbatch_size != "auto":
             self.compiled.try_out(partial(self._run_once, self.example()))
         else:
@@ -160,14 +169,14 @@ class WorkerState:
         self._model.zero_grad(set_to_none=True)
 
     def _start_anew(self) -> None:
-        leaves_out_base = self._config.checkpoint.trainable_only
+        leaves_out_base = self.config.checkpoint.trainable_only
         model = self._build()
         if leaves_out_base and not self.base:
             self.base = base_sha256(model)
         refuse_synchronized(model)
         refuse_sparse(model)
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
-        if self._config.run.exact:
+        if self.config.run.exact:
             refuse_running_statistics(model)
         if self._values is None:
             self._model = self.precision.convert(model)
@@ -175,32 +184,33 @@ class WorkerState:
             self._model = model
             self.precision.cast(model)
         self.precision.begin_anew()
-        checkpoint_activations(self._model, self._config.memory.activation_checkpointing)
+        checkpoint_activations(self._model, self.config.memory.activation_checkpointing)
         self.compiled.take(self._model)
         self._optimizer = None
-        self.hooks = Hooks(self._config.hooks, self.precision.device)
-        self.held.begin_anew(lacks_weights=self._config.run.init_from is not None and not leaves_out_base)
+        self.hooks = Hooks(self.config.hooks, self.precision.device)
+        self.held.begin_anew(lacks_weights=self.config.run.init_from is not None and not leaves_out_base)
+        # FSDP modules form reference cycles, which would keep the shards of the last world in memory.
         if self._values is not None:
-            gc.collect()  # FSDP modules form reference cycles that would keep the shards of the last world
+            gc.collect()
 
     def _build(self) -> nn.Module:
         """Build the model; a model to be sharded gets no memory."""
         self._values = None
         # With `trainable_only` the frozen weights are in no checkpoint, so the model is built with its weights.
-        is_sharded = not strategy_of(self._config.parallel).survivors_hold_all
-        if is_sharded and not self._config.checkpoint.trainable_only and not self.built_whole_because:
+        is_sharded = not strategy_of(self.config.parallel).survivors_hold_all
+        if is_sharded and not self.config.checkpoint.trainable_only and not self.built_whole_because:
             try:
-                model, self._values = build_initial_sharded(self._config)
+                model, self._values = build_initial_sharded(self.config)
             except NotDeferrable as error:
                 self.built_whole_because = str(error)
             else:
                 return model
-        model, self.loaded = build_initial(self._config)
+        model, self.loaded = build_initial(self.config)
         return model
 
     def load_initial(self) -> None:
         """Compute missing initial values, and read the configured starting weights."""
-        run = self._config.run
+        run = self.config.run
         if self._values is not None and (run.init_from is None or not run.init_strict):
             self._values.fill(named_tensors(self._model))
         self.loaded = load_initial(self._model, run)
@@ -211,26 +221,32 @@ class WorkerState:
         Raises UsageError if the ranks have different frozen parameters, which no shared state would make equal, or, in
         an exact run, different processors.
         """
-        if self._config.checkpoint.trainable_only:
+        if self.config.checkpoint.trainable_only:
             self._check_bases(world)
         if self.compiled.wanted:
             reasons = [""] * world.size
             dist.all_gather_object(reasons, self.compiled.refused, group=world.groups.control)
-            self.uncompiled = {rank: reason for rank, reason in enumerate(reasons) if reason}
+            self.uncompiled = {}
+            for rank, reason in enumerate(reasons):
+                if reason:
+                    self.uncompiled[rank] = reason
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
-        if self._config.recompute.every is not None or self._config.run.exact:
+        if self.config.recompute.every is not None or self.config.run.exact:
             self.kinds = self._gather_kinds(world)
-        if self._config.run.exact:
+        if self.config.run.exact:
             refuse_mixed(self.kinds)
-        if self._config.precision.kind == "auto":  # only `auto` depends on which GPUs are in the world
+        # Only `auto` depends on which GPUs are in the world.
+        if self.config.precision.kind == "auto":
             self.precision = self._build_precision(device)
         self._part = world.part, world.replica_size
         self._goes_on_with_shards = world.replica_size > 1 and self._has_shards_of(world)
 
     def _gather_kinds(self, world: World) -> tuple[str, ...]:
+        own = kind_of(self.precision.device)
         # Compiled layers sum in another order than uncompiled ones.
-        own = kind_of(self.precision.device) + (", uncompiled" if self.compiled.refused else "")
+        if self.compiled.refused:
+            own += ", uncompiled"
         kinds: list[Any] = [None] * world.size
         dist.all_gather_object(kinds, own, group=world.groups.control)
         return tuple(kinds)
@@ -238,19 +254,20 @@ class WorkerState:
     def _check_bases(self, world: World) -> None:
         bases = [""] * world.size
         dist.all_gather_object(bases, self.base, group=world.groups.control)
-        others = [rank for rank, found in enumerate(bases) if found != bases[0]]
-        if others:
-            raise UsageError(
-                f"checkpoint.trainable_only: the frozen parameters of rank {others[0]} differ from those of "
-                f"rank 0: sha256 {bases[others[0]][:12]}, not {bases[0][:12]}"
-            )
+        for rank, base in enumerate(bases):
+            if base != bases[0]:
+                raise UsageError(
+                    f"checkpoint.trainable_only: the frozen parameters of rank {rank} differ from those of "
+                    f"rank 0: sha256 {base[:12]}, not {bases[0][:12]}"
+                )
 
     def _has_shards_of(self, world: World) -> bool:
         """Return whether this rank's shards remain valid. A collective."""
         same_steps = world.amendments.skip == self.amendments.skip
         holds = same_steps and self._shards is not None and self._shards.part == (world.part, world.replica_size)
+        held_step = self.step if holds else 0
         control = world.groups.control
-        steps: list[int] = gather_numbers(self.step if holds else 0, control).tolist()
+        steps: list[int] = gather_numbers(held_step, control).tolist()
         newest = newest_whole(steps, world.replica_size)
         # A complete replica of a rank that was left out may be far behind, and memory holds a newer state. After an
         # interrupted step some ranks have made the update and some have not, hence the 1.
@@ -277,19 +294,26 @@ class WorkerState:
 
     def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
         """Shard a new model, filled from old shards if these are valid."""
-        from steadfast.parallel.deferred import allocate  # the import takes a second, and only sharded models need it
+        # The import takes a second, and only sharded models need it.
+        from steadfast.parallel.deferred import allocate
 
         step = self.step
-        kept: State = self._shards.take() if self._shards is not None and self._goes_on_with_shards else {}
+        kept: State = {}
+        if self._shards is not None and self._goes_on_with_shards:
+            kept = self._shards.take()
         self._shards = None  # releases the old shards before new ones are allocated
         self._start_anew()
-        layers = blocks_of(self._model)  # before wrapping changes the names of their classes
+        # Found before the model is wrapped, which changes the names of the layers' classes.
+        layers = blocks_of(self._model)
         model = parallel.wrap(self._model)
         parallel.register_methods(model, getattr(self.task, "model_methods", ()))
-        if self._config.memory.activation_checkpointing == "selective":
+        if self.config.memory.activation_checkpointing == "selective":
             refuse_parts_of_layers(layers)
         if self._values is not None:
-            weights = {name: kept["model"][name] for name, _ in model.named_parameters()} if kept else {}
+            weights: dict[str, Tensor] = {}
+            if kept:
+                for name, _ in model.named_parameters():
+                    weights[name] = kept["model"][name]
             allocate(model, self.precision.device, weights, parallel.offloads)
             self._values.fill(buffers_outside_state(self._model))
         if kept:
@@ -303,15 +327,16 @@ class WorkerState:
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:
         """Return the memory for snapshots of the run, None if not wanted."""
-        if not self._config.checkpoint.node_memory:
+        if not self.config.checkpoint.node_memory:
             return None
         if self._memory is None:
             owner = None
-            with contextlib.suppress(OSError):  # without an owner the memory ends with this process
+            # Without an owner the memory ends with this process.
+            with contextlib.suppress(OSError):
                 owner = read_owner(directory.store)
             self.command = owner.token if owner else ""
             key = read_key(directory.store)
-            self._memory = open_memory(owner, key, directory.uri, self._config.recovery.wait_s, self.precision.device)
+            self._memory = open_memory(owner, key, directory.uri, self.config.recovery.wait_s, self.precision.device)
         return self._memory
 
     def leave_run(self) -> None:
@@ -341,7 +366,7 @@ class WorkerState:
         """
         self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
-        held = ModelState(model, self._config.checkpoint.trainable_only)
+        held = ModelState(model, self.config.checkpoint.trainable_only)
         return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
 
     def last_state(self) -> State:
@@ -369,7 +394,7 @@ class WorkerState:
 
     def _samples_up_to(self, step: int) -> int:
         """Return the number of samples up to `step`, skipped steps included."""
-        return begin_of(step + 1, self._config.batch.global_size, self.amendments.ends)
+        return begin_of(step + 1, self.config.batch.global_size, self.amendments.ends)
 
     def close_later(self, close: Callable[[], object]) -> None:
         """Call `close` at the end of the attempt, after any outcome."""
@@ -383,7 +408,7 @@ class WorkerState:
     @property
     def num_steps(self) -> int:
         """Return the length of the run in optimizer steps."""
-        return self._config.run.num_steps(self.order.num_train, self._config.batch.global_size, self.amendments.ends)
+        return self.config.run.num_steps(self.order.num_train, self.config.batch.global_size, self.amendments.ends)
 
     def fix_microbatch_size(self, size: int) -> None:
         """Record the size of a microbatch in this run."""
@@ -391,7 +416,7 @@ class WorkerState:
 
     def plan(self, world: World) -> Plan:
         """Return the plan of an attempt's steps, with even shares."""
-        num_samples = self._config.run.num_samples(self.order.num_train)
+        num_samples = self.config.run.num_samples(self.order.num_train)
         batch = self.batch
         plan = Plan.even(batch.global_size, batch.samples_per_microbatch, world.size, world.replica_size, num_samples)
         return plan.amended(self.amendments)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steadfast.world.groups import Groups
+from steadfast.world.groups import Groups, WorldRank
 from steadfast.world.timeouts import Timeouts
 
 # Larger messages would need much memory on rank 0, which holds a message of each rank.
@@ -77,7 +77,7 @@ def join_world(place: RankHost, device: torch.device) -> Iterator[Groups]:
     """
     timeouts = _ShortTimeouts(silence_s=2.0)
     store = dist.TCPStore(place.host, place.port, None, False, timeout=timeouts.form, wait_for_workers=False)
-    groups = Groups.form(store, place.rank, place.size, place.number, device, timeouts)
+    groups = Groups.form(store, WorldRank(place.rank, place.size, place.number), device, timeouts)
     try:
         yield groups
     finally:

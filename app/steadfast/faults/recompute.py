@@ -181,11 +181,9 @@ def build_choice(config: Config, world: World, plan: Plan, kinds: Sequence[str])
 
 
 def build_recompute(
-    choice: Choice | None, repeating: Repeating, parallel: Parallel, runtime: Runtime, world: World
+    choice: Choice, repeating: Repeating, parallel: Parallel, runtime: Runtime, world: World
 ) -> Recompute:
-    """Return the check of an attempt, which does nothing without a choice."""
-    if choice is None:
-        return Recompute()
+    """Return the check of an attempt."""
     assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"
     return RecomputeByAnother(choice, repeating, parallel, runtime, world)
 

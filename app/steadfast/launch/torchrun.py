@@ -27,9 +27,8 @@ from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
 from steadfast.worker import start_worker, train_in_worlds
 from steadfast.world.device import torchrun_device
-from steadfast.world.groups import is_peer_loss
-from steadfast.world.progress import Progress
-from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.groups import WorldRank, is_peer_loss
+from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from steadfast.world.timeouts import Timeouts
 
 # Keys that only have an effect with Ray, by section.
@@ -109,8 +108,8 @@ class TorchrunRuntime:
     ) -> None:
         self.device = place.device
         self._place = place
-        self._timeouts = timeouts
-        self._progress = Progress()  # one for all attempts, so that it remembers the durations of earlier ones
+        # One for all attempts, so that its progress remembers the durations of earlier ones.
+        self._process = WorkerProcess(place.device, timeouts)
         self._events = directory.open_events()
         self._console = console
         self._attempt = beginning.attempt
@@ -125,9 +124,8 @@ class TorchrunRuntime:
         if self._formed or (self._stop and not self._rolled_back):
             return None
         self._formed = True
-        place = self._place
-        members = place.store, place.rank, place.world_size
-        return form_world(*members, self._attempt, place.device, self._amendments, self._timeouts, self._progress)
+        own = WorldRank(self._place.rank, self._place.world_size, self._attempt)
+        return form_world(self._place.store, own, self._process, self._amendments)
 
     def request_stop(self) -> None:
         self._stop = True

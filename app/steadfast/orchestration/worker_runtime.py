@@ -29,6 +29,7 @@ from steadfast.world.device import assigned_device
 from steadfast.world.flight_recorder import FlightRecorder
 from steadfast.world.groups import (
     PeerLost,
+    WorldRank,
     is_out_of_memory,
     is_peer_loss,
     prefer_interface_of,
@@ -36,7 +37,7 @@ from steadfast.world.groups import (
     serve_store,
 )
 from steadfast.world.progress import Limits, Progress
-from steadfast.world.runtime import Signals, World, form_world
+from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from steadfast.world.timeouts import Timeouts
 
 
@@ -188,18 +189,9 @@ class RayRuntime:
             store = dist.TCPStore(*place.store, None, False, timeout=self._timeouts.form)
         except (RuntimeError, OSError) as error:
             raise PeerLost(f"the store of attempt {place.attempt} does not answer: {error}") from error
-        return form_world(
-            store,
-            place.rank,
-            place.size,
-            place.attempt,
-            self.device,
-            place.amendments,
-            self._timeouts,
-            self._progress,
-            self._member.node,
-            self._aborted,
-        )
+        own = WorldRank(place.rank, place.size, place.attempt)
+        process = WorkerProcess(self.device, self._timeouts, self._progress, self._member.node)
+        return form_world(store, own, process, place.amendments, self._aborted)
 
     def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
         # Returns the kind of the failure, and whether the run is over.

@@ -44,13 +44,15 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointing) -> No
     blocks = blocks_of(model)
     if not blocks:
         raise UsageError(f"{_KEY}={how}: no repeated layers are found; give the model a method blocks()")
-    stop_caching(model)  # otherwise each layer would enter its keys and values twice
+    # Otherwise each layer would enter its keys and values into the cache twice.
+    stop_caching(model)
     every = how if isinstance(how, int) else 1
+    forward = _kept_in_part if how == "selective" else _kept_nowhere
     for block in blocks[::every]:
         if "forward" in vars(block):
             raise UsageError(f"{_KEY}={how}: the forward of a {type(block).__name__} has been replaced; use none")
         # A bound method, which a copy of the model binds to the copied layer. A wrapper would change parameters' names.
-        block.forward = MethodType(_kept_in_part if how == "selective" else _kept_nowhere, block)
+        block.forward = MethodType(forward, block)
 
 
 def refuse_parts_of_layers(layers: Sequence[nn.Module]) -> None:

@@ -1,10 +1,10 @@
 """Repeated layers of a model, for sharding, checkpointing and compilation."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from steadfast.errors import UsageError
 
@@ -15,11 +15,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     These are the result of the model's method `blocks()`; else modules of the classes in Hugging Face's
     `_no_split_modules`; else the members of the largest ModuleList or Sequential of one class.
     """
+    # Many models have a ModuleList of this name, which is callable too, because every module is.
     blocks = getattr(model, "blocks", None)
     if callable(blocks) and not isinstance(blocks, nn.Module):
         return list(blocks())
-    names = getattr(model, "_no_split_modules", None) or ()
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    found = _of_classes(model.modules(), getattr(model, "_no_split_modules", None) or ())
     return _apart(model, found or _largest_repetition(model))
 
 
@@ -39,12 +39,14 @@ def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
     Raises:
         UsageError: the model has no module of one of the classes.
     """
-    inside = [module for module in _inner_first(model) if module is not model]
+    inside = _inner_first(model)
+    inside.remove(model)
     classes = {type(module).__name__ for module in inside}
-    if unknown := [name for name in names if name not in classes]:
-        known = ", ".join(sorted(classes))
-        raise UsageError(f"parallel.wrap: the model has no module of a class {unknown[0]}; it has {known}")
-    return [module for module in _unshared(model, inside) if type(module).__name__ in names]
+    for name in names:
+        if name not in classes:
+            known = ", ".join(sorted(classes))
+            raise UsageError(f"parallel.wrap: the model has no module of a class {name}; it has {known}")
+    return _of_classes(_unshared(model, inside), names)
 
 
 def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
@@ -55,10 +57,14 @@ def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
     for module in _unshared(model, _inner_first(model)):
         own = set(module.parameters()) - taken
         is_callable = type(module).forward is not nn.Module.forward
-        if module is not model and is_callable and sum(param.numel() for param in own) >= num_parameters:
+        if module is not model and is_callable and _num_elements(own) >= num_parameters:
             found.append(module)
             taken |= own
     return found
+
+
+def _of_classes(modules: Iterable[nn.Module], names: Collection[str]) -> list[nn.Module]:
+    return [module for module in modules if type(module).__name__ in names]
 
 
 def _inner_first(model: nn.Module) -> list[nn.Module]:
@@ -78,7 +84,11 @@ def _largest_repetition(model: nn.Module) -> list[nn.Module]:
 
 
 def _num_parameters(modules: list[nn.Module]) -> int:
-    return sum(param.numel() for param in nn.ModuleList(modules).parameters())
+    return _num_elements(nn.ModuleList(modules).parameters())  # a list of modules counts a shared parameter once
+
+
+def _num_elements(params: Iterable[nn.Parameter]) -> int:
+    return sum(map(Tensor.numel, params))
 
 
 def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
@@ -91,10 +101,16 @@ def _apart(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 
 def _unshared(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     """Remove modules that share a parameter with another part of the model."""
-    unshared = []
-    holders = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    # fully_shard puts a parameter into the group of the first module that has it. A module outside of that group would
+    # use the parameter while it is not gathered.
+    unshared: list[nn.Module] = []
+    uses = _uses(model)
     for module in dict.fromkeys(modules):
-        own = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
-        if all(holders[param] == number for param, number in own.items()):
+        if all(uses[param] == number for param, number in _uses(module).items()):
             unshared.append(module)
     return unshared
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Return under how many names a module holds each of its parameters."""
+    return Counter(param for _, param in module.named_parameters(remove_duplicate=False))

@@ -14,7 +14,8 @@ from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.communicator import Communicator
 
 _MIB = 1 << 20
-_FIRST_BYTES = _MIB  # the first bucket is small, so that its sum starts early; as in DistributedDataParallel
+# As in DistributedDataParallel, the first bucket is small, so that its sum starts early in the backward.
+_FIRST_BYTES = _MIB
 _CAP_MB = 25
 
 
@@ -36,7 +37,8 @@ class Bucket:
 
         The parameters share one format and device.
         """
-        bucket = cls(params, params[0].new_zeros(sum(param.numel() for param in params) + len(params)))
+        num_elements = sum(map(Tensor.numel, params))
+        bucket = cls(params, params[0].new_zeros(num_elements + len(params)))
         bucket.attach(range(len(params)))
         return bucket
 
@@ -53,7 +55,7 @@ class Bucket:
     def attach(self, places: Sequence[int]) -> None:
         """Make the gradients of the parameters at `places` views of the bucket."""
         if places:
-            views = self.gradient.split([param.numel() for param in self.params])
+            views = self.gradient.split(list(map(Tensor.numel, self.params)))
             for place in places:
                 self.params[place].grad = views[place].view_as(self.params[place])
 
@@ -130,6 +132,7 @@ class FixedPointSum:
 
     def launch(self, bucket: Bucket, communicator: Communicator) -> None:
         total = self._totals[bucket]
+        # The flags travel behind the integers, so that a bucket needs one collective.
         total[-len(bucket.params) :].copy_(bucket.used)
         communicator.sum(total)
 
@@ -157,7 +160,8 @@ class GradientBuckets:
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int, reduction: Reduction) -> None:
         self._reduction = reduction
         self._communicator: Communicator | None = None
-        self._bucket_of: dict[int, int] = {}  # by id of a parameter, because a tensor's own hash is slow
+        # The key is the id of a parameter, because a tensor's own hash is slow, and a backward looks up each parameter.
+        self._bucket_of: dict[int, int] = {}
         self._armed = False
         self._last = False  # the current backward is the last one of the step
         self._held = False  # gradients stay in the buckets
@@ -165,13 +169,15 @@ class GradientBuckets:
         self._missing: list[int] = []  # number of incomplete gradients, by bucket
         self._num_filled = 0
         self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
+        self._flats: list[Tensor] = []
+        self._flags: list[Tensor] = []
         accumulated = weak_hook(self._accumulated)
         for index, bucket in enumerate(self._buckets):
+            self._flats.append(bucket.flat)
+            self._flags.append(bucket.used)
             for param in bucket.params:
                 self._bucket_of[id(param)] = index
                 param.register_post_accumulate_grad_hook(accumulated)
-        self._flats = [bucket.flat for bucket in self._buckets]
-        self._flags = [bucket.used for bucket in self._buckets]
         self.clear()
 
     @classmethod
@@ -180,7 +186,9 @@ class GradientBuckets:
         buckets = _of_model.get(model)
         if not isinstance(buckets, cls):
             trained = [param for param in model.parameters() if param.requires_grad]
-            reduction = PlainSum() if fixed_point is None else FixedPointSum(fixed_point)
+            reduction: Reduction = PlainSum()
+            if fixed_point is not None:
+                reduction = FixedPointSum(fixed_point)
             buckets = _of_model[model] = cls(trained, (cap_mb or _CAP_MB) * _MIB, reduction)
         return buckets
 
@@ -200,6 +208,7 @@ class GradientBuckets:
     def finish(self) -> None:
         """Handle the buckets with parameters that the backward did not reach."""
         while self._armed and self._num_filled < len(self._buckets):
+            # Only now all backwards of the step have run, so only now a parameter is known to be unused.
             if self._last:
                 self._flag_unused(self._buckets[self._num_filled])
             self._filled()
@@ -220,12 +229,14 @@ class GradientBuckets:
     def clear(self) -> None:
         """Set all gradients to zero, in place."""
         for bucket in self._buckets:
+            # `detach_unused` may have removed the gradients of these parameters.
             bucket.attach(bucket.unused)
             bucket.unused = []
         self._reached.clear()
         if self._buckets:
             torch._foreach_zero_(self._flats)
-            torch._foreach_add_(self._flags, 1)  # used, unless `finish` finds otherwise
+            # All parameters count as used, unless `finish` finds otherwise. Most models use all of them.
+            torch._foreach_add_(self._flags, 1)
         self._reduction.begin()
 
     @contextmanager
@@ -297,7 +308,8 @@ def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.P
     for param in reversed(list(parameters)):
         fits = buckets and (param.dtype, param.device) == (buckets[-1][0].dtype, buckets[-1][0].device)
         if not fits or filled >= limit:
-            limit = cap_bytes if buckets else limit
+            if buckets:
+                limit = cap_bytes
             buckets.append([])
             filled = 0
         buckets[-1].append(param)

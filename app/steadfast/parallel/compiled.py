@@ -47,7 +47,8 @@ class CompiledBlocks:
         blocks = blocks_of(model)
         if not blocks:
             raise UsageError("compile=blocks: no repeated layers are found; give the model a method blocks()")
-        stop_caching(model)  # each layer's cache index would otherwise need a compilation of its own
+        # Each layer's cache index would otherwise need a compilation of its own.
+        stop_caching(model)
         for block in blocks:
             forward: Any = block.forward
             if getattr(forward, "__self__", None) is not block:
@@ -57,10 +58,8 @@ class CompiledBlocks:
             block.forward = MethodType(self._switched(forward.__func__), block)
 
     def take_loss(self, task: object) -> None:
-        """Compile a language model's loss, for use within `running`.
-
-        The logits are by far the largest tensors of a step, and compiled code passes over them once.
-        """
+        """Compile a language model's loss, for use within `running`."""
+        # The logits are by far the largest tensors of a step, and compiled code passes over them once.
         if self.wanted and isinstance(task, LanguageModeling):
             task.summed_loss = self._switched(task.summed_loss)
 
@@ -70,7 +69,9 @@ class CompiledBlocks:
 
             # The name is that of the class's method, so that an unpickled layer has the forward of its class.
             def forward(*args: Any, **named: Any) -> Any:
-                return (compiled if self._is_running else eager)(*args, **named)
+                if self._is_running:
+                    return compiled(*args, **named)
+                return eager(*args, **named)
 
             self._forwards[eager] = forward
         return self._forwards[eager]
@@ -109,7 +110,8 @@ class CompiledBlocks:
             with self.running(is_full=True):
                 run()
         except torch.OutOfMemoryError:
-            pass  # the first step meets the same error and handles it
+            # The first step meets the same error, and handles it by smaller forwards.
+            pass
         except Exception as error:
             # An error of the model itself occurs again in the first step, which reports it unchanged.
             cause = error.__cause__ or error

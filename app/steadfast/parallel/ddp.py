@@ -48,9 +48,11 @@ class TorchDistributedDataParallelism:
         self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        # Torch demands None for a module on the CPU.
+        device_ids = [self._device] if self._device.type == "cuda" else None
         return _Transparent(
             model,
-            device_ids=[self._device] if self._device.type == "cuda" else None,
+            device_ids=device_ids,
             process_group=self._group,
             bucket_cap_mb=self._config.bucket_cap_mb,
             # Gradients are views of the buckets; otherwise they would be held twice and copied.
@@ -72,7 +74,8 @@ class TorchDistributedDataParallelism:
         # Without no_sync the gradients of every microbatch would be sent: the same sum at a multiple of the traffic.
         with nullcontext() if last else model.no_sync():
             yield
-        if not model.has_run:  # the reducer then has summed nothing
+        # The reducer prepares its sums in the wrapper's forward, so without a call it has summed nothing.
+        if not model.has_run:
             raise TrainingError(
                 "parallel.reducer=torch: the task's loss calls a part or a method of the model instead of the model, "
                 "and torch's reducer sums the gradients of calls of the model alone. Call the model, or use "

@@ -88,7 +88,8 @@ class _Tape:
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._num_bytes: dict[int, int] = {}  # by storage
-        self._kept: list[torch.UntypedStorage] = []  # keeps storages alive, so that no number is used again
+        # Storages are numbered by their address. The list keeps them alive, so that no number is used again.
+        self._kept: list[torch.UntypedStorage] = []
         self._given: dict[int, torch.UntypedStorage] = {}  # storages that had values from the beginning
         self._first_state = torch.get_rng_state()
         self._tokens: dict[bytes, int] = {self._first_state.numpy().tobytes(): _FIRST}
@@ -109,19 +110,23 @@ class _Tape:
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record a call other than a view or an allocation."""
         args, kwargs = pytree.tree_map_only(Tensor, self.place, (args, kwargs))
-        read = frozenset(place.storage for place in _places((args, kwargs)))
+        read = _storages((args, kwargs))
         results: list[_Place | None] = []
         for tensor in pytree.tree_leaves(result):
-            place = self.place(tensor) if isinstance(tensor, Tensor) else None
-            results.append(None if place is None or place.storage in read else place)
-        changed = self._changed(function, args, kwargs)
-        written = frozenset(place.storage for place in results if place) | changed
+            place = None
+            if isinstance(tensor, Tensor):
+                place = self.place(tensor)
+                # A result in the storage of an argument is a view, or the argument itself, and is not computed again.
+                if place.storage in read:
+                    place = None
+            results.append(place)
+        written = _storages(results) | self._changed(function, args, kwargs)
         if not written or function in _ALLOCATE:
             return
         overwritten = None
         if function in _OVERWRITE and args[0].covers(self._num_bytes[args[0].storage]):
             overwritten = args[0].storage
-            read = frozenset(place.storage for place in _places((args[1:], kwargs)))
+            read = _storages((args[1:], kwargs))
         operation = _Operation(function, args, kwargs, tuple(results), written, read, overwritten)
         if torch.Tag.nondeterministic_seeded in function.tags:
             if kwargs.get("generator") is not None:
@@ -135,8 +140,10 @@ class _Tape:
         changed: set[int] = set()
         for position, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                changed.update(place.storage for place in _places(given))
+                given = kwargs.get(argument.name)
+                if position < len(args):
+                    given = args[position]
+                changed |= _storages(given)
         return frozenset(changed)
 
     def _take_turn(self, operation: _Operation) -> None:
@@ -167,13 +174,15 @@ class _Tape:
             for number, operation in enumerate(self._operations):
                 if needed[number]:
                     self._execute(operation, storages)
+                    # A storage is dropped after its last use, so that memory holds few of them at a time.
                     for key in operation.written | operation.read:
                         if last_use[key] == number:
                             storage = storages.pop(key)
                             if key in wanted:
                                 take(key, storage)
                 elif operation.is_random and operation.state_behind is None:
-                    self._execute(operation, {})  # only to advance the generator
+                    # Its values are not needed, but a later draw begins with the generator's state after this one.
+                    self._execute(operation, {})
             for key in wanted - last_use.keys():
                 take(key, self._storage(key, {}))
 
@@ -186,7 +195,8 @@ class _Tape:
             if operation.written.isdisjoint(storages):
                 continue
             needed[number] = True
-            storages -= {place.storage for place in operation.results if place}
+            # What a storage held before the operation that creates it, or overwrites all of it, is not needed.
+            storages -= _storages(operation.results)
             storages.discard(operation.overwritten)
             storages |= operation.read
         return needed
@@ -221,11 +231,13 @@ class _Tape:
         return state
 
     def _storage(self, key: int, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if key not in storages:
+        if key in storages:
+            return storages[key]
+        if key in self._given:
             # A copy, because another computation must begin with the same values.
-            given = self._given.get(key)
-            size = self._num_bytes[key]
-            storages[key] = torch.zeros(size, dtype=torch.uint8).untyped_storage() if given is None else given.clone()
+            storages[key] = self._given[key].clone()
+        else:
+            storages[key] = torch.zeros(self._num_bytes[key], dtype=torch.uint8).untyped_storage()
         return storages[key]
 
 
@@ -233,10 +245,14 @@ def _is_place(found: Any) -> bool:
     return isinstance(found, _Place)
 
 
-def _places(tree: Any) -> Iterator[_Place]:
+def _storages(tree: Any) -> frozenset[int]:
+    """Return the storages of all places in a tree."""
+    found: set[int] = set()
+    # A place is a tuple, which pytree would take apart without `is_leaf`.
     for leaf in pytree.tree_leaves(tree, is_leaf=_is_place):
         if isinstance(leaf, _Place):
-            yield leaf
+            found.add(leaf.storage)
+    return frozenset(found)
 
 
 class _Recorder(TorchDispatchMode):
@@ -245,12 +261,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: _Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self.made: list[weakref.ref[Tensor]] = []  # all tensors without values
+        self._made: list[weakref.ref[Tensor]] = []  # all tensors without values
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # User code reads a number, for example by `item()` or in an `if`, and cannot continue without its value.
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
         if func is _aten.lift_fresh.default:  # makes a tensor from numbers that were just read
@@ -259,8 +276,12 @@ class _Recorder(TorchDispatchMode):
         self._tape.add(func, args, kwargs, result)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, FakeTensor):
-                self.made.append(weakref.ref(tensor))
+                self._made.append(weakref.ref(tensor))
         return result
+
+    def has_living_tensors(self) -> bool:
+        """Return whether something still refers to a tensor without values."""
+        return any(made() is not None for made in self._made)
 
     def _number(self, tensor: Tensor) -> Any:
         place = self._tape.place(tensor)
@@ -311,9 +332,10 @@ def build_without_memory(build: Callable[[], nn.Module]) -> tuple[nn.Module, Ini
             raise
         except Exception as error:
             raise NotDeferrable(f"{type(error).__name__}: {error}") from error
-        if any(made() is not None for made in recorder.made):
+        # A tensor may only be waiting for the garbage collection, as a part of a reference cycle.
+        if recorder.has_living_tensors():
             gc.collect()
-            if any(made() is not None for made in recorder.made):
+            if recorder.has_living_tensors():
                 raise NotDeferrable("a tensor is kept elsewhere than among parameters, buffers and attributes")
     return model, InitialValues(tape, places)
 
@@ -330,20 +352,21 @@ def allocate(
         kept: tensors of former parameters by name, whose memory is used again.
         offloads: whether shards are kept in host memory instead.
     """
-    home = torch.device("cpu") if offloads else device
     named = dict(model.named_parameters())
-    given: dict[Tensor, Tensor] = {named[name]: tensor for name, tensor in (kept or {}).items()}
+    given: dict[Tensor, Tensor] = {}
+    for name, tensor in (kept or {}).items():
+        given[named[name]] = tensor
     holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
-    for module in model.modules():
-        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    holders.setdefault(tensor, []).append((held, name))
+    for held, name, tensor in _held_tensors(model):
+        holders.setdefault(tensor, []).append((held, name))
 
     def memory_of(tensor: Tensor) -> Tensor:
         if tensor in given:
             return on_mesh_of(given[tensor], tensor)
-        return torch.empty_like(tensor, device=home if is_sharded(tensor) else device)
+        # CPU offload keeps only sharded parameters in host memory: a forward uses buffers on the device.
+        if offloads and is_sharded(tensor):
+            return torch.empty_like(tensor, device="cpu")
+        return torch.empty_like(tensor, device=device)
 
     model._apply(memory_of)  # as `to_empty` does
     # `_apply` makes two tensors of one that has two names, so the names are joined again.
@@ -352,17 +375,23 @@ def allocate(
             held[name] = first[first_name]
 
 
+def _held_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield each parameter and buffer, with the dictionary and the name by which its module holds the tensor."""
+    for module in model.modules():
+        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield held, name, tensor
+
+
 def _move_to_meta(model: nn.Module, tape: _Tape) -> dict[str, _Place]:
     """Replace tensors without values by meta tensors; return their places."""
     places: dict[str, _Place] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         places[name] = tape.place(tensor)
     moved: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for held in (vars(module)["_parameters"], vars(module)["_buffers"]):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = moved.setdefault(tensor, _on_meta(tensor))  # a shared tensor stays shared
+    for held, name, tensor in _held_tensors(model):
+        held[name] = moved.setdefault(tensor, _on_meta(tensor))  # a shared tensor stays shared
     for module in model.modules():
         _compute_attributes(module, tape, moved)
     return places
@@ -373,11 +402,13 @@ def _on_meta(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return empty
     param = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    own = vars(tensor)
+    # Users set attributes on parameters, for example for their optimizer. The attributes that every fake tensor has are
+    # torch's own.
+    own = dict(vars(tensor))
     if isinstance(tensor, FakeTensor):
-        of_any = vars(tensor.fake_mode.from_tensor(torch.empty(0))).keys() | {"_is_param"}
-        own = {name: value for name, value in own.items() if name not in of_any}
-    vars(param).update(own)  # users set attributes on parameters, for example for their optimizer
+        for name in (*vars(tensor.fake_mode.from_tensor(torch.empty(0))), "_is_param"):
+            own.pop(name, None)
+    vars(param).update(own)
     return param
 
 

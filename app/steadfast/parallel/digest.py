@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # words at a time: widening all words to 64 bits would take twice the memory of the gradients
+# Number of words at a time. Widening all words to 64 bits at once would take twice the memory of the gradients.
+_CHUNK = 1 << 20
 # Word types by element size. Not 64 bits: with odd weights, two flips of the highest bit would cancel, because the sum
 # of two odd numbers is even.
 _WORDS = {1: torch.uint8, 2: torch.int16}
@@ -18,11 +19,12 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 def digest(tensors: Iterable[Tensor]) -> Tensor:
     """Return a digest of contiguous tensors, () int64, without a wait.
 
-    All tensors are on one device. Words are multiplied by an odd number that depends on their position and added modulo
-    2^64; chunks are combined by Horner's rule with an odd factor. Multiplication by an odd number is a bijection modulo
-    2^64, so any difference in a single word is detected. Of all other differences about one in 2^32 is missed. Integer
-    arithmetic makes the digest independent of order and device.
+    All tensors are on one device. Any difference in a single word is detected. Of all other differences about one in
+    2^32 is missed.
     """
+    # Words are multiplied by an odd number that depends on their position and added modulo 2^64; chunks are combined by
+    # Horner's rule with an odd factor. Multiplication by an odd number is a bijection modulo 2^64, so a difference in a
+    # single word cannot vanish. Integer arithmetic makes the digest independent of order and device.
     total: Tensor | None = None
     for tensor in tensors:
         words = tensor.detach().reshape(-1).view(_WORDS.get(tensor.element_size(), _WORD))

@@ -30,7 +30,7 @@ class FixedPoint:
         n * 2^(m + 16 + ceil(log2 n) - 63),      2^(m - 37) for n = 32.
 
     An element of 2^(m + 16) or more does not fit. The step then updates nothing, on all ranks, and the next step has
-    room for the element. m falls by at most one per step, so a batch in which hardly anything counts does little harm.
+    room for the element.
 
     Args:
         num_terms: largest number of forwards that contribute to a step's gradient.
@@ -102,6 +102,8 @@ class FixedPoint:
         """
         assert self._scale is not None
         num_terms, num_too_large, num_not_finite = total[-_FLAGS:].unbind()
+        # A sum that lacks a term must not look like a gradient. NaN reaches the norm of the whole gradient, by which
+        # all ranks judge the step.
         factor = torch.where(num_too_large + num_not_finite > 0, math.nan, 1.0 / self._scale)
         peaks = [self._largest]
         for into, part in self._pieces(total, gradient):
@@ -134,6 +136,7 @@ class FixedPoint:
         # is small.
         if bool(self._num_terms > 0) and bool(self._largest.isfinite()):
             exponent = torch.frexp(self._largest).exponent.where(self._largest > 0, _LEAST_MAGNITUDE)
+            # The magnitude falls by at most one per step, so a batch in which hardly anything counts does little harm.
             self._magnitude.copy_(torch.maximum(exponent, self._magnitude - 1).clamp_(min=_LEAST_MAGNITUDE))
         self.begin()
 
@@ -143,17 +146,14 @@ class FixedPoint:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, () int64 -> () float64.
-
-    The result is exact, which the power functions of devices do not promise.
-    """
+    """Return 2^exponent, () int64 -> () float64."""
+    # The exponent of a float64 is stored with a bias of 1023 from bit 52 on. Written so, the result is exact, which the
+    # power functions of devices do not promise.
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """Return the largest magnitude, () float64, or nan.
-
-    This is ten times faster than a norm.
-    """
+    """Return the largest magnitude, () float64, or nan."""
+    # This is ten times faster than a norm.
     least, most = torch.aminmax(numbers)
     return torch.maximum(-least, most).double()

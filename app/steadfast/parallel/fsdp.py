@@ -53,8 +53,10 @@ class FullyShardedDataParallelism:
         policy = self._formats()
         self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
-        # None keeps the root's own parameters until its backward, which follows at once.
-        reshard = None if self._config.reshard_after_forward else False
+        reshard: bool | None = False
+        if self._config.reshard_after_forward:
+            # None keeps the root's own parameters until its backward, which follows at once.
+            reshard = None
         # Inner units first: the remaining parameters, of the embeddings and the head, become the root's own group.
         for unit in [*self._units(model), model]:
             fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
@@ -86,13 +88,16 @@ class FullyShardedDataParallelism:
         wrap = self._config.wrap
         if wrap == "blocks":
             return blocks_of(model)
-        return modules_of_size(model, wrap) if isinstance(wrap, int) else modules_of_classes(model, wrap)
+        if isinstance(wrap, int):
+            return modules_of_size(model, wrap)
+        return modules_of_classes(model, wrap)
 
     def _formats(self) -> MixedPrecisionPolicy:
         autocast = self._precision.autocast_dtype
         # Gathered in 16 bits but summed in 32, because a sum over many ranks would lose small gradients.
         param_dtype = _FORMATS.get(self._config.param_dtype, autocast)
-        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, torch.float32 if autocast else None)
+        widened = torch.float32 if autocast else None
+        reduce_dtype = _FORMATS.get(self._config.reduce_dtype, widened)
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
     def _offload(self) -> OffloadPolicy:
@@ -107,6 +112,7 @@ class FullyShardedDataParallelism:
             return
         for number, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch([*units[number + 1 : number + 1 + num]])
+            # A backward runs the units in the opposite order.
             unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
     @contextmanager
@@ -115,7 +121,8 @@ class FullyShardedDataParallelism:
         # Microbatches before the last one keep unsharded gradients, which take a model's memory but need one sum a
         # step.
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
-        model.set_requires_all_reduce(last)  # over replicas, which need not run as many microbatches
+        # The sum over replicas waits for the last microbatch, because replicas need not run as many microbatches.
+        model.set_requires_all_reduce(last)
         if last:
             self._usage.fill()
         elif self._accumulates_apart:
@@ -127,8 +134,9 @@ class FullyShardedDataParallelism:
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         """Let further methods of the model gather its parameters."""
         for name in names:
+            # In this order: torch wraps the noting method, so parameters are gathered before their use is recorded.
             setattr(model, name, self._usage.noting(getattr(model, name)))
-            register_fsdp_forward_method(model, name)  # wraps the method, so that parameters are gathered before it
+            register_fsdp_forward_method(model, name)
 
     def _gather_each_once(self, model: nn.Module) -> None:
         """Gather all units in turn, before the first backward without a sum.
@@ -153,7 +161,7 @@ class FullyShardedDataParallelism:
         self._usage.clear()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+        return model  # fully_shard changes the module in place
 
     def whole(self, model: nn.Module) -> nn.Module | None:
         return None
@@ -223,6 +231,8 @@ class _Usage:
         numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
         for place in self._used:
             numbers[place] = 1
+        # Behind the flags each replica has two numbers, to which only its own ranks add: the sum of their hashes, and
+        # that of the squares. `detach_unused` compares both.
         replica = self._world.rank // self._world.replica_size
         stop = len(numbers) - 2 * (self._world.replicate - replica - 1)
         numbers[stop - 2 : stop] = self._order, self._order**2
@@ -239,7 +249,8 @@ class _Usage:
         numbers = self._sums.tolist()
         orders = numbers[len(params) :]
         for order, square in zip(orders[::2], orders[1::2], strict=True):
-            if self._world.replica_size * square != order**2:  # equal if and only if all terms are equal
+            # By the inequality of Cauchy and Schwarz both sides are equal if and only if all hashes are equal.
+            if self._world.replica_size * square != order**2:
                 raise TrainingError(
                     "parallel.kind=fsdp: the ranks did not run the same layers in one step, and a layer that is "
                     "sharded by itself is gathered by all ranks at once. Every forward has to run each of them; name "
@@ -266,6 +277,7 @@ class _Usage:
         return noted
 
     def _gathered(self, number: int, unit: nn.Module, inputs: Any) -> None:
+        # Forwards without gradients, such as those of a validation, do not belong to a step.
         if not torch.is_grad_enabled():
             return
         self._order = (31 * self._order + number + 1) % _PRIME

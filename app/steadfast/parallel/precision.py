@@ -68,6 +68,7 @@ class LossScale:
 
     def overflowed(self, grad_norm: Tensor) -> bool:
         """Return whether a smaller scale may make the gradients finite."""
+        # The scale does not fall below 1. If gradients overflow even there, another try would end in the same way.
         return not bool(grad_norm.isfinite()) and float(self.scale) > 1.0
 
     def after_overflow(self) -> None:
@@ -126,7 +127,9 @@ class Precision:
             self.cast(child)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.param_dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.param_dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of a forward."""
@@ -137,7 +140,9 @@ class Precision:
     @property
     def loss_scale(self) -> float | Tensor:
         """Return the factor that `backward` applies to gradients."""
-        return 1.0 if self.scaling is None else self.scaling.scale
+        if self.scaling is None:
+            return 1.0
+        return self.scaling.scale
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar loss, times `loss_scale`, to existing ones."""

@@ -44,6 +44,7 @@ class ReplicatedParallelism:
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._buckets.expect(last)
         yield
+        # Not after an exception: the peers would take an incomplete gradient for a whole one.
         self._buckets.finish()
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:

@@ -35,8 +35,9 @@ class Allocations(TorchDispatchMode):
             self._count(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A DTensor calls operators on its local tensor, and these calls are dispatched here too.
         if DTensor in types:
-            return NotImplemented  # DTensor calls operators on its local tensor, which are dispatched here too
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func is _DEVICE:  # frequent, and returns no tensor
             return result

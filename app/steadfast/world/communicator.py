@@ -14,9 +14,6 @@ from torch import Tensor
 _LOOK_S = 0.05  # interval at which a wait for gloo checks `aborted`
 _POLL_S = 0.001
 _BUCKET_BYTES = 25 * 2**20  # size of most buckets of gradients
-_POLL_S = 0.001
-# A gradient's bucket, as most are: NCCL connects each algorithm when it is first wanted, and size and type say which.
-_BUCKET = 25 * 2**20 // 4, torch.float32
 
 
 class Communicator(Protocol):
@@ -79,8 +76,9 @@ class GlooCommunicator:
             RuntimeError: a collective has failed.
         """
         for work in self.under_way:
+            # After an abort the collectives stay in the list, so that the end of the groups knows of them.
             if not arrived(work, self._aborted):
-                return  # they stay under way, so that the end of the groups knows of them
+                return
             work.wait()
         self.under_way.clear()
 
@@ -185,7 +183,8 @@ class NcclCommunicator:
                 return
             ending = threading.Thread(target=self._end, daemon=True, name="abort")
             ending.start()
-            self._ending = ending  # set once it runs, because `synchronize` on another thread joins this thread
+            # Set once the thread runs, because `synchronize` on another thread joins it.
+            self._ending = ending
         threading.Thread(target=self._bound, args=(ending,), daemon=True, name="abort-bound").start()
 
     def _mark(self) -> Callable[[], bool]:
@@ -205,5 +204,6 @@ class NcclCommunicator:
 
     def _bound(self, ending: threading.Thread) -> None:
         ending.join(self._bound_s)
+        # The coordinator sees a death at once, but it would wait long for a process whose kernels never end.
         if ending.is_alive():
-            os._exit(1)  # an honest death, which the coordinator sees at once
+            os._exit(1)

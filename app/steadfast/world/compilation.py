@@ -55,11 +55,13 @@ class CompilerNews:
     def _new_breaks(self) -> list[GraphBreak]:
         from torch._dynamo.utils import graph_break_reasons
 
-        found: list[GraphBreak] = []
+        new: list[GraphBreak] = []
+        # Reading torch's list does not empty it, so breaks that are already told are in it again.
         for each in graph_break_reasons:
-            found.append(GraphBreak(place=_place(each.user_stack), reason=one_line(each.reason)))
-        new = [each for each in dict.fromkeys(found) if each not in self._told]
-        self._told.update(new)
+            found = GraphBreak(place=_place(each.user_stack), reason=one_line(each.reason))
+            if found not in self._told:
+                self._told.add(found)
+                new.append(found)
         return new
 
     def _recompiled(self) -> list[Recompiled]:
@@ -81,8 +83,10 @@ class CompilerNews:
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of a stack outside of PyTorch, or ""."""
     library = str(Path(torch.__file__).parent)
-    places = [f"{frame.filename}:{frame.lineno}" for frame in stack if not frame.filename.startswith(library)]
-    return places[-1] if places else ""
+    for frame in reversed(stack):
+        if not frame.filename.startswith(library):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
 
 
 def is_compiler_failure(error: BaseException) -> bool:
@@ -96,4 +100,6 @@ def one_line(told: object) -> str:
     """Return the first line of a compiler's message, without advice and stacks."""
     lines = str(told).strip().splitlines() or [""]
     # A first line such as "backend='inductor' raised:" needs the second one.
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]

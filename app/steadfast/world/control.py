@@ -103,17 +103,21 @@ class _HostCopy:
         # A step in which everything is masked has no mean, and its loss, even if not finite, is not an error.
         divisor = count or math.nan
         finite = not not_finite or count == 0
+        suspects = () if finite else self._suspects()
+        # A task may count NaN, which has no integer. The guard refuses such a count with a message.
+        if math.isfinite(count):
+            count = int(count)
         return StepStats(
             step=self.result.step,
             loss=loss_sum / divisor,
-            count=int(count) if math.isfinite(count) else count,
+            count=count,
             grad_norm=self.grad_norm,
             num_samples=num_samples,
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
             overflowed=self.result.overflowed,
             metrics=means(self.result.metric_names, row[self._width + _BESIDE :], self.result.summation),
-            suspects=() if finite else self._suspects(),
+            suspects=suspects,
         )
 
     def _suspects(self) -> tuple[NotFinite, ...]:
@@ -224,10 +228,17 @@ class ControlChannel:
         return finished
 
     def _post(self, num_steps: int) -> None:
-        copies = [self._copies.popleft() for _ in range(num_steps)]
-        numbers: list[float] = [self._pace.steps_per_message() if self._is_leader else 0]
-        numbers += [name in self._requests for name in self._names]
-        for copy in copies:
+        # Messages are summed over ranks, so the other ranks send 0 in the place of the leader's proposal.
+        num_steps_proposed = 0
+        if self._is_leader:
+            num_steps_proposed = self._pace.steps_per_message()
+        numbers: list[float] = [num_steps_proposed]
+        for name in self._names:
+            numbers.append(name in self._requests)
+        copies: list[_HostCopy] = []
+        for _ in range(num_steps):
+            copy = self._copies.popleft()
+            copies.append(copy)
             numbers += copy.row()
         self._requests.clear()
         message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
@@ -260,7 +271,7 @@ def means(names: Sequence[str], parts: Sequence[float], summation: type[Summatio
     """
     width = summation.width
     numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
-    found = {}
+    found: dict[str, float] = {}
     for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
         found[name] = total / count if count else math.nan
     return found

@@ -39,7 +39,9 @@ def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
     own, visible = str(gpu_ids[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if own in visible:
         return _current(visible.index(own))
-    return _current(int(own) if own.isdigit() and int(own) < torch.cuda.device_count() else 0)
+    if own.isdigit() and int(own) < torch.cuda.device_count():
+        return _current(int(own))
+    return _current(0)
 
 
 def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
@@ -102,7 +104,11 @@ def set_numerics(tf32: bool, deterministic: bool, num_threads: int | None = None
 
 def variables_kept() -> tuple[str, ...]:
     """Return the user's deviations from `DETERMINISTIC`, as NAME=VALUE."""
-    return tuple(f"{name}={os.environ[name]}" for name in DETERMINISTIC if os.environ.get(name) != DETERMINISTIC[name])
+    kept: list[str] = []
+    for name, default in DETERMINISTIC.items():
+        if os.environ.get(name) != default:
+            kept.append(f"{name}={os.environ[name]}")
+    return tuple(kept)
 
 
 def gather_gpus(device: torch.device, size: int, control: dist.ProcessGroup) -> tuple[Gpu, ...]:

@@ -42,6 +42,7 @@ class FlightRecorder:
         return taken
 
     def _read_all(self) -> None:
+        # A record of all collectives may be too long for a heartbeat. Those that have not ended matter most.
         for only_active in (False, True):
             packed = pack(_recorded(self._device, only_active))
             if len(packed) <= _LONGEST:
@@ -68,6 +69,10 @@ def _recorded(device: str, only_active: bool) -> bytes:
     from torch._C import _distributed_c10d
 
     # NCCL has its own recorder, which PyTorch without CUDA lacks.
-    dump: Any = getattr(_distributed_c10d, "_dump_nccl_trace" if device == "cuda" else "_dump_fr_trace", None)
+    name = "_dump_nccl_trace" if device == "cuda" else "_dump_fr_trace"
+    dump: Any = getattr(_distributed_c10d, name, None)
+    if dump is None:
+        return b""
     # Stacks are left out, because symbolizing them takes the GIL, which the hanging thread may hold.
-    return dump(includeStackTraces=False, onlyActive=only_active) if dump else b""
+    recorded: bytes = dump(includeStackTraces=False, onlyActive=only_active)
+    return recorded

@@ -11,13 +11,12 @@ import socket
 import struct
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -57,12 +56,23 @@ _DEVICE_MARKS = ("cuda error", "cuda failure", "unhandled cuda")
 _TORCH = Path(torch.__file__).parent
 _CALLERS = (
     Path(__file__).parents[1],
-    *(_TORCH / part for part in ("distributed", "nn/parallel", "autograd", "_ops.py")),
+    _TORCH / "distributed",
+    _TORCH / "nn" / "parallel",
+    _TORCH / "autograd",
+    _TORCH / "_ops.py",
 )
 
 
 class PeerLost(Exception):
     """Failure of a collective whose peer is gone, which ends the attempt."""
+
+
+class WorldRank(NamedTuple):
+    """Place of this process among the ranks of one attempt's world."""
+
+    rank: int
+    size: int  # number of ranks
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -84,9 +94,7 @@ class Groups:
     def form(
         cls,
         store: dist.Store,
-        rank: int,
-        size: int,
-        generation: int,
+        own: WorldRank,
         device: torch.device,
         timeouts: Timeouts,
         aborted: threading.Event | None = None,
@@ -102,15 +110,20 @@ class Groups:
         """
         probe(device)
         before = _open_sockets()
-        prefixed = dist.PrefixStore(f"attempt-{generation}", store)
+        prefixed = dist.PrefixStore(f"attempt-{own.attempt}", store)
         # Torch names groups in the store by this count, which keeps rising after a failure to form. A survivor would
         # then wait for new workers under another name than theirs, without end.
         _world.group_count = 0
         aborted = aborted or threading.Event()
         try:
-            prefixed.set(f"here/{rank}", "")
-            prefixed.wait([f"here/{each}" for each in range(size)], timeouts.form)
-            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeouts.connect)
+            # A connection has a shorter limit than a meeting, so all members meet before the first one connects.
+            prefixed.set(f"here/{own.rank}", "")
+            prefixed.wait([f"here/{rank}" for rank in range(own.size)], timeouts.form)
+            dist.init_process_group(
+                "gloo", store=prefixed, rank=own.rank, world_size=own.size, timeout=timeouts.connect
+            )
+            # Gloo matches the collectives of a group by their order, and control messages travel beside those of a
+            # step.
             control = dist.new_group(backend="gloo", timeout=timeouts.connect)
             # Recorded before NCCL connects, because NCCL closes its own sockets.
             sockets = _opened_since(before)
@@ -121,7 +134,9 @@ class Groups:
                 raise
             # NCCL may report a failure of this rank's own GPU as an error of the system or of a peer.
             probe(device)
-            raise PeerLost(f"forming a world of {size} failed: {error}") from error
+            raise PeerLost(f"forming a world of {own.size} failed: {error}") from error
+        # Until here a member that does not connect is noticed soon. From here on a collective may wait for a peer that
+        # writes a checkpoint.
         for group in (_get_default_group(), control):
             group.set_timeout(timeouts.collective)
         return cls(control, communicator, prefixed, sockets, aborted, timeouts=timeouts, device=device)
@@ -156,17 +171,20 @@ class Groups:
         size = dist.get_world_size()
         across = [range(part, size, replica_size) for part in range(replica_size)]
         within = [range(first, first + replica_size) for first in range(0, size, replica_size)]
+        mine: list[Communicator] = []
         before = _open_sockets()
         try:
-            # Torch requires that every rank forms all groups, in the same order.
-            formed = [connect_part(ranks, device, self.aborted, self.timeouts) for ranks in (*across, *within)]
+            # Torch requires that every rank forms all groups, in the same order. A rank is in one group of each axis.
+            for ranks in (*across, *within):
+                communicator = connect_part(ranks, device, self.aborted, self.timeouts)
+                if communicator is not None:
+                    mine.append(communicator)
         except (RuntimeError, dist.DistError) as error:
             if is_own_fault(error):
                 raise
             raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
         if device.type != "cuda":  # NCCL closes its own sockets
             self.sockets.update(_opened_since(before))
-        mine = [communicator for communicator in formed if communicator is not None]
         self.axes.extend(mine)
         return mine[0], mine[1]
 
@@ -341,8 +359,12 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def _names_device(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _contains_any(error, _DEVICE_MARKS)
+
+
+def _contains_any(error: BaseException, marks: Iterable[str]) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_MARKS)
+    return any(mark in text for mark in marks)
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -355,18 +377,19 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    text = str(error).lower()
-    if any(mark in text for mark in _MARKS):
+    if _contains_any(error, _MARKS):
         return True
-    return any(mark in text for mark in _COMMON_MARKS) and _raised_by_caller(error)
+    return _contains_any(error, _COMMON_MARKS) and _raised_by_caller(error)
 
 
 def _raised_by_caller(error: BaseException) -> bool:
     """Return whether the code that raised an error calls collectives, if known."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames:
+    innermost = error.__traceback__
+    if innermost is None:
         return True
-    file = Path(frames[-1].f_code.co_filename)
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    file = Path(innermost.tb_frame.f_code.co_filename)
     return any(file.is_relative_to(caller) for caller in _CALLERS)
 
 
@@ -394,17 +417,20 @@ def _destroy(abort: bool) -> None:
         return
     # In torch's order. Torch itself stops at the first group that raises, which would leave the default group.
     for group in sorted(_world.pg_names, key=lambda each: _world.pg_names[each], reverse=True):
-        if abort:  # otherwise the end of a communicator that is still connecting waits for its peers
+        # Without an abort the end of a communicator that is still connecting would wait for its peers.
+        if abort:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         with contextlib.suppress(RuntimeError):
             group.shutdown()
-    _world.pg_names.clear()  # so that torch does not shut the groups down again
+    # Cleared, so that torch does not shut the groups down again.
+    _world.pg_names.clear()
     dist.destroy_process_group()
 
 
 def _open_sockets() -> dict[int, int]:
     found: dict[int, int] = {}
+    # Other threads open and close descriptors meanwhile.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

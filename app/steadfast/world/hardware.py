@@ -26,7 +26,9 @@ class Hardware(NamedTuple):
     serial: str = ""  # of the GPU's board; boards for desktops have none
 
     def __str__(self) -> str:
-        known = [self.device, self.uuid, f"serial number {self.serial}" if self.serial else ""]
+        known = [self.device, self.uuid]
+        if self.serial:
+            known.append(f"serial number {self.serial}")
         return f"host {self.host}, {', '.join(filter(None, known))}"
 
 
@@ -66,7 +68,8 @@ def _serial(uuid: str) -> str:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # containers may lack nvidia-smi
         return ""
-    return "" if answer.startswith("[") else answer  # "[N/A]"
+    # A board without a serial number answers "[N/A]".
+    return "" if answer.startswith("[") else answer
 
 
 def _driver() -> str:

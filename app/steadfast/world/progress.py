@@ -137,7 +137,9 @@ class Progress:
         Args:
             left: number of microbatches after this one, if it has changed.
         """
-        self._complete(phase, self._mark.turn, self._mark.left if left is None else left)
+        if left is None:
+            left = self._mark.left
+        self._complete(phase, self._mark.turn, left)
         if self._device_clock.on_device:
             self._mark_device(phase)
 
@@ -196,12 +198,17 @@ class Progress:
         if mark is not self._reported_mark:
             self._reported_mark = mark
             self._seconds = 0.0
+        # A longer time without a report means that this process or its machine was stopped, not that the phase hangs.
         self._seconds += min(now_s - max(mark.since_s, self._reported_s), self._gap_s)
         self._reported_s = now_s
 
         # The training thread writes to both meanwhile. Copying a deque or dict of floats is atomic, a loop is not.
         durations = list(self._durations[mark.phase])
         spent_s = self._spent.copy()
+        limit_s = None
+        if mark.phase != "idle":
+            limit_s = round(self._limits.of(mark.phase, durations), 3)
+        # Positions are compared as lists, and a greater one is further: fewer microbatches left are more progress.
         return ProgressReport(
             attempt=self._attempt,
             rank=self._rank,
@@ -209,7 +216,7 @@ class Progress:
             step=self._step,
             phase=mark.phase,
             seconds=round(self._seconds, 3),
-            limit_s=None if mark.phase == "idle" else round(self._limits.of(mark.phase, durations), 3),
+            limit_s=limit_s,
             spent_s={phase: round(seconds, 4) for phase, seconds in spent_s.items()},
             device_s=round(self._device_s, 4),
         )

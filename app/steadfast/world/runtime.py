@@ -16,11 +16,9 @@ import torch.distributed as dist
 from steadfast.plan import Amendments
 from steadfast.run.events import Event
 from steadfast.world.clock import build_clock
-from steadfast.world.groups import Groups
+from steadfast.world.groups import Groups, WorldRank
 from steadfast.world.progress import Progress
 from steadfast.world.timeouts import Timeouts
-
-_DEFAULT = Timeouts()
 
 # Requests that any rank may make of all ranks, see `Signals`.
 STOP = "stop"
@@ -125,16 +123,21 @@ def publish_once(event: Event, runtime: Runtime, world: World) -> None:
         runtime.publish(event.of_attempt(world.attempt))
 
 
+@dataclass(frozen=True)
+class WorkerProcess:
+    """Properties of a worker process that are the same in every attempt."""
+
+    device: torch.device
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    progress: Progress = field(default_factory=Progress)
+    node: str = field(default_factory=socket.gethostname)
+
+
 def form_world(
     store: dist.Store,
-    rank: int,
-    size: int,
-    attempt: int,
-    device: torch.device,
+    own: WorldRank,
+    process: WorkerProcess,
     amendments: Amendments | None = None,
-    timeouts: Timeouts = _DEFAULT,
-    progress: Progress | None = None,
-    node: str | None = None,
     aborted: threading.Event | None = None,
 ) -> World:
     """Form the process groups of an attempt over `store`. A collective.
@@ -145,8 +148,6 @@ def form_world(
     Raises:
         PeerLost: a member did not come, or died while the groups formed.
     """
-    groups = Groups.form(store, rank, size, attempt, device, timeouts, aborted)
-    place = rank, size, attempt, groups
-    world = World(*place, amendments or Amendments(), progress or Progress(), node or socket.gethostname())
-    world.progress.begin(attempt, rank, build_clock(device))
-    return world
+    groups = Groups.form(store, own, process.device, process.timeouts, aborted)
+    process.progress.begin(own.attempt, own.rank, build_clock(process.device))
+    return World(*own, groups, amendments or Amendments(), process.progress, process.node)
