@@ -8,12 +8,12 @@ from steadfast.checkpoint.durable import Fingerprints
 from steadfast.checkpoint.parts import Parts
 from steadfast.checkpoint.state import State, flatten
 from steadfast.checkpoint.writer import Superseded
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.errors import SteadfastError, StorageError
-from steadfast.faults.corruption import Corrupted
-from steadfast.faults.numerics import BadStep
-from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.guards.corruption import Corrupted
+from steadfast.guards.numerics import BadStep
+from steadfast.guards.out_of_memory import OutOfMemory
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel, build_parallel
 from steadfast.parallel.dtensor import local
 from steadfast.run import events

@@ -7,23 +7,23 @@ from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
-from steadfast.components.microbatch_size import SizeSearch
-from steadfast.components.periodic import Periodic
-from steadfast.components.probes import build_probes
-from steadfast.components.task_check import check_task
-from steadfast.components.validate import Validator
-from steadfast.components.worker_state import WorkerState
-from steadfast.faults.guard import CountCheck, Guard
-from steadfast.faults.inject import Faults
-from steadfast.faults.numerics import Numerics
-from steadfast.faults.recompute import build_choice, build_recompute
-from steadfast.faults.suspects import SuspectFinder
-from steadfast.global_step import build_stepper
+from steadfast.guards.guard import CountCheck, Guard
+from steadfast.guards.numerics import Numerics
+from steadfast.guards.recompute import build_choice, build_recompute
+from steadfast.guards.suspects import SuspectFinder
+from steadfast.injection.inject import Faults
+from steadfast.injection.probes import build_probes
+from steadfast.loop.microbatch_size import SizeSearch
+from steadfast.loop.periodic import Periodic
+from steadfast.loop.task_check import check_task
+from steadfast.loop.validate import Validator
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import build_parallel
 from steadfast.plan import Plan
-from steadfast.recompute_step import RecomputeStepper
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import PastLosses, past_losses
+from steadfast.step.global_step import build_stepper
+from steadfast.step.recompute_step import RecomputeStepper
 from steadfast.telemetry.recorder import Recorder
 from steadfast.telemetry.startup import StartupTimer
 from steadfast.world.control import ControlChannel

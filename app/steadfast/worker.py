@@ -5,10 +5,10 @@ import traceback
 
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.errors import as_exception
-from steadfast.faults.corruption import Corrupted
+from steadfast.guards.corruption import Corrupted
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange
 from steadfast.rescue import Rescue, announce_end
 from steadfast.run.directory import RunDirectory

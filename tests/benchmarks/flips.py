@@ -29,21 +29,21 @@ from torch import Tensor
 
 from steadfast.balance.shares import Balance
 from steadfast.checkpoint.state import State, flatten, sha256
-from steadfast.components.probes import Probes, build_probes
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
 from steadfast.config.faults import FlipAt
 from steadfast.errors import TrainingError
-from steadfast.faults.corruption import Check, Corrupted, choose
-from steadfast.faults.inject import Faults
-from steadfast.faults.recompute import RecomputeByAnother
+from steadfast.guards.corruption import Check, Corrupted, choose
+from steadfast.guards.recompute import RecomputeByAnother
+from steadfast.injection.inject import Faults
+from steadfast.injection.probes import Probes, build_probes
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import build_parallel
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Plan, even_shares
-from steadfast.recompute_step import RecomputeStepper
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event
-from steadfast.step import Stepper
+from steadfast.step.recompute_step import RecomputeStepper
+from steadfast.step.stepper import Stepper
 from steadfast.world.device import set_numerics
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import Runtime, WorkerProcess, World, form_world

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, load_config
-from steadfast.global_step import GlobalStepper
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import build_parallel
+from steadfast.step.global_step import GlobalStepper
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import WorkerProcess, form_world
 from tests.benchmarks.statistics import paired_ratio, table

@@ -27,9 +27,9 @@ from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.shards import StagingBuffer
 from steadfast.checkpoint.state import NamedOptimizer, app_state, flatten
 from steadfast.checkpoint.writer import Writer
-from steadfast.components.optimizer import build_optimizer
 from steadfast.config import Config, DdpConfig, GptConfig
 from steadfast.models.gpt import Gpt
+from steadfast.optim.optimizer import build_optimizer
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.run import events

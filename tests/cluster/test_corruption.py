@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from steadfast.config import BatchConfig, RunConfig
-from steadfast.faults.corruption import Check, choose
+from steadfast.guards.corruption import Check, choose
 from steadfast.plan import Plan, even_shares
 from tests.support.bed import Bed
 from tests.support.checks import check_identical, check_ledger, summary_of

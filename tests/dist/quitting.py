@@ -7,7 +7,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadfast.components.hook import Hook, HookContext
+from steadfast.hooks.hook import Hook, HookContext
 from steadfast.tasks import LanguageModeling, Sums
 from tests.support.small import Tokens
 

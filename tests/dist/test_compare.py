@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from steadfast.analysis.compare import compare
-from steadfast.components.hook import HookContext
+from steadfast.hooks.hook import HookContext
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from tests.support import drill as drills

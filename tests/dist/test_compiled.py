@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.hook import HookContext
+from steadfast.hooks.hook import HookContext
 from tests.support.claims import check_run
 from tests.support.drill import Drilled, drill
 from tests.support.patches import write_no_code

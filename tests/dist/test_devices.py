@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from steadfast.components import worker_state
-from steadfast.components.worker_state import WorkerState
+from steadfast.loop import worker_state
+from steadfast.loop.worker_state import WorkerState
 from steadfast.models import build_model
 from steadfast.parallel.precision import Precision
 from steadfast.world.device import DETERMINISTIC, Gpu

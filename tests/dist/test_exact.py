@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import steadfast.components.worker_state
+import steadfast.loop.worker_state
 from steadfast.checkpoint.state import sha256
 from steadfast.tasks import LanguageModeling, Sums
 from tests.support import mutations
@@ -219,7 +219,7 @@ def test_models_of_which_a_part_follows_from_the_world_are_refused(tmp_path: Pat
 
 
 def other_hardware_on_one_rank() -> None:
-    steadfast.components.worker_state.kind_of = lambda device: f"model {dist.get_rank() % 2}"  # type: ignore[attr-defined]
+    steadfast.loop.worker_state.kind_of = lambda device: f"model {dist.get_rank() % 2}"  # type: ignore[attr-defined]
 
 
 def test_hardware_that_rounds_differently_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
+from steadfast.loop.worker_state import WorkerState
 from tests.support.claims import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
 from tests.support.drill import Drilled, drill
 from tests.support.gang import MemberFailed

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import default_collate
 
-from steadfast.components.schedule import learning_rate
-from steadfast.components.seed import seed_generators
 from steadfast.config import Config
 from steadfast.data.order import sample_keys
+from steadfast.loop.seed import seed_generators
+from steadfast.optim.schedule import learning_rate
 from steadfast.plan import Microbatch
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory

@@ -15,8 +15,8 @@ from torch import Tensor
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.cli import main
-from steadfast.components.hook import HookContext
 from steadfast.config import Config
+from steadfast.hooks.hook import HookContext
 from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
+from steadfast.loop.worker_state import WorkerState
 from steadfast.models import build_model
 from steadfast.models.gpt import Gpt
 from tests.support.claims import check_equal, check_identical

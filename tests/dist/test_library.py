@@ -23,7 +23,7 @@ from torch import nn
 import steadfast
 from steadfast.analysis.status import StatusReader
 from steadfast.errors import ConfigError, RunConflict, TrainingError, UsageError
-from steadfast.faults.inject import InjectedFault
+from steadfast.injection.inject import InjectedFault
 from steadfast.run.directory import RunDirectory
 from tests.examples.script import Counts, line, squared_error, train
 from tests.support.command import ROOT

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import steadfast.components.microbatch_size
-from steadfast.components.microbatch_size import Room
-from steadfast.components.worker_state import WorkerState
+import steadfast.loop.microbatch_size
 from steadfast.config import Config
 from steadfast.errors import StorageError
+from steadfast.loop.microbatch_size import Room
+from steadfast.loop.worker_state import WorkerState
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import Sums
 from steadfast.world.runtime import World
@@ -27,7 +27,7 @@ from tests.support.gang import MemberFailed
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
 
-subject: Any = steadfast.components.microbatch_size
+subject: Any = steadfast.loop.microbatch_size
 AUTO = "batch.microbatch_size=auto"
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 ENOUGH = 99  # samples

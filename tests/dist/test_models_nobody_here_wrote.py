@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import tests.examples.operators  # noqa: F401 - before torchvision
-from steadfast.components.hook import HookContext
-from steadfast.components.modes import evaluating
+from steadfast.hooks.hook import HookContext
+from steadfast.loop.modes import evaluating
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from tests.support.claims import EQUAL, check_ledger, check_weights, largest_difference

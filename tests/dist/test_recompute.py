@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from steadfast.config import Config
-from steadfast.faults.corruption import Check, choose
+from steadfast.guards.corruption import Check, choose
 from steadfast.plan import Plan, even_shares
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import LanguageModeling, Sums

@@ -10,7 +10,7 @@ from torch import nn
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.state import State, flatten, newest_whole
 from steadfast.checkpoint.weights import read_whole
-from steadfast.components.worker_state import WorkerState
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import local
 from steadfast.storage import LocalStore

@@ -15,7 +15,7 @@ from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import flatten, sha256
-from steadfast.components.worker_state import WorkerState
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange, build_parallel
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, DdpConfig
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Amendments
 from steadfast.world.runtime import World

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
+from steadfast.loop.worker_state import WorkerState
 from steadfast.plan import even_shares
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import WorkerProcess, form_world

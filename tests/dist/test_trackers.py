@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import steadfast.step
+import steadfast.step.stepper
 from steadfast.tasks import LanguageModeling, Sums
 from steadfast.world import control
 from steadfast.world.groups import PeerLost
@@ -116,7 +116,7 @@ def lose_a_peer_while_agreeing() -> None:
     def survive(self: DrillRuntime, step: int, error: BaseException) -> bool:
         return isinstance(error, PeerLost) or failed(self, step, error)
 
-    steadfast.step.agree_on_names = lost  # type: ignore[attr-defined]
+    steadfast.step.stepper.agree_on_names = lost  # type: ignore[attr-defined]
     DrillRuntime.failed = survive
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.hook import HookContext
+from steadfast.hooks.hook import HookContext
 from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.hook import HookContext
+from steadfast.hooks.hook import HookContext
 from steadfast.tasks import LanguageModeling, Sums
 from tests.support.claims import check_identical, check_ledger, check_run, check_weights
 from tests.support.deaths import Plot, survive, undisturbed

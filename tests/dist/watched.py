@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import steadfast.faults.inject
+import steadfast.injection.inject
 import tests.support.drill
 from steadfast.config import Config
-from steadfast.faults.watchdog import Hang, Watchdog
+from steadfast.liveness.watchdog import Hang, Watchdog
 from steadfast.world.progress import Limits, Progress, ProgressReport
 from tests.support.drill import Drilled, DrillRuntime, drill
 
@@ -74,7 +74,7 @@ def _patch(folder: Path, limits: Limits) -> None:
             threading.Thread(target=_beat, args=(folder, self._member.number, self.progress), daemon=True).start()
 
     tests.support.drill.DrillRuntime = Watching  # type: ignore[assignment, misc]
-    steadfast.faults.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
+    steadfast.injection.inject.time = _Time(folder / "found")  # type: ignore[assignment, attr-defined]
 
 
 class _Time:

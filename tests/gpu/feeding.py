@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import parse_config
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel.precision import build_precision
 from steadfast.plan import Plan
 from tests.gpu.scene import Scene

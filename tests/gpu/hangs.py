@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from steadfast.faults.watchdog import Hang, Watchdog
+from steadfast.liveness.watchdog import Hang, Watchdog
 from steadfast.world.progress import ProgressReport
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from steadfast.config import Config, parse_config
-from steadfast.faults.numerics import BadStep
+from steadfast.guards.numerics import BadStep
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, Restore, RunStarted
 from steadfast.worker import work

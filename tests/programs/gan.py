@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from steadfast.components.hook import HookContext
+from steadfast.hooks.hook import HookContext
 from tests.programs.program import Program, Trained, batches, build, numbers, seed_loss
 
 LATENT = 3

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.seed import seed_generators
 from steadfast.config import Config, parse_config
 from steadfast.data import SampleOrder
+from steadfast.loop.seed import seed_generators
 from steadfast.plan import Microbatch
 
 SEED, STEPS = 1, 9

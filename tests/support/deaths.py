@@ -19,8 +19,8 @@ import pytest
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import sha256
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
 from steadfast.plan import Amendments

@@ -15,9 +15,9 @@ from torch import Tensor
 from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
-from steadfast.faults.corruption import Corrupted
-from steadfast.faults.numerics import BadStep
-from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.guards.corruption import Corrupted
+from steadfast.guards.numerics import BadStep
+from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, ForwardsShrunk, RunStarted
 from steadfast.run.ledger import History, read_ledger

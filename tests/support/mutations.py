@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import steadfast.checkpoint.durable
 import steadfast.checkpoint.restore
 import steadfast.checkpoint.snapshots
-import steadfast.components.validate
+import steadfast.loop.validate
 import steadfast.parallel.buckets
 import steadfast.parallel.ddp
-import steadfast.step
+import steadfast.step.stepper
 import steadfast.worker
 import steadfast.world.clock
 from steadfast.balance.shares import SpeedBalance
@@ -87,7 +87,9 @@ def count_pads() -> None:
 
 def key_dropout_by_rank() -> None:
     _replace(
-        steadfast.step, "seed_generators", lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest)
+        steadfast.step.stepper,
+        "seed_generators",
+        lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest),
     )
 
 
@@ -165,7 +167,7 @@ def add_gradients_as_floats() -> None:
 
 
 def add_losses_as_floats() -> None:
-    for module in (steadfast.step, steadfast.components.validate):
+    for module in (steadfast.step.stepper, steadfast.loop.validate):
         _replace(module, "summation", lambda honest: lambda exact: Plain)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import steadfast.components.worker_state
+import steadfast.loop.worker_state
 import steadfast.parallel.compiled
 from steadfast.checkpoint.durable import Checkpoints
 from steadfast.world.groups import Groups
@@ -21,7 +21,7 @@ def write_no_code() -> None:
         return torch.compile(forward, dynamic=False, backend="aot_eager")
 
     steadfast.parallel.compiled._compile = compile_quickly
-    steadfast.components.worker_state.probe = lambda device: None  # type: ignore[attr-defined]
+    steadfast.loop.worker_state.probe = lambda device: None  # type: ignore[attr-defined]
 
 
 def put_all_beyond_reach() -> None:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from steadfast.components.schedule import learning_rate
-from steadfast.components.seed import seed_generators, seed_validation
 from steadfast.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
 from steadfast.config.target import load_target
 from steadfast.data import SampleOrder, build_dataset, build_order
 from steadfast.data.order import sample_keys, samples_digest
+from steadfast.loop.seed import seed_generators, seed_validation
 from steadfast.models import build_model
+from steadfast.optim.schedule import learning_rate
 from steadfast.plan import Microbatch
 from steadfast.tasks import build_task
 

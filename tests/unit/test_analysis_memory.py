@@ -11,9 +11,9 @@ import torch
 
 from steadfast.cli import main
 from steadfast.commands.plan import plan
-from steadfast.components.optimizer import build_optimizer
 from steadfast.config import Config, parse_config
 from steadfast.models import build_model
+from steadfast.optim.optimizer import build_optimizer
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.tasks import build_task
 from tests.support.allocator import peak_bytes

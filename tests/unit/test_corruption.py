@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steadfast.faults.corruption import Check, choose, differ, odd_one_out
+from steadfast.guards.corruption import Check, choose, differ, odd_one_out
 from steadfast.plan import Microbatch, Plan
 
 SEED = 5

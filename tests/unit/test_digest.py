@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from steadfast.faults.flips import flip_bit
+from steadfast.injection.flips import flip_bit
 from steadfast.parallel import digest as module
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.digest import digest

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadfast.components.totals import Totals
+from steadfast.loop.totals import Totals
 from steadfast.parallel.fixed_point import FixedPoint, _power_of_two
 from steadfast.tasks import Mean, Sums
 from steadfast.world.sums import OrderFree, Plain, Summation

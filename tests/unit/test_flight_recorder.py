@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from steadfast.world import flight_recorder
-from steadfast.world.flight_recorder import FlightRecorder, pack, unpack
+from steadfast.liveness import flight_recorder
+from steadfast.liveness.flight_recorder import FlightRecorder, pack, unpack
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.config.faults import FlipAt
-from steadfast.faults.flips import Flips, flip_bit
+from steadfast.injection.flips import Flips, flip_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

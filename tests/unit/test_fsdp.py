@@ -27,9 +27,9 @@ import steadfast.parallel.deferred
 import steadfast.parallel.fsdp
 from steadfast.checkpoint.restore import broadcast
 from steadfast.checkpoint.state import NamedOptimizer, flatten
-from steadfast.components.optimizer import rescale_gradients
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import FsdpConfig, PrecisionConfig
+from steadfast.loop.worker_state import WorkerState
+from steadfast.optim.optimizer import rescale_gradients
 from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.deferred import allocate
 from steadfast.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded

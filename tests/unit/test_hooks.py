@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.early_stopping import EarlyStopping
-from steadfast.components.ema import Ema
-from steadfast.components.hook import HookContext
-from steadfast.components.hooks import Hooks
 from steadfast.config import EarlyStoppingConfig, EmaConfig, parse_config
+from steadfast.hooks.early_stopping import EarlyStopping
+from steadfast.hooks.ema import Ema
+from steadfast.hooks.hook import HookContext
+from steadfast.hooks.hooks import Hooks
 
 CPU = torch.device("cpu")
 

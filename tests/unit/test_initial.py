@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from steadfast.checkpoint.initial import Loaded, load_weights
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, parse_config
 from steadfast.errors import UsageError
+from steadfast.loop.worker_state import WorkerState
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}

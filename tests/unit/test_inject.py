@@ -14,11 +14,11 @@ import yaml
 from torch import Tensor, nn
 
 from steadfast.balance.shares import Balance
-from steadfast.components.probes import Probes, build_probes
 from steadfast.config import parse_config
 from steadfast.data import Fetched
-from steadfast.faults import inject
-from steadfast.faults.inject import Faults, InjectedFault
+from steadfast.injection import inject
+from steadfast.injection.inject import Faults, InjectedFault
+from steadfast.injection.probes import Probes, build_probes
 from steadfast.plan import Microbatch
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, FaultInjected

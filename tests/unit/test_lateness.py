@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steadfast.world.lateness import Lateness
+from steadfast.liveness.lateness import Lateness
 
 
 class Clock:

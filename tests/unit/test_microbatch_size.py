@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from steadfast.components import microbatch_size as subject
-from steadfast.components.microbatch_size import Room
 from steadfast.config import Config, parse_config
 from steadfast.errors import StorageError, UsageError
 from steadfast.launch.ray import _scaled
 from steadfast.launch.resume import start_or_resume
+from steadfast.loop import microbatch_size as subject
+from steadfast.loop.microbatch_size import Room
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.storage import LocalStore

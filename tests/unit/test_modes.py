@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from steadfast.components.modes import evaluating, prepare_for_training
+from steadfast.loop.modes import evaluating, prepare_for_training
 
 
 def model() -> nn.Sequential:

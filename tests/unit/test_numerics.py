@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from steadfast.config import RecoveryConfig
-from steadfast.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop, is_spike, steps_to_skip
+from steadfast.guards.numerics import BadStep, Ignore, Numerics, Rollback, Stop, is_spike, steps_to_skip
 from steadfast.run.ledger import PastLosses, StepStats
 
 Floats = NDArray[np.float64]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from steadfast.components.optimizer import build_optimizer, set_learning_rates
-from steadfast.components.schedule import build_schedule
 from steadfast.config import ConstantConfig, SgdConfig, parse_config
 from steadfast.errors import ConfigError
+from steadfast.optim.optimizer import build_optimizer, set_learning_rates
+from steadfast.optim.schedule import build_schedule
 
 OURS = "tests.unit.test_optimizer"
 

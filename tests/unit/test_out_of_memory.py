@@ -8,7 +8,7 @@ import torch
 from steadfast.data.loader import Fetched
 from steadfast.data.parts import Part, split
 from steadfast.errors import TrainingError
-from steadfast.faults.out_of_memory import OutOfMemory, halve_microbatch
+from steadfast.guards.out_of_memory import OutOfMemory, halve_microbatch
 from steadfast.plan import Microbatch
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
-from steadfast.components.optimizer import build_optimizer, refuse_sparse, set_learning_rates
-from steadfast.components.optimizer_trial import try_optimizer
-from steadfast.components.schedule import build_schedule
 from steadfast.config import CosineConfig, TargetOptimizer
 from steadfast.errors import ConfigError
+from steadfast.optim.optimizer import build_optimizer, refuse_sparse, set_learning_rates
+from steadfast.optim.optimizer_trial import try_optimizer
+from steadfast.optim.schedule import build_schedule
 
 OURS = "tests.support.optimizers"
 CPU = torch.device("cpu")

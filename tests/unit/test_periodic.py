@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadfast.components.periodic import Periodic
-from steadfast.components.trigger import Interval
 from steadfast.config import Every
+from steadfast.loop.periodic import Periodic
+from steadfast.loop.trigger import Interval
 from steadfast.world.control import ControlChannel
 from steadfast.world.runtime import FINISH, LEAVE, STOP, Signals
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steadfast.faults.rank_times import RankTimes
+from steadfast.liveness.rank_times import RankTimes
 from steadfast.run import events
 from steadfast.world.progress import ProgressReport
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, StepLR
 
-from steadfast.components.schedule import build_schedule, learning_rate
 from steadfast.config import (
     ConstantConfig,
     CosineConfig,
@@ -17,6 +16,7 @@ from steadfast.config import (
     Target,
     WsdConfig,
 )
+from steadfast.optim.schedule import build_schedule, learning_rate
 
 COSINE = CosineConfig(warmup_steps=50, min_lr_fraction=0.1)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from steadfast.checkpoint.node_memory import Buffer, ProcessMemory
 from steadfast.checkpoint.snapshots import _TIME_SHARE, AtRisk, Snapshots, _Place, _refusal
-from steadfast.components.trigger import Interval
 from steadfast.config import DdpConfig, Every
+from steadfast.loop.trigger import Interval
 from steadfast.parallel import build_parallel
 from steadfast.parallel.precision import Precision
 from steadfast.run import events

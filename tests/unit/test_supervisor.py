@@ -13,6 +13,7 @@ import pytest
 
 import steadfast.orchestration.supervisor
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.liveness.flight_recorder import pack
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Silence
 from steadfast.orchestration.membership import Membership
@@ -21,7 +22,6 @@ from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from steadfast.world.flight_recorder import pack
 from tests.support.events import event_lines
 
 STALL_S = 60.0

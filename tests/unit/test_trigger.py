@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from steadfast.components.trigger import Interval
 from steadfast.config import Every
+from steadfast.loop.trigger import Interval
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
+from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s
 from steadfast.run import events
 from tests.support.events import LOG
 

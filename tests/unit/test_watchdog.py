@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from steadfast.faults.watchdog import Straggler, Watchdog, find_straggler
+from steadfast.liveness.watchdog import Straggler, Watchdog, find_straggler
 from steadfast.world.compilation import follow_compilations
 from steadfast.world.progress import Limits, Progress, ProgressReport
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from steadfast import worker
 from steadfast.config import Config
 from steadfast.errors import UsageError, UserExit
-from steadfast.faults.corruption import Corrupted
+from steadfast.guards.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import parse_config
+from steadfast.loop.worker_state import WorkerState
 from steadfast.models import build_model
 from tests.support.allocator import peak_bytes
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steadfast.components.optimizer import build_optimizer
 from steadfast.config import Config, DdpConfig, FsdpConfig
 from steadfast.data.batches import Batch, map_tensors, tensors_of
 from steadfast.errors import ConfigError, Problem
 from steadfast.models import build_model
+from steadfast.optim.optimizer import build_optimizer
 from steadfast.parallel import ParallelConfig, arrange, build_parallel, size_of_replica
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.dtensor import local

@@ -805,7 +805,7 @@ OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimi
 # A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
 AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
-# `steadfast.components.hook.Hook` lists the methods that a hook of the user's own may have.
+# `steadfast.hooks.hook.Hook` lists the methods that a hook of the user's own may have.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
 
 _LISTS = ("trackers", "hooks")  # sections that are lists of sections

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from steadfast.analysis.report.write import reported
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, ScalingConfig
 from steadfast.errors import RunConflict, SteadfastError, TrainingError
-from steadfast.faults.corruption import Corrupted
-from steadfast.faults.numerics import BadStep
-from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.guards.corruption import Corrupted
+from steadfast.guards.numerics import BadStep
+from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.launch.detect import given_s
 from steadfast.launch.resume import release_run, start_or_resume
+from steadfast.loop.worker_state import WorkerState
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, Failure, ForwardsShrunk, RunStarted

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from steadfast.world.lateness import Lateness
+from steadfast.liveness.lateness import Lateness
 from steadfast.world.timeouts import Timeouts
 
 Message = dict[str, Any]

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 import ray
 
 from steadfast.config import RecoveryConfig
-from steadfast.faults.rank_times import RankTimes
-from steadfast.faults.verdicts import Costs, Guess, Price, patience_s
-from steadfast.faults.watchdog import Hang, Watchdog, find_straggler
+from steadfast.liveness.flight_recorder import unpack
+from steadfast.liveness.lateness import Lateness
+from steadfast.liveness.rank_times import RankTimes
+from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s
+from steadfast.liveness.watchdog import Hang, Watchdog, find_straggler
 from steadfast.orchestration.heartbeat import Message, Silence
 from steadfast.orchestration.internals import draining_nodes
 from steadfast.orchestration.messages import Leave
@@ -27,8 +29,6 @@ from steadfast.run import events
 from steadfast.run.directory import STACKS, RunDirectory
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
-from steadfast.world.flight_recorder import unpack
-from steadfast.world.lateness import Lateness
 from steadfast.world.progress import ProgressReport
 from steadfast.world.timeouts import Timeouts
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from steadfast.balance.shares import LABEL
 from steadfast.config import Config
 from steadfast.errors import SteadfastError
-from steadfast.faults.corruption import Corrupted
-from steadfast.faults.numerics import BadStep
-from steadfast.faults.out_of_memory import OutOfMemory
+from steadfast.guards.corruption import Corrupted
+from steadfast.guards.numerics import BadStep
+from steadfast.guards.out_of_memory import OutOfMemory
+from steadfast.liveness.flight_recorder import FlightRecorder
 from steadfast.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
 from steadfast.orchestration.internals.slots import report
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
@@ -26,7 +27,6 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Checkpoint, Event
 from steadfast.run.interrupts import unblock_sigterm
 from steadfast.world.device import assigned_device
-from steadfast.world.flight_recorder import FlightRecorder
 from steadfast.world.groups import (
     PeerLost,
     WorldRank,

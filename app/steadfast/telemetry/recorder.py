@@ -15,10 +15,10 @@ from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
-from steadfast.components.schedule import warmup_in_force
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, DataParallelConfig
-from steadfast.faults.recompute import adds_parts_by_themselves
+from steadfast.guards.recompute import adds_parts_by_themselves
+from steadfast.loop.worker_state import WorkerState
+from steadfast.optim.schedule import warmup_in_force
 from steadfast.parallel import strategy_of
 from steadfast.parallel.dtensor import unsharded
 from steadfast.plan import Plan

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from steadfast.errors import TrainingError
-from steadfast.faults.numerics import BadStep, Ignore, Numerics, Rollback, Stop
-from steadfast.faults.suspects import SuspectFinder, fields_of
+from steadfast.guards.numerics import BadStep, Ignore, Numerics, Rollback, Stop
+from steadfast.guards.suspects import SuspectFinder, fields_of
 from steadfast.plan import Plan
 from steadfast.run import events
 from steadfast.run.ledger import StepStats

@@ -7,17 +7,17 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.embeddings import Embeddings
-from steadfast.components.seed import seed_generators
-from steadfast.components.worker_state import WorkerState
 from steadfast.data import Fetched
 from steadfast.data.batches import tensors_of
 from steadfast.data.parts import Part
 from steadfast.errors import UsageError
-from steadfast.faults.out_of_memory import halve_microbatch
+from steadfast.guards.out_of_memory import halve_microbatch
+from steadfast.loop.embeddings import Embeddings
+from steadfast.loop.seed import seed_generators
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.plan import Microbatch, Plan
-from steadfast.step import Stepper
+from steadfast.step.stepper import Stepper
 from steadfast.tasks import Sums
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.runtime import World

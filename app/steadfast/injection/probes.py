@@ -9,7 +9,7 @@ from torch import nn
 from steadfast.balance.shares import Balance
 from steadfast.data import Fetched, Loader
 from steadfast.data.batches import Batch
-from steadfast.faults.inject import Faults
+from steadfast.injection.inject import Faults
 from steadfast.plan import Microbatch
 from steadfast.tasks import Sums, Task
 from steadfast.world.control import Rider

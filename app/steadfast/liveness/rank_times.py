@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from steadfast.faults.watchdog import Reports, own_s
+from steadfast.liveness.watchdog import Reports, own_s
 from steadfast.run import events
 
 _LOOK_S = 5.0

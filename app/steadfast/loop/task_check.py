@@ -8,20 +8,20 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.buffers import Buffers
-from steadfast.components.metrics import SummedMetrics
-from steadfast.components.modes import evaluating
-from steadfast.components.seed import seed_generators
-from steadfast.components.worker_state import WorkerState
 from steadfast.config import Config, Target, TaskConfig
 from steadfast.data.batches import Batch, tensors_of
 from steadfast.data.parts import rows_of, uncuttable
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import ConfigError, Problem, UsageError
+from steadfast.loop.buffers import Buffers
+from steadfast.loop.modes import evaluating
+from steadfast.loop.seed import seed_generators
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import reshard
 from steadfast.plan import Microbatch
 from steadfast.tasks import Sums
+from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask, OwnTask
 from steadfast.world.control import gather_numbers
 from steadfast.world.runtime import World

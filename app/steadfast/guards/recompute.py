@@ -12,7 +12,7 @@ from torch import Tensor
 from steadfast.config import Config, RunConfig
 from steadfast.data import Fetched
 from steadfast.errors import TrainingError
-from steadfast.faults.corruption import Check, Choice, Corrupted, choose, differ, odd_one_out
+from steadfast.guards.corruption import Check, Choice, Corrupted, choose, differ, odd_one_out
 from steadfast.parallel import Parallel
 from steadfast.parallel.digest import digest
 from steadfast.parallel.replicated import ReplicatedParallelism
@@ -72,7 +72,7 @@ class Recompute:
 class RecomputeByAnother(Recompute):
     """Check that repeats a microbatch on a second rank.
 
-    `app/steadfast/faults/corruption.py` chooses the step, the microbatch and the ranks.
+    `app/steadfast/guards/corruption.py` chooses the step, the microbatch and the ranks.
     """
 
     def __init__(

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from steadfast.components.embeddings import Embeddings
-from steadfast.components.metrics import SummedMetrics
-from steadfast.components.modes import evaluating
-from steadfast.components.seed import seed_validation
-from steadfast.components.totals import Totals
-from steadfast.components.trigger import Trigger
-from steadfast.components.worker_state import WorkerState
 from steadfast.data import Fetched
+from steadfast.loop.embeddings import Embeddings
+from steadfast.loop.modes import evaluating
+from steadfast.loop.seed import seed_validation
+from steadfast.loop.totals import Totals
+from steadfast.loop.trigger import Trigger
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
+from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import agree_on_names, means
 from steadfast.world.runtime import Outcome, World

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import ModelState, NamedOptimizer, State, app_state, copy_state, flatten
-from steadfast.components.own_optimizer import build_own, build_plain, parameters_of, refusal
 from steadfast.config import TargetOptimizer
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import ConfigError
+from steadfast.optim.own_optimizer import build_own, build_plain, parameters_of, refusal
 
 _NUM_STEPS = 9
 _NUM_BEFORE_RESUME = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from steadfast.faults.verdicts import Guess
+from steadfast.liveness.verdicts import Guess
 from steadfast.world.progress import ProgressReport
 
 _WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the other ranks, or does nothing

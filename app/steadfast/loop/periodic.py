@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from steadfast.components.trigger import Trigger
+from steadfast.loop.trigger import Trigger
 from steadfast.world.control import ControlChannel
 from steadfast.world.runtime import CHECKPOINT, FINISH, LEAVE, STOP, Signals
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from steadfast.checkpoint.memory_server import free_bytes
-from steadfast.components.buffers import Buffers
-from steadfast.components.worker_state import WorkerState
 from steadfast.data.randomness import own_randomness
-from steadfast.faults.out_of_memory import halve_microbatch
+from steadfast.guards.out_of_memory import halve_microbatch
+from steadfast.loop.buffers import Buffers
+from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.plan import largest_microbatch
 from steadfast.run import events

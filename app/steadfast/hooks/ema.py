@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from steadfast.components.hook import HookContext
 from steadfast.config import EmaConfig
+from steadfast.hooks.hook import HookContext
 from steadfast.parallel.dtensor import local, reshard
 
 

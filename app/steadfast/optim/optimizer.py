@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.own_optimizer import build_own, parameters_of
-from steadfast.components.schedule import Schedule
 from steadfast.config import (
     AdamConfig,
     AdamWConfig,
@@ -19,6 +17,8 @@ from steadfast.config import (
     TargetOptimizer,
 )
 from steadfast.errors import ConfigError, Problem
+from steadfast.optim.own_optimizer import build_own, parameters_of
+from steadfast.optim.schedule import Schedule
 from steadfast.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
 from steadfast.parallel.precision import Precision
 

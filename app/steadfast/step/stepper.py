@@ -9,16 +9,16 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from steadfast.components.buffers import Buffers, RunningStatistics
-from steadfast.components.optimizer import rescale_gradients, set_learning_rates
-from steadfast.components.schedule import Schedule, build_schedule
-from steadfast.components.seed import seed_generators
-from steadfast.components.totals import Totals
-from steadfast.components.worker_state import WorkerState
 from steadfast.data import Fetched
 from steadfast.data.parts import Part, split
 from steadfast.errors import TrainingError
-from steadfast.faults.out_of_memory import halve_microbatch
+from steadfast.guards.out_of_memory import halve_microbatch
+from steadfast.loop.buffers import Buffers, RunningStatistics
+from steadfast.loop.seed import seed_generators
+from steadfast.loop.totals import Totals
+from steadfast.loop.worker_state import WorkerState
+from steadfast.optim.optimizer import rescale_gradients, set_learning_rates
+from steadfast.optim.schedule import Schedule, build_schedule
 from steadfast.parallel import Parallel
 from steadfast.parallel.compiled import CompiledBlocks
 from steadfast.parallel.precision import Precision

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from steadfast.components.hook import HookContext
 from steadfast.config import EarlyStoppingConfig
 from steadfast.errors import TrainingError
+from steadfast.hooks.hook import HookContext
 from steadfast.units import number, plural
 
 

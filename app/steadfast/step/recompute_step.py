@@ -5,10 +5,10 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from steadfast.components.totals import Totals
 from steadfast.data import Fetched
-from steadfast.faults.recompute import Recompute
-from steadfast.step import Stepper
+from steadfast.guards.recompute import Recompute
+from steadfast.loop.totals import Totals
+from steadfast.step.stepper import Stepper
 
 
 @dataclass

@@ -29,17 +29,17 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.components.buffers import Buffers, refuse_running_statistics, refuse_synchronized
-from steadfast.components.hooks import Hooks
-from steadfast.components.modes import prepare_for_training
-from steadfast.components.optimizer import build_optimizer, refuse_sparse
-from steadfast.components.optimizer_trial import try_optimizer
-from steadfast.components.trigger import Interval
 from steadfast.config import Config, Every, TargetOptimizer
 from steadfast.data import Dataset, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, UsageError
+from steadfast.hooks.hooks import Hooks
+from steadfast.loop.buffers import Buffers, refuse_running_statistics, refuse_synchronized
+from steadfast.loop.modes import prepare_for_training
+from steadfast.loop.trigger import Interval
+from steadfast.optim.optimizer import build_optimizer, refuse_sparse
+from steadfast.optim.optimizer_trial import try_optimizer
 from steadfast.parallel import Parallel, strategy_of
 from steadfast.parallel.activations import checkpoint_activations, refuse_parts_of_layers
 from steadfast.parallel.blocks import blocks_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import Tensors
-from steadfast.components.early_stopping import EarlyStopping
-from steadfast.components.ema import Ema
-from steadfast.components.hook import Draw, HookContext
 from steadfast.config import EarlyStoppingConfig, EmaConfig, HookConfig
 from steadfast.config.target import build_target
 from steadfast.errors import TrainingError
+from steadfast.hooks.early_stopping import EarlyStopping
+from steadfast.hooks.ema import Ema
+from steadfast.hooks.hook import Draw, HookContext
 from steadfast.world.runtime import Outcome, Signals, World
 
 

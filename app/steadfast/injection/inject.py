@@ -1,6 +1,6 @@
 """Inject the configured faults into this rank's steps.
 
-`components/probes.py` wraps the inputs of a step with the faults, so the training loop does not check for faults.
+`injection/probes.py` wraps the inputs of a step with the faults, so the training loop does not check for faults.
 """
 
 import math
@@ -28,7 +28,7 @@ from steadfast.config.faults import (
     SpikeAt,
 )
 from steadfast.data import Fetched
-from steadfast.faults.flips import Flips
+from steadfast.injection.flips import Flips
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import FaultInjected
 from steadfast.tasks import Sums

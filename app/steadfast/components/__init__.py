@@ -1,1 +1,0 @@
-"""Parts of a training loop besides the model: optimizer, schedule, triggers, validation."""

@@ -1,1 +1,0 @@
-"""Detect, classify and inject faults of a step."""

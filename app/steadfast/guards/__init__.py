@@ -1,0 +1,1 @@
+"""Checks of the numbers of steps: spikes, values that are not finite, and silent corruption."""

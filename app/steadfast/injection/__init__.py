@@ -1,0 +1,1 @@
+"""Faults that a configuration asks for, to test recovery."""

@@ -1,0 +1,1 @@
+"""Decisions on which workers are alive, hung or slow, and how long to wait for each."""
