@@ -255,10 +255,11 @@ class MortalRuntime(DrillRuntime):
         while _lives(pid):
             time.sleep(_LOOK_S)
         self._broken = attempt
-        if self._world is None:
-            aborted.set()
-        else:
-            self._world.groups.abort()
+        aborted.set()
+        # On a busy machine the survivors may be in the next world by now, which must not be aborted.
+        world = self._world
+        if world is not None and world.attempt == attempt:
+            world.groups.abort()
 
 
 def _lives(pid: int) -> bool:

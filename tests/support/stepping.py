@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from steadfast import global_step
 from steadfast.config import Config
 from steadfast.data import Fetched
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel, arrange, build_parallel
 from steadfast.plan import Plan, even_shares
+from steadfast.step import global_step
 from steadfast.step.stepper import Stepper
 from steadfast.world.control import StepResult
 from steadfast.world.groups import WorldRank
