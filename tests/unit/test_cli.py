@@ -314,3 +314,13 @@ def test_closed_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -
     for stream in (sys.stdout, sys.stderr):
         stream.fileno()  # Ray's start asks for this
         stream.close()
+
+
+def test_main_py_puts_its_checkout_first_also_for_the_processes_that_it_starts(tmp_path: Path) -> None:
+    other = tmp_path / "steadfast.py"
+    other.write_text("raise ImportError('another installed version')")
+    shows = "import os, runpy, sys; runpy.run_path(sys.argv[1], run_name='shown'); print(os.environ['PYTHONPATH'])"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", shows, ROOT / "main.py"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip().split(os.pathsep) == [str(ROOT / "app"), str(tmp_path)]
