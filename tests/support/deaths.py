@@ -255,10 +255,11 @@ class MortalRuntime(DrillRuntime):
         while _lives(pid):
             time.sleep(_LOOK_S)
         self._broken = attempt
-        aborted.set()
-        # On a busy machine the survivors may be in the next world by now, which must not be aborted.
+        # On a busy machine this process may be in the next world by now, which must not be aborted.
         world = self._world
-        if world is not None and world.attempt == attempt:
+        if world is None:
+            aborted.set()
+        elif world.attempt == attempt:
             world.groups.abort()
 
 

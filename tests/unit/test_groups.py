@@ -59,6 +59,25 @@ def test_an_abort_sets_the_flag_then_ends_the_device_s_communicator_and_then_the
             groups.gate()
 
 
+def test_an_abort_leaves_a_socket_that_has_taken_a_closed_sockets_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    former, former_peer = socket.socketpair()
+    coming, peer = socket.socketpair()
+    number, inode, fstat = former.fileno(), os.fstat(former.fileno()).st_ino, os.fstat
+
+    def fstat_before_another_thread_runs(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        os.dup2(coming.fileno(), number)  # the socket of the next world, under the number of the former one
+        return found
+
+    monkeypatch.setattr(os, "fstat", fstat_before_another_thread_runs)
+    groups._shut(number, inode)
+    monkeypatch.undo()
+    with former, former_peer, coming, peer:
+        coming.send(b"1")
+        peer.settimeout(SOON_S)
+        assert peer.recv(1) == b"1"
+
+
 class FakeGroup:
     """Counts what is launched on it."""
 

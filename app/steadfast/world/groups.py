@@ -443,9 +443,15 @@ def _opened_since(before: dict[int, int]) -> dict[int, int]:
 
 
 def _shut(descriptor: int, inode: int) -> None:
-    # A descriptor that was closed meanwhile may belong to another file by now.
-    if os.fstat(descriptor).st_ino == inode:
-        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+    # Duplicated before the check: at any time the training thread may close the descriptor, and open a socket of the
+    # next world under the same number.
+    duplicate = os.dup(descriptor)
+    try:
+        if os.fstat(duplicate).st_ino != inode:
+            return
+        with socket.socket(fileno=os.dup(duplicate)) as stream:
             # Shutting down a listener would end the process, because gloo's thread raises an uncaught exception.
-            if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                duplicate.shutdown(socket.SHUT_RDWR)
+            if not stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                stream.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(duplicate)
