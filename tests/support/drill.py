@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -178,7 +179,9 @@ class DrillRuntime:
     def _form(self, attempt: Attempt, aborted: threading.Event | None = None) -> World:
         rank = attempt.members.index(self._member.number)
         own = WorldRank(rank, len(attempt.members), attempt.number)
-        return form_world(self._member.store, own, WorkerProcess(self.device, PATIENT, self.progress), aborted=aborted)
+        # A test may give each process a host of its own.
+        process = WorkerProcess(self.device, PATIENT, self.progress, socket.gethostname())
+        return form_world(self._member.store, own, process, aborted=aborted)
 
     def signals(self) -> Signals:
         """Asked once a step."""
