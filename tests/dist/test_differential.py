@@ -52,7 +52,8 @@ def test_a_program_equals_its_plain_loop_through_resizes_and_a_death(
         # The numbers of a step may have been on their way to the dead worker; the weights show what the step was.
         if line.get("confirmed", True):
             assert line["loss"] == pytest.approx(expected.losses[line["step"] - 1], rel=1e-6, abs=1e-9), line
-    assert len({line["step"] for line in lines if line["loss"] is not None}) >= STEPS - 1
+    # Numbers are read one step later, so a death may lose those of the step before and of the step before that.
+    assert len({line["step"] for line in lines if line["loss"] is not None}) >= STEPS - 2
     assert run.weights.keys() == expected.weights.keys()
     for name, tensor in expected.weights.items():
         assert torch.allclose(run.weights[name].double(), tensor.double(), rtol=1e-6, atol=1e-9), name
