@@ -321,6 +321,6 @@ def test_main_py_puts_its_checkout_first_also_for_the_processes_that_it_starts(t
     other.write_text("raise ImportError('another installed version')")
     shows = "import os, runpy, sys; runpy.run_path(sys.argv[1], run_name='shown'); print(os.environ['PYTHONPATH'])"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", shows, ROOT / "main.py"]
+    command = [sys.executable, "-c", shows, str(ROOT / "main.py")]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout.strip().split(os.pathsep) == [str(ROOT / "app"), str(tmp_path)]
