@@ -13,7 +13,6 @@ import torch
 
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
 from steadfast.run.ledger import read_ledger
 from steadfast.worker import work
 from tests.programs import methods, part_of_model
@@ -21,7 +20,7 @@ from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, STEPS, Program, Trained
 from tests.support.checks import check_audit
 from tests.support.deaths import MortalRuntime, Plot
-from tests.support.drill import Drilled, drill, what_is_left
+from tests.support.drill import Drilled, begin_run, drill, what_is_left
 from tests.support.gang import Gang, Member, MemberFailed
 from tests.support.like_nccl import Death
 
@@ -86,9 +85,7 @@ def plainly(plain: Callable[[], Trained]) -> Trained:
 
 def train_through(config: Config) -> Drilled:
     """Train through the worlds of the plot."""
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(RunStarted(launcher="drill"))
+    directory = begin_run(config)
     with Gang(3) as gang:
         gang.run(_take_part, config, mortal=[1])
     check_audit(directory, config)

@@ -25,12 +25,11 @@ from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
 from steadfast.worker import work
 from steadfast.world.groups import PeerLost, is_peer_loss
 from steadfast.world.runtime import World
 from tests.support.checks import check_audit
-from tests.support.drill import Attempt, Drilled, DrillRuntime, what_is_left
+from tests.support.drill import Attempt, Drilled, DrillRuntime, begin_run, what_is_left
 from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
 from tests.support.like_nccl import CONNECTING, Death, behave_like_nccl
@@ -124,9 +123,7 @@ class Undisturbed(NamedTuple):
 
 def undisturbed(config: Config, patch: Callable[[], None] | None = None) -> Undisturbed:
     """Return what the run is on three workers, on the same communicator."""
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(RunStarted(launcher="drill"))
+    directory = begin_run(config)
     with Gang(3, patch) as gang:
         states = gang.run(_record_steps, config)[0]
     return Undisturbed(states, validation_losses(directory))
@@ -168,9 +165,7 @@ def survive(config: Config, plotted: Plot, mutation: Callable[[], None] | None =
     Raises:
         MemberFailed: a process raised, or one ended that was not to.
     """
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(RunStarted(launcher="drill"))
+    directory = begin_run(config)
     mortal = [victim for victim, _ in plotted.deaths.values()]
     with Gang(1 + max(map(max, plotted.worlds)), mutation) as gang:
         answers = gang.run(_survive, config, plotted, mortal=mortal)

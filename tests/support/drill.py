@@ -110,9 +110,7 @@ def drill(
         MemberFailed: a process raised.
         CounterExample: the audit did not pass.
     """
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(RunStarted(launcher="drill"))
+    directory = begin_run(config)
     earlier = max((line["attempt"] for line in read_ledger(directory.store).lines), default=0)
     schedule = [
         Attempt(earlier + index, _members(world), leave, stop_after if index == len(worlds) else None)
@@ -123,6 +121,14 @@ def drill(
     if audited:
         check_audit(directory, config)
     return what_is_left(config, directory, sorted(seat for each in seats for seat in each))
+
+
+def begin_run(config: Config) -> RunDirectory:
+    """Return the run's directory, in which the start of the run is recorded."""
+    directory = RunDirectory.of(config)
+    directory.check_writable()
+    directory.record(RunStarted(launcher="drill"))
+    return directory
 
 
 def _members(world: Members) -> Sequence[int]:

@@ -107,7 +107,7 @@ class Comparison:
         is_confirmed = ours.get("confirmed") is not False and theirs.get("confirmed") is not False
         self.unconfirmed += not is_confirmed
         values = _samples(ours, theirs)
-        # Whether gradients overflowed was lost together with the other results.
+        # The flag of an overflow was lost together with the other results.
         if is_confirmed:
             values |= _flag("overflow", ours, theirs)
         self._add_loss(step, (ours.get("loss"), theirs.get("loss")), values)

@@ -1,1 +1,1 @@
-"""Parts of the training loop: state of a worker, validation, periodic acts, and checks before the first step."""
+"""Parts of the training loop: state of a worker, validation, periodic actions, and checks before the first step."""
