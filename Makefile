@@ -37,7 +37,7 @@ install: .venv/.train
 train: .venv/.train
 	$(BIN)/python main.py --config ddp.yaml
 
-# What to run after each edit: about four minutes on two cores.
+# What to run after each edit: a minute and a half on two cores.
 unit: .venv/.dev
 	$(PYTEST) $(PARALLEL) tests/unit -m "not slow"
 
