@@ -221,6 +221,25 @@ def test_who_renews_and_meets_another_has_lost_the_run(short_lease: float) -> No
     assert written.host == "elsewhere"
 
 
+def test_a_late_write_of_a_killed_commands_process_does_not_take_the_run_back(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    killed = replace(an_owner(pid=no_process()), attempt=1)
+    write_json(store, "owner.json", asdict(killed))
+    of_killed = Ownership(store, killed)
+    mine = Ownership.claim(store)
+    # The killed command's coordinator has read the lease before the claim, and writes it afterwards.
+    write_json(store, "owner.json", asdict(replace(killed, attempt=2)))
+    handed_over = pickle.loads(pickle.dumps(mine))
+    assert handed_over.next_attempt() == 3
+    assert mine.holds()
+    with pytest.raises(RunConflict, match="another command has taken over"):
+        of_killed.renew()
+    # A third command's claim counts nevertheless.
+    write_json(store, "owner.json", asdict(replace(an_owner(host="elsewhere"), token="a third")))
+    with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
+        mine.renew()
+
+
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_command_deletes_a_folder_only_as_long_as_it_is_its_own(tmp_path: Path, taken: bool) -> None:
     directory = RunDirectory(LocalStore(tmp_path / "run"))

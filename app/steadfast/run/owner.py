@@ -59,8 +59,13 @@ class Owner:
 
         The command has released its claim, or its process on this host has ended.
         """
+        return not self.renewed or self.killed
+
+    @property
+    def killed(self) -> bool:
+        """Return whether the command's process on this host has ended without a release."""
         # The number of an ended process may belong to another one by now. Then only the age of the lease counts.
-        return not self.renewed or (self.host == socket.gethostname() and not psutil.pid_exists(self.pid))
+        return self.renewed != 0 and self.host == socket.gethostname() and not psutil.pid_exists(self.pid)
 
     @property
     def age_s(self) -> float:
@@ -104,9 +109,12 @@ class Ownership:
             owns the run.
     """
 
-    def __init__(self, store: Store, owner: Owner) -> None:
+    def __init__(self, store: Store, owner: Owner, killed: str = "") -> None:
         self._store = store
         self._owner = owner
+        # Token of the killed command from which this command took over. Processes of the killed command may outlive it
+        # for a moment, and one of them may write the lease that it read before this command's claim.
+        self._killed = killed
         self.lost = ""
 
     @classmethod
@@ -124,12 +132,13 @@ class Ownership:
             StorageError: storage refuses the claim.
         """
         try:
-            return cls(store, _claimed(store, token or uuid.uuid4().hex, say))
+            owner, last = _claimed(store, token or uuid.uuid4().hex, say)
         except OSError as error:
             raise StorageError(
                 f"the claim on {store.uri} cannot be read or written: {error}. Choose another run.storage, or delete "
                 f"what is in the way of {_OWNER}"
             ) from error
+        return cls(store, owner, last.token if last and last.killed else "")
 
     @property
     def attempt(self) -> int:
@@ -184,6 +193,8 @@ class Ownership:
         with _write_lock:
             # The owner is read from storage, because another process of this command may have begun attempts meanwhile.
             found = read_owner(self._store) or self._owner
+            if self._killed and found.token == self._killed:
+                found = replace(self._owner, attempt=max(found.attempt, self._owner.attempt))
             if found.token != self._owner.token:
                 raise RunConflict(
                     f"another command has taken over {self._store.uri}: on {found.host}, pid {found.pid}. It goes on "
@@ -243,8 +254,8 @@ def _parse(fields: dict[str, Any]) -> Owner:
     return owner
 
 
-def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
-    """Write `owner.json` for a command and return its contents.
+def _claimed(store: Store, token: str, say: Callable[[str], object]) -> tuple[Owner, Owner | None]:
+    """Write `owner.json` for a command. Return its contents and the last owner.
 
     Raises the same errors as `claim`.
     """
@@ -268,7 +279,7 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> Owner:
                 if last is None or not read_key(store):
                     write_key(store)
                 write_json(store, _OWNER, owner.to_line())
-                return owner
+                return owner, last
 
         if not is_free:
             _wait_for_owner(store, token, watch, say)
