@@ -29,9 +29,9 @@ from steadfast.run.events import (
     Failure,
     Finished,
     ForwardsShrunk,
+    Notice,
     RunStarted,
     ShortStep,
-    WaitingForStorage,
 )
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
@@ -555,7 +555,9 @@ def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
         assert worlds.attempt == 1
 
     worlds = play(tmp_path, story)
-    assert [event.error for event in worlds.directory.events(WaitingForStorage)] == ["the disk is gone"]
+    assert [notice.text for notice in worlds.directory.events(Notice)] == [
+        "no world can form until storage can be written: the disk is gone"
+    ]
 
 
 def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
