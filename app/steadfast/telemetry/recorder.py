@@ -15,7 +15,7 @@ from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
-from steadfast.config import Config, DataParallelConfig
+from steadfast.config import Config
 from steadfast.guards.recompute import adds_parts_by_themselves
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.schedule import warmup_in_force
@@ -157,7 +157,7 @@ class Recorder:
             self._notify(text)
 
     def _tell_of_the_model(self) -> None:
-        if isinstance(self._config.parallel, DataParallelConfig):
+        if self._config.parallel.copies_model:
             self._notify(
                 "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies the model once "
                 "per worker"
