@@ -95,7 +95,7 @@ class Coordinator:
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
 
-    # Methods that workers call.
+    # A worker comes, and gets a place in a world.
 
     async def heartbeat_port(self) -> int:
         """Return the port for heartbeats. The first call opens the port."""
@@ -110,29 +110,6 @@ class Coordinator:
     async def admit(self, name: str) -> str:
         """Admit a worker to the heartbeat server. Return the server's secret."""
         return self.heartbeats.admit(name)
-
-    async def _watch(self) -> None:
-        await self._taken_over()
-        await self._supervisor.watch()
-
-    async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
-        """Register a worker of the former coordinator.
-
-        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
-
-        Args:
-            place: last assignment of the worker.
-            commands: last commands that the worker received.
-        """
-        if member.name in self._dead:
-            return False
-        if self._succession.over:
-            return place is None or member.name in self.members
-        if place is not None:
-            self.members[member.name] = member
-            self._succession.came(member.name, place)
-        self.heartbeats.command(**merged(commands, self.heartbeats.commands))
-        return True
 
     async def join(self, member: Member) -> Answer:
         """Return the worker's place in the next world.
@@ -162,12 +139,128 @@ class Coordinator:
         self.reconcile()
         return await waiting
 
-    async def leave(self, name: str) -> None:
-        """Remove a worker that ends on purpose, without a failure."""
-        await self._taken_over(name)
-        if self._forget(name):
-            self._doomed.set()
+    def reconcile(self) -> None:
+        """Carry out the membership's current decision."""
+        if self.over or not self._succession.over or self._nothing_to_save():
+            return
+        decision = self.membership.decide(time.monotonic())
+        if not isinstance(decision, Short):
+            self.short_since_s = None
+        match decision:
+            case Form(members):
+                self._spawn(self._form(members))
+            case Resize(none_stays) if self._running:
+                self._doomed.set()
+                saving = self._running if none_stays else 0
+                self.heartbeats.command(leave=self._running, save=saving)
+            case Wait(seconds):
+                asyncio.get_running_loop().call_later(seconds, self.reconcile)
+            case Keep():
+                self._tell_of_left_over()
+            case Short():
+                self.short_since_s = self.short_since_s or time.monotonic()
+
+    def _tell_of_left_over(self) -> None:
+        left_over = self.membership.left_over
+        if left_over != self._left_over:
+            self._left_over = left_over
+            if left_over:
+                self.record(events.LeftOver(workers=left_over, unit=self.membership.replica_size))
+
+    def _nothing_to_save(self) -> bool:
+        # Only members of a world can hold a state that is newer than the state on storage.
+        return self.heartbeats.commands.stop and not self.membership.world
+
+    async def _form(self, names: tuple[str, ...]) -> None:
+        self._end_attempt("all workers lost")
+        attempt = await self._next_attempt()
+        if attempt is None or self.over:
+            return
+        if names != self.membership.world:  # a member was lost while the coordinator waited for storage
+            for name in self.membership.world:
+                self.membership.join(name, time.monotonic(), self.members[name].node)
             self.reconcile()
+            return
+        self._running = attempt
+        self._doomed = asyncio.Event()
+        self.heartbeats.expect(names)
+        store = self.members[names[0]].store
+        for rank, name in enumerate(names):
+            place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
+            self._waiting.pop(name).set_result(place)
+        self.reconcile()  # a worker may have joined meanwhile
+
+    async def _next_attempt(self) -> int | None:
+        # Storage counts the attempts and refuses commits of a former attempt. So no world forms without a number.
+        told = False
+        while not self.over:
+            try:
+                return await asyncio.to_thread(self._ownership.next_attempt)
+            except OSError as error:
+                if not told:
+                    self.record(events.WaitingForStorage(error=str(error)))
+                    told = True
+                await asyncio.sleep(_STORAGE_S)
+            except RunConflict as error:
+                self.give_up(str(error))
+        return None
+
+    # A worker is lost, and its world is aborted.
+
+    def lose(self, name: str, cause: str, kind: str = "worker") -> None:
+        """Declare a worker dead, and abort its world.
+
+        The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
+        """
+        self._dead[name] = cause
+        member = self.members.get(name)
+        if member is None:
+            return
+        # A worker that is only silent could go on later, when the other workers train without it.
+        ray.kill(member.actor)
+        if not self._succession.over:
+            self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
+            return
+        if member.node in self._supervisor.draining:
+            kind = "preemption"
+        self._lose_from_world(member, kind, cause)
+        self.reconcile()
+
+    def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:
+        self._dead[member.name] = ""
+        if self._forget(member.name):
+            self.abort()
+            self._record_failure(member, kind, cause)
+
+    def _record_failure(self, member: Member, kind: str, cause: str) -> None:
+        # A loss between two attempts counts for the former attempt.
+        attempt = self._ownership.attempt
+        node = member.node or None
+        self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
+        self._spawn(self._charge_loss(kind, attempt))
+
+    async def _charge_loss(self, kind: str, attempt: int) -> None:
+        await self._look_at_ledger()
+        if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
+            self.give_up(exceeded, kind, exceeded)
+
+    async def _look_at_ledger(self) -> None:
+        with contextlib.suppress(OSError):  # the step that was read last is good enough
+            line = await asyncio.to_thread(self._directory.last_step_line)
+            self._furthest_step = int(line.get("step", 0))
+
+    def abort(self) -> None:
+        """Command all members to end the current attempt at once."""
+        self._doomed.set()
+        self.heartbeats.command(aborted=self._ownership.attempt)
+
+    # Checks for what no call reports.
+
+    async def _watch(self) -> None:
+        await self._taken_over()
+        await self._supervisor.watch()
+
+    # An attempt breaks, and each of its workers reports why.
 
     async def failed(self, member: str, report: FailureReport) -> bool:
         """Record why an attempt broke. Return whether the run is over."""
@@ -245,13 +338,51 @@ class Coordinator:
             why = f"workers cannot communicate, although no worker was lost: {reason}\n{report.message}\n{_REMEDY}"
             self.give_up(why, report.kind, exceeded)
 
+    def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
+        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
+        # it has a place in a world ends no attempt.
+        if self._running and (report is None or report.attempt == self._running):
+            step = report.step if report else None
+            self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
+
+    # Events of the run, for storage and for this coordinator's own state.
+
     async def publish(self, event: Event) -> None:
         """Record an event of a worker or a slot."""
         # An event of a former attempt is dropped: it comes from a leader that is cut off from the current world.
         if event.attempt in (None, self._ownership.attempt) and not self._journal.has(event):
             await self.record(event)
 
-    # Methods that slots and the driver call.
+    def record(self, event: Event) -> asyncio.Future[None]:
+        """Apply an event to the coordinator's state and record the event.
+
+        Return a future that is done once the event is on storage.
+        """
+        match event:
+            case events.Rollback(steps=steps):
+                self._amendments = self._amendments.leaving_out(steps)
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
+            case events.ForwardsShrunk(forward_size=size):
+                self._amendments = replace(self._amendments, forward_size=size)
+            case events.AttemptEnded():
+                self._running = 0
+                self._doomed.set()
+            case events.Failure():
+                self._note_corrupted(event)
+            case events.Finished():
+                self.over = True
+                self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+        self._supervisor.observe(event)
+        self._gauges.observe(event)
+        return self._journal.write(event)
+
+    def _note_corrupted(self, event: Event) -> None:
+        match event:
+            case events.Failure(kind="corruption", node=str(node)):
+                self._corrupted_nodes.add(node)
+
+    # Calls of the slots and the driver.
 
     async def num_slots(self) -> int:
         """Return the number of slots to keep open.
@@ -281,14 +412,50 @@ class Coordinator:
             self._close_if_stopping()
         return self._journal.since(first)
 
-    async def close(self) -> None:
-        """Close the journal, and wait until all events are on storage."""
-        self._supervisor.close()
-        await self._journal.close()
+    # Workers leave, and the run ends.
+
+    async def leave(self, name: str) -> None:
+        """Remove a worker that ends on purpose, without a failure."""
+        await self._taken_over(name)
+        if self._forget(name):
+            self._doomed.set()
+            self.reconcile()
+
+    def _forget(self, name: str) -> bool:
+        # Returns whether the member was in the current world.
+        self.members.pop(name, None)
+        if waiting := self._waiting.pop(name, None):
+            waiting.cancel()
+        return self.membership.lose(name)
+
+    def dismiss(self, names: list[str], reason: Leave) -> None:
+        """Send waiting workers away, and reconcile."""
+        for name in names:
+            waiting = self._waiting.pop(name, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reason)
+        self.reconcile()
 
     def _close_if_stopping(self) -> None:
         if self.heartbeats.commands.stop and self._succession.over:
             self.dismiss(self.membership.close(), Leave.RUN_ENDED)
+
+    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
+        """End the run as failed, for the reason `why`.
+
+        Args:
+            kind: kind of the failure event.
+            budget: the exceeded budget in words, if a budget was exceeded.
+        """
+        self.over = True
+        self.abort()
+        self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
+        self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+
+    async def close(self) -> None:
+        """Close the journal, and wait until all events are on storage."""
+        self._supervisor.close()
+        await self._journal.close()
 
     # The takeover from a former coordinator.
 
@@ -339,6 +506,25 @@ class Coordinator:
         if await self._succession.wait(name):
             self._take_over(self._succession)
 
+    async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
+        """Register a worker of the former coordinator.
+
+        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
+
+        Args:
+            place: last assignment of the worker.
+            commands: last commands that the worker received.
+        """
+        if member.name in self._dead:
+            return False
+        if self._succession.over:
+            return place is None or member.name in self.members
+        if place is not None:
+            self.members[member.name] = member
+            self._succession.came(member.name, place)
+        self.heartbeats.command(**merged(commands, self.heartbeats.commands))
+        return True
+
     def _take_over(self, former: Succession) -> None:
         place = former.newest
         names: tuple[str, ...] = ()
@@ -362,184 +548,6 @@ class Coordinator:
             self.abort()
         self._close_if_stopping()
         self.reconcile()
-
-    # The change from one world to the next.
-
-    def reconcile(self) -> None:
-        """Carry out the membership's current decision."""
-        if self.over or not self._succession.over or self._nothing_to_save():
-            return
-        decision = self.membership.decide(time.monotonic())
-        if not isinstance(decision, Short):
-            self.short_since_s = None
-        match decision:
-            case Form(members):
-                self._spawn(self._form(members))
-            case Resize(none_stays) if self._running:
-                self._doomed.set()
-                saving = self._running if none_stays else 0
-                self.heartbeats.command(leave=self._running, save=saving)
-            case Wait(seconds):
-                asyncio.get_running_loop().call_later(seconds, self.reconcile)
-            case Keep():
-                self._tell_of_left_over()
-            case Short():
-                self.short_since_s = self.short_since_s or time.monotonic()
-
-    def _tell_of_left_over(self) -> None:
-        left_over = self.membership.left_over
-        if left_over != self._left_over:
-            self._left_over = left_over
-            if left_over:
-                self.record(events.LeftOver(workers=left_over, unit=self.membership.replica_size))
-
-    def _nothing_to_save(self) -> bool:
-        # Only members of a world can hold a state that is newer than the state on storage.
-        return self.heartbeats.commands.stop and not self.membership.world
-
-    async def _form(self, names: tuple[str, ...]) -> None:
-        self._end_attempt("all workers lost")
-        attempt = await self._next_attempt()
-        if attempt is None or self.over:
-            return
-        if names != self.membership.world:  # a member was lost while the coordinator waited for storage
-            for name in self.membership.world:
-                self.membership.join(name, time.monotonic(), self.members[name].node)
-            self.reconcile()
-            return
-        self._running = attempt
-        self._doomed = asyncio.Event()
-        self.heartbeats.expect(names)
-        store = self.members[names[0]].store
-        for rank, name in enumerate(names):
-            place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
-            self._waiting.pop(name).set_result(place)
-        self.reconcile()  # a worker may have joined meanwhile
-
-    async def _next_attempt(self) -> int | None:
-        # Storage counts the attempts and refuses commits of a former attempt. So no world forms without a number.
-        told = False
-        while not self.over:
-            try:
-                return await asyncio.to_thread(self._ownership.next_attempt)
-            except OSError as error:
-                if not told:
-                    self.record(events.WaitingForStorage(error=str(error)))
-                    told = True
-                await asyncio.sleep(_STORAGE_S)
-            except RunConflict as error:
-                self.give_up(str(error))
-        return None
-
-    def lose(self, name: str, cause: str, kind: str = "worker") -> None:
-        """Declare a worker dead, and abort its world.
-
-        The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
-        """
-        self._dead[name] = cause
-        member = self.members.get(name)
-        if member is None:
-            return
-        # A worker that is only silent could go on later, when the other workers train without it.
-        ray.kill(member.actor)
-        if not self._succession.over:
-            self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
-            return
-        if member.node in self._supervisor.draining:
-            kind = "preemption"
-        self._lose_from_world(member, kind, cause)
-        self.reconcile()
-
-    def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:
-        self._dead[member.name] = ""
-        if self._forget(member.name):
-            self.abort()
-            self._record_failure(member, kind, cause)
-
-    def _record_failure(self, member: Member, kind: str, cause: str) -> None:
-        # A loss between two attempts counts for the former attempt.
-        attempt = self._ownership.attempt
-        node = member.node or None
-        self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
-        self._spawn(self._charge_loss(kind, attempt))
-
-    async def _charge_loss(self, kind: str, attempt: int) -> None:
-        await self._look_at_ledger()
-        if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
-            self.give_up(exceeded, kind, exceeded)
-
-    async def _look_at_ledger(self) -> None:
-        with contextlib.suppress(OSError):  # the step that was read last is good enough
-            line = await asyncio.to_thread(self._directory.last_step_line)
-            self._furthest_step = int(line.get("step", 0))
-
-    def abort(self) -> None:
-        """Command all members to end the current attempt at once."""
-        self._doomed.set()
-        self.heartbeats.command(aborted=self._ownership.attempt)
-
-    def dismiss(self, names: list[str], reason: Leave) -> None:
-        """Send waiting workers away, and reconcile."""
-        for name in names:
-            waiting = self._waiting.pop(name, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reason)
-        self.reconcile()
-
-    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
-        """End the run as failed, for the reason `why`.
-
-        Args:
-            kind: kind of the failure event.
-            budget: the exceeded budget in words, if a budget was exceeded.
-        """
-        self.over = True
-        self.abort()
-        self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
-        self.dismiss(list(self._waiting), Leave.RUN_ENDED)
-
-    def _note_corrupted(self, event: Event) -> None:
-        match event:
-            case events.Failure(kind="corruption", node=str(node)):
-                self._corrupted_nodes.add(node)
-
-    def record(self, event: Event) -> asyncio.Future[None]:
-        """Apply an event to the coordinator's state and record the event.
-
-        Return a future that is done once the event is on storage.
-        """
-        match event:
-            case events.Rollback(steps=steps):
-                self._amendments = self._amendments.leaving_out(steps)
-            case events.AttemptStarted(attempt=int(attempt)):
-                self._broken_worlds.stepped(attempt)
-            case events.ForwardsShrunk(forward_size=size):
-                self._amendments = replace(self._amendments, forward_size=size)
-            case events.AttemptEnded():
-                self._running = 0
-                self._doomed.set()
-            case events.Failure():
-                self._note_corrupted(event)
-            case events.Finished():
-                self.over = True
-                self.dismiss(list(self._waiting), Leave.RUN_ENDED)
-        self._supervisor.observe(event)
-        self._gauges.observe(event)
-        return self._journal.write(event)
-
-    def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
-        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
-        # it has a place in a world ends no attempt.
-        if self._running and (report is None or report.attempt == self._running):
-            step = report.step if report else None
-            self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
-
-    def _forget(self, name: str) -> bool:
-        # Returns whether the member was in the current world.
-        self.members.pop(name, None)
-        if waiting := self._waiting.pop(name, None):
-            waiting.cancel()
-        return self.membership.lose(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
