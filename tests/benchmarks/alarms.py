@@ -135,7 +135,7 @@ class Simulation:
                 heard = [other for other in self.ranks if now_s - other.heard_s < 5.0]
                 silence = Silence(silent_s, answers=True, nobody_heard=not heard, stretch=1.0)
                 if silent_s >= self.supervisor.patience(rank.name, silence):
-                    self.subject.lose(rank.name, "not heard of", "worker")
+                    self.subject.lose(rank.name, "not heard of")
         self.supervisor._check_progress()
 
     def run_step(self, hung: int | None = None, strange: bool = True) -> None:

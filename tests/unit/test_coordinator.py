@@ -14,13 +14,13 @@ from typing import Any, cast
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import _proof
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
-from steadfast.orchestration.worker_runtime import _kind
 from steadfast.plan import End
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import (
@@ -38,7 +38,7 @@ from steadfast.storage import LocalStore
 from tests.support.events import event_lines
 
 
-def failure(kind: str, attempt: int = 1) -> FailureReport:
+def failure(kind: FailureKind, attempt: int = 1) -> FailureReport:
     return FailureReport(kind, attempt, step=7, message="another attempt has taken over", traceback="")
 
 
@@ -53,7 +53,7 @@ async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
     assignments = await asyncio.gather(subject.join(here), subject.join(cut_off))
     assert [each.attempt for each in assignments] == [1, 1]
     subject.lose("cut_off", "not heard of for 5 s")
-    await subject.failed("here", failure("peer"))
+    await subject.failed("here", failure(FailureKind.PEER))
     assert (await subject.join(here)).attempt == 2
     answer = await come_back(subject, cut_off)
     await subject.close()
@@ -70,8 +70,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
 
 
-@pytest.mark.parametrize("kind", ["peer", "ours", "numeric", "exception"])
-def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", FailureKind)
+def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: FailureKind) -> None:
     subject, over = asyncio.run(partition(tmp_path, lambda it, member: it.failed(member.name, failure(kind))))
     assert not over
     assert told(subject, "attempt_ended") == [1]
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         for name, size in (("a", 4), ("b", 4), ("c", 6)):
-            report = FailureReport("smaller", worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
+            report = FailureReport(FailureKind.SMALLER, worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
             assert not await worlds.subject.failed(name, report)
         places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
         assert [place.amendments.forward_size for place in places if isinstance(place, WorldAssignment)] == [4] * 3
@@ -122,7 +122,7 @@ CAUSE = "step 8: rank 1 (host n, cpu) computes wrongly: ..."
 
 async def find_b_wrong(worlds: Worlds, first: str) -> list[bool]:
     """All three find out in step 8 that b computes wrongly, `first` before the others."""
-    report = FailureReport("corruption", worlds.attempt, 7, CAUSE, "", corrupted="b")
+    report = FailureReport(FailureKind.CORRUPTION, worlds.attempt, 7, CAUSE, "", corrupted="b")
     return [await worlds.subject.failed(name, report) for name in (first, *sorted(set("abc") - {first}))]
 
 
@@ -181,7 +181,9 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:
-    subject, over = asyncio.run(partition(tmp_path, lambda it, _: it.failed("new", failure("exception", attempt=0))))
+    subject, over = asyncio.run(
+        partition(tmp_path, lambda it, _: it.failed("new", failure(FailureKind.EXCEPTION, attempt=0)))
+    )
     assert not over
     assert told(subject, "attempt_ended") == [1]
 
@@ -222,7 +224,7 @@ class Worlds:
         if step:
             self.directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
 
-    async def fail(self, *names: str, kind: str = "peer") -> list[bool]:
+    async def fail(self, *names: str, kind: FailureKind = FailureKind.PEER) -> list[bool]:
         """Report the end of the attempt for `names`, all at once. Return what each is told: if the run is over."""
         report = FailureReport(kind, self.attempt, 7, ERROR, "Traceback: ...")
         reports = [self.subject.failed(name, report) for name in names]
@@ -298,12 +300,12 @@ async def one_that_has_left(worlds: Worlds) -> None:
 
 
 async def an_exception_of_another(worlds: Worlds) -> None:
-    await asyncio.gather(worlds.fail("a", "b"), worlds.fail("c", kind="exception"))
+    await asyncio.gather(worlds.fail("a", "b"), worlds.fail("c", kind=FailureKind.EXCEPTION))
 
 
 async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -> None:
     await a_death_before(worlds)
-    former = FailureReport("peer", worlds.attempt, 7, ERROR, "")
+    former = FailureReport(FailureKind.PEER, worlds.attempt, 7, ERROR, "")
     await worlds.form()
     await worlds.subject.failed("b", former)
 
@@ -505,11 +507,6 @@ def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path:
         )
 
     play(tmp_path, second, silence_s=LONG_S, max_failures=2)
-
-
-@pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])
-def test_an_error_that_speaks_of_sockets_is_no_peers_before_there_are_any(attempt: int, kind: str) -> None:
-    assert _kind(RuntimeError("the dataset's server closed the socket"), attempt) == kind
 
 
 def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.membership import Membership
@@ -131,7 +132,7 @@ def test_one_that_died_with_the_coordinator_is_lost_once_its_world_stands_still(
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
-        report = FailureReport("peer", 1, 7, "Connection closed by peer", "")
+        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
         reports = [asyncio.ensure_future(line.subject.failed(name, report)) for name in "ab"]
         await line.come_back("a", "b")
         assert [await each for each in reports] == [False, False]
@@ -204,7 +205,7 @@ def test_bounds_budgets_failures_and_numbers_of_events_are_kept(tmp_path: Path) 
         assert line.subject.membership.largest == 2
         assert line.subject._budgets.spend("oom", 5) is not None
         await line.come_back("a", "b", "c")
-        report = FailureReport("exception", 2, 5, "out of memory", "")
+        report = FailureReport(FailureKind.EXCEPTION, 2, 5, "out of memory", "")
         line.subject._judge("z", report)
         assert line.subject.over, "the same failure at the same step"
 
@@ -216,7 +217,7 @@ def test_a_call_that_ray_repeats_counts_once(tmp_path: Path) -> None:
         await line.form("c", "b", "a")
         saved = Checkpoint(attempt=1, time_s=1.5, step=3, path="p", seconds=1, blocked_s=0, bytes=1)
         await line.subject.publish(saved)
-        report = FailureReport("exception", 1, 3, "ValueError: bug", "Traceback: ...")
+        report = FailureReport(FailureKind.EXCEPTION, 1, 3, "ValueError: bug", "Traceback: ...")
         await line.subject.failed("a", report)
         await line.die()
         calls = [line.subject.publish(saved), line.subject.failed("a", report)]

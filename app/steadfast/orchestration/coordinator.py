@@ -11,6 +11,7 @@ import ray
 
 from steadfast.config import RecoveryConfig
 from steadfast.errors import RunConflict
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.gauges import Gauges
 from steadfast.orchestration.heartbeat import Commands, HeartbeatServer
 from steadfast.orchestration.journal import Journal
@@ -27,6 +28,7 @@ from steadfast.world.timeouts import Timeouts
 
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
+_NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
 _NEVER_CAME = "not heard of since the coordinator has died"
 
 # Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
@@ -35,6 +37,16 @@ _REMEDY = (
     "NCCL_SOCKET_IFNAME), a firewall between nodes, two workers on one GPU, or nodes that differ in driver or NCCL. "
     "With NCCL_DEBUG=INFO, NCCL logs its connections, and -v shows the log. Workers get these variables from the "
     "command, or else from ray start on their node. Then give the same command again"
+)
+
+# Failures whose number in a row is limited.
+_COUNTED = (
+    FailureKind.WORKER,
+    FailureKind.HANG,
+    FailureKind.EXCEPTION,
+    FailureKind.OUT_OF_MEMORY,
+    FailureKind.COMMUNICATION,
+    FailureKind.CORRUPTION,
 )
 
 Answer = WorldAssignment | Leave
@@ -74,8 +86,7 @@ class Coordinator:
         self._ownership = ownership
         self._journal = Journal(directory)
         self._gauges = Gauges(directory.name)
-        counted = ("worker", "hang", "exception", "oom", "communication", "corruption")
-        self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
+        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures))
         self._broken_worlds = BrokenWorlds()
         self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
         self._furthest_step = 0  # last step of the ledger, when the ledger was last read
@@ -122,7 +133,7 @@ class Coordinator:
         # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
         if cause := self._dead[member.name]:
             self._dead[member.name] = ""
-            self._record_failure(member, "worker", cause)
+            self._record_failure(member, FailureKind.WORKER, cause)
         return Leave.RELEASED
 
     async def _assign(self, member: Member) -> Answer:
@@ -207,7 +218,7 @@ class Coordinator:
 
     # A worker is lost, and its world is aborted.
 
-    def lose(self, name: str, cause: str, kind: str = "worker") -> None:
+    def lose(self, name: str, cause: str, kind: FailureKind = FailureKind.WORKER) -> None:
         """Declare a worker dead, and abort its world.
 
         The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
@@ -222,24 +233,24 @@ class Coordinator:
             self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
             return
         if member.node in self._supervisor.draining:
-            kind = "preemption"
+            kind = FailureKind.PREEMPTION
         self._lose_from_world(member, kind, cause)
         self.reconcile()
 
-    def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:
+    def _lose_from_world(self, member: Member, kind: FailureKind, cause: str) -> None:
         self._dead[member.name] = ""
         if self._forget(member.name):
             self.abort()
             self._record_failure(member, kind, cause)
 
-    def _record_failure(self, member: Member, kind: str, cause: str) -> None:
+    def _record_failure(self, member: Member, kind: FailureKind, cause: str) -> None:
         # A loss between two attempts counts for the former attempt.
         attempt = self._ownership.attempt
         node = member.node or None
         self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
         self._spawn(self._charge_loss(kind, attempt))
 
-    async def _charge_loss(self, kind: str, attempt: int) -> None:
+    async def _charge_loss(self, kind: FailureKind, attempt: int) -> None:
         await self._look_at_ledger()
         if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
             self.give_up(exceeded, kind, exceeded)
@@ -265,18 +276,18 @@ class Coordinator:
     async def failed(self, member: str, report: FailureReport) -> bool:
         """Record why an attempt broke. Return whether the run is over."""
         await self._taken_over(member)
-        if report.kind == "exception":
+        if report.kind is FailureKind.EXCEPTION:
             # A dying peer can make any call of a survivor raise, and the survivor's report may arrive before the
             # death is detected.
             await asyncio.sleep(_DEATH_NEWS_S)
             if report.attempt and report.attempt == self.heartbeats.commands.aborted:
-                report = replace(report, kind="peer")
+                report = replace(report, kind=FailureKind.PEER)
         return self._judge(member, await self._confirm_cause(report))
 
     async def _confirm_cause(self, report: FailureReport) -> FailureReport:
-        # The worker derives the kind "peer" from an error's text. The kind is right if a member of the attempt is lost.
+        # The worker derives the kind PEER from an error's text. The kind is right if a member of the attempt is lost.
         # A wrong network interface raises the same error, and would do so in every new world.
-        if report.kind != "peer" or report.attempt != self._running:
+        if report.kind is not FailureKind.PEER or report.attempt != self._running:
             return report
         try:
             await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
@@ -284,51 +295,54 @@ class Coordinator:
             await self._look_at_ledger()
             # Several reports may wait here. The first one ends the attempt, so that the budget is charged once.
             if report.attempt == self._running and not self._doomed.is_set():
-                return replace(report, kind="communication")
+                return replace(report, kind=FailureKind.COMMUNICATION)
         return report
 
     def _judge(self, member: str, report: FailureReport) -> bool:
         if member in self._dead:  # the other members have gone on without this one
             return self.over
         self._amendments = self._amendments.leaving_out(report.skip)
-        cause = "exception"
-        if report.kind == "peer":
-            cause = "worker lost"
-        elif report.kind == "numeric":
-            cause = report.message
-        elif report.kind == "communication":
-            cause = "communication failed"
-            self._charge_communication(member, report)
-        elif report.kind == "corruption":
-            cause = "corruption"
-            self._expel(report.corrupted, report.step)
-        elif report.forward_size is not None:
-            cause = "out of memory"
-            self._shrink(report, report.forward_size)
-        else:
-            self._charge(member, report)
+        match report.kind:
+            case FailureKind.PEER:
+                cause = "worker lost"
+            case FailureKind.NUMERIC:
+                cause = report.message
+            case FailureKind.COMMUNICATION:
+                cause = _NO_COMMUNICATION
+                self._charge_communication(member, report)
+            case FailureKind.CORRUPTION:
+                cause = "corruption"
+                self._expel(report.corrupted, report.step)
+            case FailureKind.SMALLER:
+                cause = "out of memory"
+                self._shrink(report)
+            case _:
+                cause = "exception"
+                self._charge(member, report)
         self._end_attempt(cause, report)
         return self.over
 
     def _charge(self, member: str, report: FailureReport) -> None:
         exceeded = self._budgets.spend(report.kind, report.step)
         # The same exception at the same step from a second member would come back for ever, so the run ends. An error
-        # of kind "ours" tells the user what to change, so the run ends at once. A worker stops training after an
+        # of kind OURS tells the user what to change, so the run ends at once. A worker stops training after an
         # exception, so the same report from the same member is a call that Ray has repeated.
         first = self._seen_failures.setdefault((report.step, report.message), member)
-        if report.kind == "ours" or first != member or exceeded is not None:
+        if report.kind is FailureKind.OURS or first != member or exceeded is not None:
             self.over = True
         self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
-    def _shrink(self, report: FailureReport, forward_size: int) -> None:
+    def _shrink(self, report: FailureReport) -> None:
         # Every rank may have run out of memory, each with another forward size. The smallest size counts.
-        if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
-            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
+        size = report.forward_size
+        former = self._amendments.forward_size
+        if size is not None and (former is None or size < former):
+            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=size, error=report.message))
 
     def _expel(self, name: str, step: int) -> None:
         # All members report the corruption. The first report counts.
         if name in self.members and name not in self._dead:
-            self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
+            self.lose(name, f"computed wrongly in step {step + 1}", FailureKind.CORRUPTION)
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
         self.record(report.to_event(member))
@@ -379,7 +393,7 @@ class Coordinator:
 
     def _note_corrupted(self, event: Event) -> None:
         match event:
-            case events.Failure(kind="corruption", node=str(node)):
+            case events.Failure(kind=FailureKind.CORRUPTION, node=str(node)):
                 self._corrupted_nodes.add(node)
 
     # Calls of the slots and the driver.
@@ -440,7 +454,7 @@ class Coordinator:
         if self.heartbeats.commands.stop and self._succession.over:
             self.dismiss(self.membership.close(), Leave.RUN_ENDED)
 
-    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
+    def give_up(self, why: str, kind: FailureKind = FailureKind.OURS, budget: str | None = None) -> None:
         """End the run as failed, for the reason `why`.
 
         Args:
@@ -484,7 +498,7 @@ class Coordinator:
                 self._broken_worlds.stepped(attempt)
             case events.AttemptEnded(attempt=int(attempt)):
                 self._ended.add(attempt)
-                if event.cause == "communication failed":
+                if event.cause == _NO_COMMUNICATION:
                     self._broken_worlds.count(attempt)
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
@@ -540,7 +554,7 @@ class Coordinator:
         follows = f"another one has taken its place, and {len(names) - len(missing)} of {len(names)} workers go on"
         self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
         for name in missing:
-            self._lose_from_world(Member(name, None, ""), "worker", self._dead.get(name) or _NEVER_CAME)
+            self._lose_from_world(Member(name, None, ""), FailureKind.WORKER, self._dead.get(name) or _NEVER_CAME)
         # A member that still trains in an earlier world is cut off from the members of the newest world.
         for name in former.behind():
             self.lose(name, _NEVER_CAME)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from steadfast.config import RecoveryConfig
+from steadfast.guards.failures import FailureKind
 from steadfast.liveness.flight_recorder import unpack
 from steadfast.liveness.lateness import Lateness
 from steadfast.liveness.rank_times import RankTimes
@@ -281,7 +282,7 @@ class Supervisor:
             again = f", as {self._hung[place]} before it after step {hang.step}"
         for name in hang.members:
             self._hung[place] += 1
-            self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", "hang")
+            self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", FailureKind.HANG)
 
     def _tell(self, hang: Hang, attempt: int, limit_s: float) -> None:
         told = events.Hang(
