@@ -16,10 +16,11 @@ import pytest
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
-from steadfast.orchestration.heartbeat import _proof
+from steadfast.orchestration.heartbeat import Commands, Silence, _proof
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
+from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
 from steadfast.plan import End
 from steadfast.run.directory import STEPS, RunDirectory
@@ -29,8 +30,11 @@ from steadfast.run.events import (
     Failure,
     Finished,
     ForwardsShrunk,
+    Hang,
     RunStarted,
+    Scale,
     ShortStep,
+    Silent,
     WaitingForStorage,
 )
 from steadfast.run.owner import Ownership
@@ -566,3 +570,127 @@ def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, mon
         worlds.subject.heartbeats._watching.cancel()
 
     play(tmp_path, story)
+
+
+def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        subject = worlds.subject
+        subject._carry_out([Record(Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
+        assert subject.heartbeats.commands == Commands(dump=1)
+        subject._carry_out([Release(("c",))])
+        assert subject.heartbeats.commands == Commands(dump=1, leave=1)
+        subject._carry_out([Abort()])
+        assert subject.heartbeats.commands == Commands(dump=1, leave=1, aborted=1)
+        assert set(subject.membership.world) == set("abc")
+        subject._carry_out([Lose("b", "hung in forward for 61.0 s", FailureKind.HANG)])
+        assert set(subject.membership.world) == set("ac")
+
+    worlds = play(tmp_path, story)
+    assert worlds.told() == [("hang", "b", False)]
+    assert len(worlds.directory.events(Silent)) == 1
+
+
+def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        for seconds in (SHORT_S / 2, SHORT_S / 2):
+            silence = Silence(seconds, answers=True, nobody_heard=False, stretch=1.0)
+            assert worlds.subject._patience("a", silence) == SHORT_S
+
+    (silent,) = play(tmp_path, story).directory.events(Silent)
+    assert (silent.attempt, silent.member) == (1, "a")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.orchestration.coordinator.draining_nodes", dict)
+    monkeypatch.setattr("steadfast.orchestration.coordinator._INTERVAL_S", 0.01)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_worker_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    async def report(worlds: Worlds, seconds: float) -> None:
+        for rank, name in enumerate(worlds.subject.membership.world):
+            phase, place = ("forward", 1) if name == "b" else ("gradients", 4)
+            report = {"attempt": 1, "rank": rank, "position": [8, 0, place, 1, 0], "step": 8, "phase": phase}
+            times = {"seconds": seconds, "limit_s": 3.0, "spent_s": {}}
+            worlds.subject._heard(name, {"progress": {**report, **times}})
+        await asyncio.sleep(0.05)
+
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        watching = asyncio.ensure_future(worlds.subject._watch())
+        await report(worlds, 1.0)
+        while "b" in worlds.subject.members:
+            await report(worlds, 100.0)
+        assert worlds.subject.heartbeats.commands == Commands(aborted=1)
+        watching.cancel()
+
+    worlds = play(tmp_path, story)
+    (hang,) = worlds.directory.events(Hang)
+    assert (hang.phase, hang.guess, hang.stacks) == ("forward", "stuck", str(tmp_path / "stacks"))
+    assert worlds.told() == [("hang", "b", False)]
+
+
+def watch(worlds: Worlds) -> Awaitable[None]:
+    """Have a coordinator watch until its run is over."""
+    return asyncio.wait_for(worlds.subject._watch(), LONG_S / 2)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_run_that_another_command_has_taken_over_is_given_up(tmp_path: Path) -> None:
+    why = "another command has taken over: on elsewhere, pid 1"
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject._ownership.lost = why
+        await watch(worlds)
+
+    (failure,) = play(tmp_path, story).directory.events(Failure)
+    assert (failure.kind, failure.fatal, failure.error) == ("ours", True, why)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_check_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = RunDirectory.pop_scale_request
+    errors = [ZeroDivisionError()]
+
+    def look(directory: RunDirectory) -> tuple[int, int] | None:
+        if errors:
+            raise errors.pop()
+        return honest(directory)
+
+    monkeypatch.setattr(RunDirectory, "pop_scale_request", look)
+
+    async def story(worlds: Worlds) -> None:
+        worlds.directory.request_scale(1, 1)
+        watching = asyncio.ensure_future(watch(worlds))
+        while worlds.subject.membership.largest != 1:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    worlds = play(tmp_path, story)
+    assert [event.after for event in worlds.directory.events(Scale)] == [(1, 1)]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_run_ends_after_a_long_shortage_and_says_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 3.0})
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.membership.rescale(2, 3)
+        worlds.subject._wait_s = 0.05
+        joining = asyncio.ensure_future(worlds.subject.join(Member("a", None, "a")))
+        await watch(worlds)
+        assert await joining is Leave.RUN_ENDED
+
+    (failure,) = play(tmp_path, story).directory.events(Failure)
+    assert failure.error == (
+        "waited 0.05 s for workers: 1 of at least 2 (scaling.num_workers) have joined; 3 CPUs and 0 GPUs are free. "
+        "Add nodes, and give the same command again"
+    )

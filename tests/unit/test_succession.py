@@ -35,7 +35,7 @@ SECONDS = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "fir
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
-    monkeypatch.setattr("steadfast.orchestration.supervisor.draining_nodes", dict)
+    monkeypatch.setattr("steadfast.orchestration.coordinator.draining_nodes", dict)
 
 
 @dataclass
@@ -281,7 +281,7 @@ def test_storage_that_hangs_does_not_keep_the_coordinator_from_answering(
         publishing = asyncio.ensure_future(line.subject.publish(AttemptEnded(attempt=1, cause="resized")))
         line.subject.lose("a", "connection closed")
         joining = [asyncio.ensure_future(line.subject.join(member(name))) for name in "cb"]
-        line.subject._supervisor.heard("c", {"stacks": "..."})
+        line.subject._heard("c", {"stacks": "..."})
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert not answers.is_set(), "the coordinator has waited for storage"

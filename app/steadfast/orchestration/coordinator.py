@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,20 +13,24 @@ import ray
 from steadfast.config import RecoveryConfig
 from steadfast.errors import RunConflict
 from steadfast.guards.failures import FailureKind
+from steadfast.liveness.lateness import Lateness
 from steadfast.orchestration.gauges import Gauges
-from steadfast.orchestration.heartbeat import Commands, HeartbeatServer
+from steadfast.orchestration.heartbeat import Commands, HeartbeatServer, Message, Silence
+from steadfast.orchestration.internals import draining_nodes
 from steadfast.orchestration.journal import Journal
 from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.policies import BrokenWorlds, Budgets
+from steadfast.orchestration.stack_files import StackFiles
 from steadfast.orchestration.succession import Succession
-from steadfast.orchestration.supervisor import Supervisor
+from steadfast.orchestration.supervisor import Abort, Decision, Dump, Lose, Record, Release, Situation, Supervisor
 from steadfast.run import events
-from steadfast.run.directory import RunDirectory
+from steadfast.run.directory import STACKS, RunDirectory
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
 from steadfast.world.timeouts import Timeouts
 
+_INTERVAL_S = 0.25  # time between two checks for what no call reports
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
@@ -55,16 +60,18 @@ Answer = WorldAssignment | Leave
 class Coordinator:
     """Actor that forms worlds, judges failures and commands the workers.
 
-    Responsibilities:
+    Responsibilities, in the order of the methods:
     - Give each worker a place in the next world (`join`), as `Membership` decides.
-    - Decide from each failure report whether the run goes on (`failed`).
     - Declare workers dead (`lose`), and abort the world that contained them.
-    - Record the events of the run, and hand them to the driver (`events`).
+    - Check what no call reports, and carry out the decisions of `Supervisor`.
+    - Decide from each failure report whether the run goes on (`failed`).
+    - Record the events of the run (`publish`), and hand them to the driver (`events`).
+    - Let workers leave, and end the run (`leave`, `give_up`).
+    - Take over the current world from a coordinator that has died (`rejoin`), as `Succession` decides.
     """
 
-    # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
-    # run on one event loop, so no lock is needed. Storage is accessed in threads, because heartbeats must not wait
-    # for storage.
+    # Workers, slots and the driver call the async methods. All methods run on one event loop, so no lock is needed.
+    # Storage is accessed in threads, because heartbeats must not wait for storage.
     #
     # The state of this actor may be lost. When the actor dies, Ray starts another one and repeats the pending calls.
     # The new coordinator reads `owner.json` and `events.jsonl`, and the workers send the rest (`rejoin`).
@@ -72,13 +79,15 @@ class Coordinator:
         self, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
     ) -> None:
         self.over = False
-        self.short_since_s: float | None = None  # time at which the workers became too few for a world
         self.members: dict[str, Member] = {}
         self.membership = membership
+        self._short_since_s: float | None = None  # time at which the workers became too few for a world
+        self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
         self._left_over = 0  # waiting workers in the last `LeftOver` event
-        self._supervisor = Supervisor(self, directory, ownership, recovery)
+        self._supervisor = Supervisor(recovery, directory / STACKS)
+        self._stacks = StackFiles(directory.store)
         self._timeouts = Timeouts(recovery.silence_s)
-        self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose, self._supervisor.patience)
+        self.heartbeats = HeartbeatServer(self._timeouts, self._heard, self.lose, self._patience)
         self._started: asyncio.Task[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # references, because asyncio itself keeps tasks only weakly
 
@@ -156,7 +165,7 @@ class Coordinator:
             return
         decision = self.membership.decide(time.monotonic())
         if not isinstance(decision, Short):
-            self.short_since_s = None
+            self._short_since_s = None
         match decision:
             case Form(members):
                 self._spawn(self._form(members))
@@ -169,7 +178,7 @@ class Coordinator:
             case Keep():
                 self._tell_of_left_over()
             case Short():
-                self.short_since_s = self.short_since_s or time.monotonic()
+                self._short_since_s = self._short_since_s or time.monotonic()
 
     def _tell_of_left_over(self) -> None:
         left_over = self.membership.left_over
@@ -267,9 +276,96 @@ class Coordinator:
 
     # Checks for what no call reports.
 
+    def _heard(self, name: str, message: Message) -> None:
+        self._supervisor.heard(name, message)
+        self._stacks.write(name, message, self._ownership.attempt)
+
+    def _patience(self, name: str, silence: Silence) -> float:
+        limit_s = self._supervisor.patience(name, silence, self.membership.world)
+        self._carry_out(self._supervisor.report_silence(name, silence, limit_s, self._ownership.attempt))
+        return limit_s
+
     async def _watch(self) -> None:
         await self._taken_over()
-        await self._supervisor.watch()
+        # Each check has a loop of its own, so that no check waits while another one waits for Ray or storage.
+        await asyncio.gather(
+            self._repeat(self._check_drains),
+            self._repeat(self._check_scale),
+            self._repeat(self._check_shortage),
+            self._watch_workers(),
+        )
+
+    async def _repeat(self, check: Callable[[], Awaitable[None]]) -> None:
+        while not self.over:
+            if self._ownership.lost:
+                self.give_up(self._ownership.lost)
+            try:
+                with contextlib.suppress(ray.exceptions.RayError, OSError):  # the next check tries again
+                    await check()
+            except Exception:  # one failed check must not end the loop
+                traceback.print_exc()
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _check_drains(self) -> None:
+        nodes = await asyncio.to_thread(draining_nodes)
+        members = {member.name: member.node for member in self.members.values()}
+        self._carry_out(self._supervisor.check_drains(nodes, members))
+
+    async def _check_scale(self) -> None:
+        request = await asyncio.to_thread(self._directory.pop_scale_request)
+        if request is None or self.heartbeats.commands.stop:
+            return
+        self.record(events.Scale(before=(self.membership.smallest, self.membership.largest), after=request))
+        self.dismiss(self.membership.rescale(*request), Leave.RELEASED)
+
+    async def _check_shortage(self) -> None:
+        if self._short_since_s is None:
+            return
+        waited_s = time.monotonic() - self._short_since_s
+        present = len(self.members)
+        needed = self.membership.smallest
+        self._carry_out(self._supervisor.check_shortage(self._short_since_s, waited_s, present, needed))
+        if waited_s > self._wait_s:
+            free = await asyncio.to_thread(ray.available_resources)
+            self.give_up(
+                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
+                f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
+                "Add nodes, and give the same command again"
+            )
+
+    async def _watch_workers(self) -> None:
+        lateness = Lateness(_INTERVAL_S)
+        while not self.over:
+            lateness.begin()
+            await asyncio.sleep(_INTERVAL_S)
+            _, gap = lateness.woke()
+            if gap:
+                self._supervisor.discard_reports(time.monotonic())
+            now = Situation(
+                attempt=self._ownership.attempt,
+                world=self.membership.world,
+                commands=self.heartbeats.commands,
+                now_s=time.monotonic(),
+                stretch=lateness.stretch,
+            )
+            try:
+                self._carry_out(self._supervisor.check_workers(now))
+            except Exception:  # one failed check must not end the loop
+                traceback.print_exc()
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Record(event):
+                    self.record(event)
+                case Dump(attempt):
+                    self.heartbeats.command(dump=attempt)
+                case Abort():
+                    self.abort()
+                case Lose(member, cause, kind):
+                    self.lose(member, cause, kind)
+                case Release(members):
+                    self.dismiss(self.membership.send_away(members), Leave.RELEASED)
 
     # An attempt breaks, and each of its workers reports why.
 
@@ -372,29 +468,30 @@ class Coordinator:
 
         Return a future that is done once the event is on storage.
         """
+        self._observe(event)
         match event:
             case events.Rollback(steps=steps):
                 self._amendments = self._amendments.leaving_out(steps)
-            case events.AttemptStarted(attempt=int(attempt)):
-                self._broken_worlds.stepped(attempt)
             case events.ForwardsShrunk(forward_size=size):
                 self._amendments = replace(self._amendments, forward_size=size)
             case events.AttemptEnded():
                 self._running = 0
                 self._doomed.set()
-            case events.Failure():
-                self._note_corrupted(event)
             case events.Finished():
-                self.over = True
                 self.dismiss(list(self._waiting), Leave.RUN_ENDED)
-        self._supervisor.observe(event)
         self._gauges.observe(event)
         return self._journal.write(event)
 
-    def _note_corrupted(self, event: Event) -> None:
+    def _observe(self, event: Event) -> None:
+        """Apply an event of this coordinator or of a former one."""
+        self._supervisor.observe(event)
         match event:
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
             case events.Failure(kind=FailureKind.CORRUPTION, node=str(node)):
                 self._corrupted_nodes.add(node)
+            case events.Finished():
+                self.over = True
 
     # Calls of the slots and the driver.
 
@@ -468,7 +565,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Close the journal, and wait until all events are on storage."""
-        self._supervisor.close()
+        self._stacks.close()
         await self._journal.close()
 
     # The takeover from a former coordinator.
@@ -490,24 +587,19 @@ class Coordinator:
         return Succession(self._timeouts, expected=begun and not self.over)
 
     def _learn(self, event: Event) -> None:
-        self._supervisor.observe(event)
+        self._observe(event)
         match event:
             case events.Scale(after=bounds):
                 self.membership.rescale(*bounds)
-            case events.AttemptStarted(attempt=int(attempt)):
-                self._broken_worlds.stepped(attempt)
             case events.AttemptEnded(attempt=int(attempt)):
                 self._ended.add(attempt)
                 if event.cause == _NO_COMMUNICATION:
                     self._broken_worlds.count(attempt)
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
-                self._note_corrupted(event)
                 self._budgets.spend(kind, self._furthest_step, event.attempt)
                 if event.step is not None:
                     self._seen_failures.setdefault((event.step, event.error), member)
-            case events.Finished():
-                self.over = True
 
     async def _taken_over(self, name: str | None = None) -> None:
         """Wait until the takeover from a former coordinator is complete.

@@ -35,7 +35,7 @@ class RestartCoordinator(Coordinator):
         return self._judge(member, await self._confirm_cause(report))
 
     async def _watch(self) -> None:
-        await self._taken_over()  # there is no supervisor, because Ray watches its workers
+        await self._taken_over()  # there are no checks, because Ray watches its workers
 
     async def _charge_loss(self, kind: FailureKind, attempt: int) -> None:
         pass  # Ray itself counts the restarts of workers
