@@ -57,16 +57,17 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     plan = worker.plan(world)
     balance = build_balance(config.batch.balance, config.parallel.kind, plan, worker.loader.num_ahead, world, runtime)
     check_task(worker, world, parallel, model)
-    stepper = build_stepper(worker, world, plan, parallel, model)
     validator = Validator(worker, parallel, world)
 
-    # Wrap the step. Without injected faults and timing the probes pass everything on unchanged.
+    # Build the step. Without injected faults and timing the probes pass everything on unchanged.
     probes = build_probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
-    stepper.task = probes.task(stepper.task)
+    task = probes.task(worker.task)
     choice = build_choice(config, world, plan, worker.kinds)
-    if choice is not None:
+    if choice is None:
+        stepper = build_stepper(worker, task, world, plan, parallel, model)
+    else:
         recompute = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
-        stepper = RecomputeStepper.around(stepper, recompute)
+        stepper = RecomputeStepper(worker, task, world, plan, parallel, model, recompute)
     timer.mark("restored")
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.

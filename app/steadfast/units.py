@@ -1,9 +1,7 @@
 """Format numbers for log lines and messages."""
 
 import re
-import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.filesize import pick_unit_and_suffix
 
@@ -90,24 +88,3 @@ def joined(parts: Iterable[str]) -> str:
 def in_words(metrics: Mapping[str, float]) -> str:
     """Format metrics for a console line: loss 2.413 | accuracy 0.5000."""
     return joined(f"{name} {number(value)}" for name, value in metrics.items())
-
-
-class Wording(string.Formatter):
-    """Formatter of console lines with fields in braces.
-
-    Besides Python's format specs, `size`, `ms`, `each`, `metrics`, `step` and `worker` name the kind of a value.
-    """
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        match format_spec:
-            case "size":
-                return size(value)
-            case "ms":
-                return f"{1e3 * value:.0f} ms"
-            case "each":
-                return ", ".join(map(str, value))
-            case "metrics":
-                return in_words(value)
-            case "step" | "worker":
-                return plural(value, format_spec)
-        return str(super().format_field(value, format_spec))

@@ -33,7 +33,7 @@ from steadfast.config import Config
 from steadfast.config.faults import FlipAt
 from steadfast.errors import TrainingError
 from steadfast.guards.corruption import Check, Corrupted, choose
-from steadfast.guards.recompute import RecomputeByAnother
+from steadfast.guards.recompute import Recompute
 from steadfast.injection.inject import Faults
 from steadfast.injection.probes import Probes, build_probes
 from steadfast.loop.worker_state import WorkerState
@@ -125,7 +125,7 @@ def draw(config: Config, num_flips: int, num_steps: int, seed: int) -> list[list
     return trials
 
 
-class Watched(RecomputeByAnother):
+class Watched(Recompute):
     """Keeps what is compared, as it is: the bits of all gradients, and of the loss."""
 
     taken: list[Tensor] | None = None  # the first time in a step
@@ -193,7 +193,7 @@ class Rank:
         recompute = Watched(
             partial(choose, plan, 1, self._config.run.seed, [""] * SIZE),
             partial(probes.repeating, self._worker.loader),
-            self._parallel,
+            self._parallel.buckets,
             cast(Runtime, told),
             self._world,
         )
@@ -210,10 +210,9 @@ class Rank:
         struck = any(event.name == "fault_injected" for event in told.events)
         return recompute.taken, struck, named, error
 
-    def _stepper(self, plan: Plan, probes: Probes, recompute: RecomputeByAnother) -> Stepper:
-        stepper = Stepper.of(self._worker, self._world, plan, self._parallel, self._model)
-        stepper.task = probes.task(stepper.task)
-        return RecomputeStepper.around(stepper, recompute)
+    def _stepper(self, plan: Plan, probes: Probes, recompute: Recompute) -> Stepper:
+        task = probes.task(self._worker.task)
+        return RecomputeStepper(self._worker, task, self._world, plan, self._parallel, self._model, recompute)
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from steadfast.config import Config
-from steadfast.parallel import size_of_replica
 from steadfast.plan import even_shares
 from tests.support.claims import EQUAL, check_equal
 from tests.support.gang import Gang
@@ -49,7 +48,7 @@ def steps() -> Iterator[Steps]:
 def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     """Add a worker without a share where they are too few."""
     size = len(shares)
-    return shares + (0,) * (-size % size_of_replica(config.parallel, size))
+    return shares + (0,) * (-size % config.parallel.replica_size(size))
 
 
 @st.composite

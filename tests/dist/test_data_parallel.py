@@ -22,7 +22,8 @@ def test_one_worker_trains_as_one_process_does_and_is_told_of_ddp(tmp_path: Path
     config = small(tmp_path, "parallel.kind=data_parallel", "scaling.num_workers=1")
     run = drill(config, worlds=[1])
     check_run(run, reference(config))
-    assert len([event for event in run.events if event["event"] == "data_parallel_slower"]) == 1
+    (notice,) = run.told("notice", "text")
+    assert notice.startswith("parallel.kind=data_parallel copies the model to each GPU in every forward")
 
 
 def test_a_second_worker_is_refused() -> None:

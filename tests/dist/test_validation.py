@@ -69,7 +69,8 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
         {"step": True, "dropout": False, "backbone": False},  # the check of the task, before the first step
         {"step": True, "dropout": True, "backbone": not frozen},
     ]
-    assert run.told("parts_in_evaluation", "modules") == ([["backbone"]] if frozen else [])
+    notice = "these modules were built in evaluation mode, and keep that mode: backbone"
+    assert run.told("notice", "text") == ([notice] if frozen else [])
 
 
 def test_a_validation_loss_that_draws_is_one_figure_at_any_number_of_workers(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ import steadfast.world.clock
 from steadfast.balance.shares import SpeedBalance
 from steadfast.checkpoint.shards import Shard
 from steadfast.data.order import Int64s, SampleOrder
+from steadfast.loop.totals import Totals
 from steadfast.parallel.buckets import PlainSum
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.plan import Microbatch, Plan
 from steadfast.tasks import LanguageModeling, Sums
-from steadfast.world.sums import Plain
 from tests.support.small import Tokens
 
 # Positions of the small run, both of its third step; with three workers, one is the first's and one the last's.
@@ -168,7 +168,7 @@ def add_gradients_as_floats() -> None:
 
 def add_losses_as_floats() -> None:
     for module in (steadfast.step.stepper, steadfast.loop.validate):
-        _replace(module, "summation", lambda honest: lambda exact: Plain)
+        _replace(module, "totals_of", lambda honest: lambda exact: Totals)
 
 
 def take_the_unit_from_the_world() -> None:

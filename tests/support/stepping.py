@@ -84,5 +84,5 @@ def build_stepper(
     plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.replica_size, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
-    stepper = global_step.build_stepper(worker, world, plan, parallel, model)
+    stepper = global_step.build_stepper(worker, worker.task, world, plan, parallel, model)
     return stepper, worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))

@@ -27,8 +27,6 @@ from steadfast.run.events import (
     ModelSharded,
     NodeQuarantined,
     NotSaved,
-    PartsInEvaluation,
-    PrecisionLowered,
     Preemption,
     RankTimes,
     Rollback,
@@ -38,10 +36,7 @@ from steadfast.run.events import (
     Snapshot,
     Straggler,
     Validation,
-    VariablesKept,
     Waiting,
-    WarmupShortened,
-    WeightsLeftOut,
 )
 from steadfast.telemetry.console import Console
 from steadfast.telemetry.outcome import result
@@ -93,30 +88,10 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             changed(LOG, metrics={"accuracy": 0.912, "length": 12.5}),
             LINE.replace("loss 2.413 |", "loss 2.413 | accuracy 0.9120 | length 12.50 |"),
         ),
-        (
-            WarmupShortened(attempt=1, before=50, after=20, num_steps=20),
-            "schedule.warmup_steps 50 -> 20: the run has 20 steps",
-        ),
-        (
-            WeightsLeftOut(attempt=1, num_missing=2, num_unexpected=1, names=("a", "b", "c")),
-            "run.init_from lacks 2 of the model's names and has 1 others: a, b, c",
-        ),
-        (
-            PartsInEvaluation(attempt=1, modules=("backbone", "norms.1")),
-            "the model was built with modules in evaluation mode, which stay in it: backbone, norms.1",
-        ),
         (ModelSharded(attempt=1, num_units=5, layers={"Block": 4}), "fsdp: 5 units: 4 x Block, the rest"),
         (
             ModelSharded(attempt=1, num_units=1, layers={}),
             "fsdp: 1 unit: the whole model; a method blocks() makes each layer a unit of its own",
-        ),
-        (
-            PrecisionLowered(attempt=1, rank=3, gpu="Tesla T4"),
-            "precision is fp32, not bf16: the Tesla T4 of rank 3 has no bf16",
-        ),
-        (
-            VariablesKept(attempt=1, variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
-            "run.deterministic keeps NCCL_ALGO=Tree, NCCL_PROTO=LL of the environment; results may differ between runs",
         ),
         (
             ON_CPU,
@@ -201,7 +176,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             Hang(ranks=(0, 1), phase="forward", step=60, seconds=3.21, stacks="x", guess="slow", ends_s=600.0),
-            "rank 0, 1 slow in forward after step 60 for 3.2 s, no rank waits for it; the attempt ends after 600 s; "
+            "ranks 0-1 slow in forward after step 60 for 3.2 s, no rank waits for it; the attempt ends after 600 s; "
             "stacks in x",
         ),
         (
@@ -221,7 +196,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (Waiting(workers=1, needed=2), "waiting for workers: 1 of at least 2 have started"),
         (
             NodeQuarantined(time_s=1.0, node="10.0.0.7", attempt=None),
-            "node quarantined | node 10.0.0.7",
+            "node 10.0.0.7 gets no new workers for a while: its workers died early or computed wrongly",
         ),
     ],
 )
@@ -231,7 +206,7 @@ def test_one_event_is_one_line(event: Event, line: str) -> None:
 
 def test_verbose_says_where_the_time_of_a_start_went() -> None:
     spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first_step 0.2"
-    assert STARTED.line(verbose=True) == STARTED.line() + spent
+    assert STARTED.verbose_line() == STARTED.line() + spent
 
 
 SUMMARY: dict[str, Any] = {

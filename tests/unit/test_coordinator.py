@@ -31,11 +31,11 @@ from steadfast.run.events import (
     Finished,
     ForwardsShrunk,
     Hang,
+    Notice,
     RunStarted,
     Scale,
     ShortStep,
     Silent,
-    WaitingForStorage,
 )
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
@@ -556,7 +556,9 @@ def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
         assert worlds.attempt == 1
 
     worlds = play(tmp_path, story)
-    assert [event.error for event in worlds.directory.events(WaitingForStorage)] == ["the disk is gone"]
+    assert [notice.text for notice in worlds.directory.events(Notice)] == [
+        "no world can form until storage can be written: the disk is gone"
+    ]
 
 
 def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

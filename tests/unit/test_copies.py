@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from steadfast.data import copies as subject
+from steadfast.data.batches import convert
 
 BATCH: Any = {"x": torch.ones(2, 3), "y": (torch.arange(2), "text")}
 
@@ -52,7 +53,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_gpu_copies_beside_its_work_and_memory_stays_until_that_is_done(log: list[str]) -> None:
-    copies = subject.build_copies(torch.device("cuda", 1), torch.bfloat16)
+    copies = subject.StreamCopies(torch.device("cuda", 1), torch.bfloat16)
     copied: Any = copies(BATCH)
     assert log == [
         "(2, 3) to cuda:1 as torch.bfloat16 on copying",
@@ -65,7 +66,7 @@ def test_a_gpu_copies_beside_its_work_and_memory_stays_until_that_is_done(log: l
     assert copied["y"][1] == "text"
 
 
-def test_a_cpu_has_no_streams() -> None:
-    copied: Any = subject.build_copies(torch.device("cpu"), torch.float64)(BATCH)
-    assert copied["x"].dtype == torch.float64
-    assert copied["y"][0] is BATCH["y"][0]
+def test_a_cpu_converts_floating_point_tensors_only() -> None:
+    converted: Any = convert(BATCH, torch.float64)
+    assert converted["x"].dtype == torch.float64
+    assert converted["y"][0] is BATCH["y"][0]

@@ -16,6 +16,7 @@ from tests.support.events import LOG, changed, event_lines
 
 SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [
+    events.Notice(text="recompute.every compares nothing: the run has one worker"),
     events.RunStarted(launcher="ray"),
     events.ShortStep(step=13, position=165),
     events.ForwardsShrunk(step=7, forward_size=4, error="CUDA out of memory."),
@@ -36,20 +37,10 @@ TABLE: list[Event] = [
     ),
     events.RankTimes(step=40, num_steps=30, own_ms=(1.5, 2.25), last=(1, 5)),
     events.RunStarted(launcher="torchrun", again=True),
-    events.WarmupShortened(before=50, after=20, num_steps=20),
-    events.WeightsLeftOut(num_missing=2, num_unexpected=1, names=("head.weight", "head.bias", "lm_head.weight")),
-    events.BuiltWhole(reason="random numbers of a generator of its own"),
-    events.NothingFrozen(),
     events.ModelSharded(num_units=5, layers={"Block": 4}),
-    events.PartsInEvaluation(modules=("backbone", "norms.1")),
-    events.NothingFrozen(),
-    events.ModelSharded(num_units=3, layers={"Block": 2}),
     events.NotCompiled(ranks=(1, 2), reason="InvalidCxxCompiler: No working C++ compiler found"),
     events.GraphBreak(place="/home/me/model.py:12", reason="Call to `torch._dynamo.graph_break()`"),
     events.Recompiled(function="forward", seconds=2.5, reason="size mismatch at index 0. expected 4, actual 1"),
-    events.PrecisionLowered(rank=3, gpu="Tesla T4"),
-    events.DataParallelSlower(),
-    events.VariablesKept(variables=("NCCL_ALGO=Tree", "NCCL_PROTO=LL")),
     events.MemoryHistory(rank=1, path="runs/ddp/profile/memory-attempt-1-rank-1.pickle"),
     events.Profile(rank=0, step=14, path="runs/ddp/profile/rank-0.pt.trace.json", table="aten::mm  81 %"),
     events.AttemptEnded(cause="worker lost", step=43),
@@ -65,7 +56,6 @@ TABLE: list[Event] = [
     events.CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
     events.Snapshot(step=40, stall_s=0.01, bytes=100),
     events.AtRisk(step=40, worker=0, workers_of_node=3, workers=3, node=40, everything=40),
-    events.SnapshotDamaged(step=12, error="on a: its bytes are not those that were copied"),
     events.NoSnapshots(error="one node"),
     events.Failure(error="waited 60 s", kind="ours", fatal=True),
     events.Failure(error="bug", kind="exception", member="a", node="b", step=3, budget="3 of 3", traceback="at x"),
@@ -80,7 +70,6 @@ TABLE: list[Event] = [
     events.Scale(before=(1, 2), after=(2, 4)),
     events.Waiting(workers=1, needed=2),
     events.LeftOver(workers=1, unit=2),
-    events.WaitingForStorage(error="connection refused"),
     changed(SHARES, microbatch_ms=(10.0, 30.1)),
     changed(SHARES, weights=(3.0, 1.0)),
     changed(SHARES, parallel="fsdp"),
@@ -97,8 +86,6 @@ TABLE: list[Event] = [
         cause="step 40: rank 1 (host gpu-7, NVIDIA A100) computes wrongly: of microbatch 3 it came to another gradient",
     ),
     events.Corruption(step=40, microbatch=3, digests={"0": ("1", "1"), "1": ("2", "2")}, cause="step 40: ..."),
-    events.NothingToCompare(reason="the run has one worker"),
-    events.Spike(step=40, cause="loss 9 after 2"),
     events.FaultInjected(kind="nan_at", phase="forward", step=3, rank=1),
     events.Finished(summary={"status": "finished", "step": 20, "metrics": {"loss": 2.0}}),
     events.Finished(summary={"status": "stopped", "step": 20, "metrics": {}}, sample="to be"),
@@ -148,17 +135,32 @@ def test_every_event_is_one_line_without_what_is_not_known(event: Event) -> None
     assert "None" not in line.replace("step None", "")  # an attempt that ended before its first step says so
 
 
+@pytest.mark.parametrize("line", [{}, {"time_s": 1.0}, {"event": []}, {"event": "unknown", "time_s": "yesterday"}])
+def test_lines_without_a_name_or_with_a_wrong_time_are_no_events(line: dict[str, Any]) -> None:
+    assert parse_event(line) is None
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "text"),
     [
-        {"event": "of_another_release", "time_s": 1.0},
-        {"event": "event", "time_s": 1.0},
-        {"time_s": 1.0},
-        {},
+        (
+            '{"time_s":5.0,"event":"weights_left_out","attempt":2,"num_missing":2,"num_unexpected":1,'
+            '"names":["head.weight","head.bias","lm_head.weight"]}',
+            "weights left out | num_missing 2 | num_unexpected 1 | names head.weight, head.bias, lm_head.weight",
+        ),
+        (
+            '{"time_s":5.0,"event":"nothing_to_compare","attempt":2,"reason":"the run has one worker"}',
+            "nothing to compare | reason the run has one worker",
+        ),
+        ('{"time_s":5.0,"event":"nothing_frozen","attempt":2}', "nothing frozen"),
+        (
+            '{"time_s":5.0,"event":"of_another_release","attempt":2,"text":{"a":1}}',
+            "of another release | text {'a': 1}",
+        ),
     ],
 )
-def test_kinds_that_this_release_does_not_know_are_no_events(line: dict[str, Any]) -> None:
-    assert parse_event(line) is None
+def test_an_event_of_another_release_is_a_notice_with_its_name_and_fields(line: str, text: str) -> None:
+    assert parse_event(json.loads(line)) == events.Notice(time_s=5.0, attempt=2, text=text)
 
 
 def test_a_line_without_a_field_of_this_release_is_no_event() -> None:
@@ -175,7 +177,7 @@ def test_only_what_comes_every_few_steps_is_not_kept() -> None:
     assert {type(event) for event in TABLE if not event.kept} == {events.Log}
 
 
-def test_kept_events_are_read_back_in_order_and_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+def test_kept_events_are_read_back_in_order_without_unreadable_ones(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     kept = [changed(event, time_s=float(number)) for number, event in enumerate(TABLE) if event.kept]
     writer = directory.open_events()
@@ -186,7 +188,7 @@ def test_kept_events_are_read_back_in_order_and_what_cannot_be_read_is_passed_ov
         writer.write(event)
     writer.close()
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"time_s": 1.0, "event": "of_another_release", "step": 1}\n')
+        file.write('{"time_s": 1.0, "event": "rollback", "step": 1}\n')
     assert list(directory.all_events()) == kept
     assert len(event_lines(directory)) == len(kept) + 1
     assert directory.events(events.Rollback) == [event for event in kept if isinstance(event, events.Rollback)]

@@ -138,7 +138,7 @@ def test_the_norm_is_summed_on_the_device_and_the_update_is_made_on_the_host(mes
     with Collectives() as collectives:
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        norm, norms = rescale_gradients(model, Precision(GPU), torch.ones((), device=GPU), max_norm=0.5)
+        norm, norms = rescale_gradients(model, Precision(GPU), torch.ones((), device=GPU), max_norm=0.5, sharded=True)
         assert len(collectives.seen) == 1  # all that is left of a step is one number for each parameter
         unsharded(norms)
         assert collectives.seen == [GPU, GPU]

@@ -25,7 +25,6 @@ def rows(parts: list[Part]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("num_samples", "size", "num_parts", "expected", "weights"),
     [
-        (5, None, 1, [[0, 1, 2, 3, 4]], [1]),
         (5, 8, 1, [[0, 1, 2, 3, 4]], [1]),
         (5, 2, 3, [[0, 1], [2, 3], [4]], [1, 1, 1]),
         # Where forwards are collectives, a short microbatch runs as many as a whole one.
@@ -33,7 +32,7 @@ def rows(parts: list[Part]) -> list[list[int]]:
     ],
 )
 def test_parts_hold_each_sample_once(
-    num_samples: int, size: int | None, num_parts: int, expected: list[list[int]], weights: list[int]
+    num_samples: int, size: int, num_parts: int, expected: list[list[int]], weights: list[int]
 ) -> None:
     parts = list(split(fetched(num_samples), size, num_parts))
     assert rows(parts) == expected

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from steadfast.config import Config
+from steadfast.config import Config, CosineConfig, DdpConfig
 from steadfast.plan import Plan
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.ledger import StepStats, StepTimes
@@ -63,3 +63,22 @@ def test_whoever_waits_for_the_summary_sees_the_ledger_being_read(follower: reco
     summary = follower._summary(Outcome("finished", 1), {})
     assert summary["samples"] == 4
     cast(Mock, follower._world.progress.mark).assert_called_once_with("end")
+
+
+def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: recorder.Recorder) -> None:
+    config, worker = cast(Mock, follower._config), cast(Mock, follower._worker)
+    config.parallel, config.schedule, config.checkpoint = DdpConfig(), CosineConfig(warmup_steps=50), Mock()
+    worker.num_steps, worker.frozen, worker.base = 20, ("backbone", "norms.1"), {}
+    worker.loaded = ("a", "b"), ("c",)
+    worker.built_whole_because = "random numbers of a generator of its own"
+    cast(Mock, follower._world).leader = True
+    follower._tell_of_shortened_warmup()
+    follower._tell_of_the_model()
+    assert [call.args[0].line() for call in cast(Mock, follower._runtime.publish).call_args_list] == [
+        "schedule.warmup_steps 50 -> 20: the run has 20 steps",
+        "run.init_from lacks 2 of the model's names and has 1 other name: a, b, c",
+        "these modules were built in evaluation mode, and keep that mode: backbone, norms.1",
+        "each worker holds the whole model while the model is built and restored: "
+        "random numbers of a generator of its own",
+        "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained",
+    ]

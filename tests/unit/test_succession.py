@@ -21,7 +21,17 @@ from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Event, Failure, Log, RunStarted, Scale
+from steadfast.run.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Checkpoint,
+    Event,
+    Failure,
+    Log,
+    Notice,
+    RunStarted,
+    Scale,
+)
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.events import event_lines
@@ -216,17 +226,22 @@ def test_a_call_that_ray_repeats_counts_once(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         saved = Checkpoint(attempt=1, time_s=1.5, step=3, path="p", seconds=1, blocked_s=0, bytes=1)
+        # Notices at the beginning of an attempt may have one time.
+        first, second = (Notice(attempt=1, time_s=1.5, text=text) for text in ("first", "second"))
         await line.subject.publish(saved)
+        await line.subject.publish(first)
         report = FailureReport(FailureKind.EXCEPTION, 1, 3, "ValueError: bug", "Traceback: ...")
         await line.subject.failed("a", report)
         await line.die()
-        calls = [line.subject.publish(saved), line.subject.failed("a", report)]
-        repeated = asyncio.gather(*calls)
+        calls = [line.subject.publish(event) for event in (saved, first, second)]
+        repeated = asyncio.gather(*calls, line.subject.failed("a", report))
         await line.come_back("a", "b", "c")
         await repeated
         assert not line.subject.over
 
-    assert len(play(tmp_path, story).told("checkpoint")) == 1
+    line = play(tmp_path, story)
+    assert len(line.told("checkpoint")) == 1
+    assert [notice["text"] for notice in line.told("notice")] == ["first", "second"]
 
 
 def test_a_stop_outlives_the_coordinator_that_was_told(tmp_path: Path) -> None:

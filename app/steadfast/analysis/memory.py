@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steadfast.config import Config, DdpConfig, FsdpConfig
+from steadfast.config import Config, DdpConfig, ParallelConfig
 from steadfast.data.batches import Batch, map_tensors, tensors_of
 from steadfast.errors import ConfigError, Problem
 from steadfast.models import build_model
 from steadfast.optim.optimizer import build_optimizer
-from steadfast.parallel import ParallelConfig, arrange, build_parallel, size_of_replica
+from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.dtensor import local
 from steadfast.parallel.precision import build_precision
@@ -90,7 +90,7 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
         whole: the estimate for a worker that holds the whole model.
         max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
     """
-    if not isinstance(config.parallel, FsdpConfig):
+    if config.parallel.survivors_hold_all:
         return dict.fromkeys(max_shares, Needed.of(whole))
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for size, max_share in sorted(max_shares.items()):
@@ -102,11 +102,11 @@ def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: M
         ends: dict[int, Needed] = {}
         # Two simulations are enough, because the worlds between them are interpolated.
         for size in (sizes[0], sizes[-1]):
-            ranks = size_of_replica(config.parallel, size)
+            ranks = config.parallel.replica_size(size)
             if ranks not in ends:
                 ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
         for size in sizes:
-            found[size] = _between(ends, size_of_replica(config.parallel, size))
+            found[size] = _between(ends, config.parallel.replica_size(size))
     return found
 
 

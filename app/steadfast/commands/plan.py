@@ -8,14 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
-from steadfast.config import BatchConfig, CheckpointConfig, Config, FsdpConfig
+from steadfast.config import BatchConfig, CheckpointConfig, Config, ParallelConfig
 from steadfast.errors import UsageError
 from steadfast.plan import even_shares, largest_microbatch
 from steadfast.units import compact, duration, number, plural, size
 
 if TYPE_CHECKING:
     from steadfast.analysis.memory import Memory
-    from steadfast.parallel import ParallelConfig
 
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
@@ -101,12 +100,10 @@ def _with_largest_microbatch(config: Config) -> Config:
     return config.model_copy(update={"batch": batch.with_microbatches_of(largest)})
 
 
-def _world(batch: BatchConfig, parallel: "ParallelConfig", world_size: int) -> dict[str, Any]:
-    from steadfast.parallel import size_of_replica
-
+def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
     shares = even_shares(batch.num_microbatches, world_size)
     # All ranks of a replica run as many forward passes as the rank with the largest share among them.
-    replica_size = size_of_replica(parallel, world_size)
+    replica_size = parallel.replica_size(world_size)
     num_forwards = 0
     for first in range(0, world_size, replica_size):
         num_forwards += replica_size * max(shares[first : first + replica_size])
@@ -116,14 +113,14 @@ def _world(batch: BatchConfig, parallel: "ParallelConfig", world_size: int) -> d
     return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
 
 
-def _copies(checkpoint: CheckpointConfig, parallel: "ParallelConfig", whole: "Memory") -> dict[str, int]:
+def _copies(checkpoint: CheckpointConfig, parallel: ParallelConfig, whole: "Memory") -> dict[str, int]:
     """Return the bytes of a checkpoint and of all copies in memory.
 
     The copies take at least that much.
     """
     num_bytes = whole.parameters + whole.optimizer
     # There are two generations of copies. Under sharding each generation is on two nodes.
-    num_copies = 4 if isinstance(parallel, FsdpConfig) else 2
+    num_copies = 2 if parallel.survivors_hold_all else 4
     if not checkpoint.node_memory:
         num_copies = 0
     return {"checkpoint_bytes": num_bytes, "node_memory_bytes": num_copies * num_bytes}
@@ -148,7 +145,7 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
     interval_s = every.count * _SECONDS.get(every.unit.removesuffix("s"), 0.0)
     if mtbf_s is not None and interval_s > mtbf_s:
         yield f"checkpoint.every {every} is longer than the {duration(mtbf_s)} between two failures; lower it"
-    if not config.checkpoint.node_memory and (smallest == 1 or isinstance(config.parallel, FsdpConfig)):
+    if not config.checkpoint.node_memory and (smallest == 1 or not config.parallel.survivors_hold_all):
         yield f"with checkpoint.node_memory=false the only copy of the state is a checkpoint, as old as {every}"
 
 

@@ -6,7 +6,7 @@ rule's name. An error is reported at the field of its method, so a rule belongs 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -545,7 +545,18 @@ class OneCycleConfig(Section):
     """divisor of the first step's learning rate that gives that of the last step"""
 
 
-class DdpConfig(Section):
+class ParallelSection(Section):
+    # True if any survivor can pass the state to a new worker, and one rank can write it. If False, lost workers take
+    # their shards along, and every rank writes its own shards.
+    survivors_hold_all: ClassVar[bool] = True
+    copies_model: ClassVar[bool] = False  # in every forward, to each GPU of a worker
+
+    def replica_size(self, world_size: int) -> int:
+        """Return the number of workers of a world that together hold one model."""
+        return 1
+
+
+class DdpConfig(ParallelSection):
     kind: Literal["ddp"] = "ddp"
     reducer: Literal["steadfast", "torch"] = "steadfast"
     """code that sums gradients over workers: steadfast, or torch for its DistributedDataParallel, which runs
@@ -559,7 +570,9 @@ FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
 ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
 
 
-class FsdpConfig(Section):
+class FsdpConfig(ParallelSection):
+    survivors_hold_all: ClassVar[bool] = False
+
     kind: Literal["fsdp"] = "fsdp"
     shard_size: Annotated[int, Field(ge=2)] | None = None
     """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
@@ -585,14 +598,22 @@ class FsdpConfig(Section):
     """keep parameters, gradients and optimizer state in the machine's memory, and update parameters there, so that a
     GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
 
+    def replica_size(self, world_size: int) -> int:
+        return self.shard_size or world_size
 
-class DataParallelConfig(Section):
+
+class DataParallelConfig(ParallelSection):
     """torch's nn.DataParallel: one worker for all GPUs of its machine.
 
     For existing scripts only, because ddp is faster.
     """
 
+    copies_model: ClassVar[bool] = True
+
     kind: Literal["data_parallel"] = "data_parallel"
+
+
+ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
 
 
 # The defaults are those of torch's GradScaler.
@@ -838,7 +859,7 @@ class Config(Section):
     data: AnyData = Field(TextData(), discriminator="kind")
     optimizer: OptimizerKind = Field(AdamWConfig(), discriminator="kind")
     schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
-    parallel: DdpConfig | FsdpConfig | DataParallelConfig = Field(DdpConfig(), discriminator="kind")
+    parallel: ParallelConfig = Field(DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
@@ -871,10 +892,8 @@ class Config(Section):
 
         The number of workers of a world is a multiple of it.
         """
-        if isinstance(self.parallel, FsdpConfig) and self.parallel.shard_size is not None:
-            return self.parallel.shard_size
         # Without a `shard_size` all workers of a world are one replica, so a world may have any size.
-        return 1
+        return self.parallel.replica_size(world_size=1)
 
     def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
         """Return the possible sizes of a world within `bounds`.
@@ -978,7 +997,7 @@ class Config(Section):
     @field_validator("compile")
     @classmethod
     def only_the_model_itself_is_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
-        if compile != "none" and isinstance(info.data.get("parallel"), DataParallelConfig):
+        if compile != "none" and info.data.get("parallel", DdpConfig()).copies_model:
             raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
         return compile
 
@@ -1048,12 +1067,12 @@ class Config(Section):
 
     @field_validator("parallel")
     @classmethod
-    def chunks_need_the_model_itself(cls, parallel: Section, info: ValidationInfo) -> Section:
+    def chunks_need_the_model_itself(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
         task = info.data.get("task")
         if not isinstance(task, TaskConfig) or task.chunk_tokens is None:
             return parallel
         context = {"key": "task.chunk_tokens"}
-        if isinstance(parallel, DataParallelConfig):
+        if parallel.copies_model:
             message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
             raise PydanticCustomError("rule", message, context)
         if isinstance(parallel, DdpConfig) and parallel.reducer == "torch":

@@ -14,7 +14,7 @@ How training samples reach the forward of a rank:
     collate or stack       makes one batch of the samples: `data.collate`, else tensors stacked in the same containers
         |  Fetched(microbatch, batch, num_samples, digest): the digest is the sum of the keys, for the ledger
         v
-    Copies                 copies the batch to the device; to a GPU from pinned memory, on a stream of its own
+    StreamCopies           copies the batch to a GPU from pinned memory, on a stream of its own; a CPU needs no copy
         |  the same Fetched, with tensors on the device
         v
     Stepper.step           runs the microbatch; after memory has run out, `split` first cuts the microbatch into parts

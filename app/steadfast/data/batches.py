@@ -64,6 +64,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return map_parts(each, batch)
 
 
+def convert(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return the batch with its floating point tensors as `dtype`."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
 def map_parts(function: Callable[[Any], Any], batch: Batch) -> Batch:
     """Return a container with `function` applied to each part.
 

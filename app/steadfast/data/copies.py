@@ -1,8 +1,4 @@
-"""Copy batches to the device of the computation."""
-
-from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+"""Copy batches to a GPU."""
 
 import torch
 from torch import Tensor
@@ -10,36 +6,16 @@ from torch import Tensor
 from steadfast.data.batches import Batch, map_tensors, tensors_of
 
 
-class Copies(Protocol):
-    """Function that copies a batch to the device of the computation."""
-
-    def __call__(self, batch: Batch) -> Batch: ...
-
-
-def build_copies(device: torch.device, dtype: torch.dtype) -> Copies:
-    """Return the function that copies batches to a device.
-
-    Floating point tensors become `dtype`.
-    """
-
-    def copy(tensor: Tensor) -> Tensor:
-        # With pinned memory, which loaders use for a GPU, the host does not wait for the copy.
-        wanted = dtype if tensor.is_floating_point() else None
-        return tensor.to(device, wanted, non_blocking=True)
-
-    if device.type == "cuda":
-        return StreamCopies(device, copy)
-    return partial(map_tensors, copy)
-
-
 class StreamCopies:
     """Copy batches to a GPU on a separate stream.
 
-    The copies do not wait for the microbatches that the GPU computes. Not run on a GPU yet.
+    Floating point tensors become `dtype`. The copies do not wait for the microbatches that the GPU computes. Not run on
+    a GPU yet.
     """
 
-    def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor]) -> None:
-        self._copy = copy
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, batch: Batch) -> Batch:
@@ -52,3 +28,8 @@ class StreamCopies:
             # after the host's last reference, and give it to the next batch while the device still computes.
             tensor.record_stream(computing)
         return copied
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # With pinned memory, which loaders use for a GPU, the host does not wait for the copy.
+        wanted = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(self._device, wanted, non_blocking=True)

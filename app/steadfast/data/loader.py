@@ -9,6 +9,7 @@ import contextlib
 import gc
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from steadfast.config import DataConfig, LoaderConfig
-from steadfast.data.batches import Batch, Leaf, layout_of, stack, tensors_of
-from steadfast.data.copies import build_copies
+from steadfast.data.batches import Batch, Leaf, convert, layout_of, stack, tensors_of
+from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from steadfast.data.processes import options_of_processes
@@ -59,7 +60,9 @@ class Loader:
 
         Floating point tensors are converted to `dtype`, the type of the model's parameters.
         """
-        self._copies = build_copies(device, dtype)
+        self._prepare: Callable[[Batch], Batch] = partial(convert, dtype=dtype)
+        if device.type == "cuda":
+            self._prepare = StreamCopies(device, dtype)
         self._collate = build_collate(config, "data.collate", dataset)
         train = _Stream(order.train, order.num_train, order.seed)
         self._train = _Microbatches(dataset, train, self._collate, "data.collate")
@@ -182,7 +185,7 @@ class Loader:
     def _to_device(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
             raise fetched
-        return fetched._replace(batch=self._copies(fetched.batch))
+        return fetched._replace(batch=self._prepare(fetched.batch))
 
 
 class _Sampler:

@@ -23,17 +23,17 @@ class Part(NamedTuple):
     weight: int  # 0 for a part without effect, which keeps the ranks' collectives in step
 
 
-def split(fetched: Fetched, forward_size: int | None, num_parts: int) -> Iterator[Part]:
+def split(fetched: Fetched, forward_size: int, num_parts: int) -> Iterator[Part]:
     """Yield the parts of a microbatch, each with up to `forward_size` samples.
 
-    Yields one part if `forward_size` is None. Parts beyond the samples repeat the first part, with weight 0.
+    Parts beyond the samples repeat the first part, with weight 0.
 
     Raises:
         TrainingError: `data.collate` made a batch that cannot be cut between samples.
     """
     microbatch = fetched.microbatch
     num_samples = microbatch.stop - microbatch.start
-    if forward_size is None or (num_parts == 1 and num_samples <= forward_size):
+    if num_parts == 1 and num_samples <= forward_size:
         yield Part(microbatch, fetched.batch, 0, num_samples, 1.0, microbatch.weight)
         return
     _check_is_cut_by_sample(fetched.batch, num_samples)

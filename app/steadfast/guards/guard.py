@@ -91,7 +91,8 @@ class Guard:
                 dist.barrier(self._world.groups.control)
                 raise BadStep(steps, cause)
             case Ignore(cause):
-                publish_once(events.Spike(step=stats.step, cause=cause), self._runtime, self._world)
+                text = f"a loss spike is not skipped, because recovery.max_skipped_steps is used up: {cause}"
+                publish_once(events.Notice(text=text), self._runtime, self._world)
             case Stop(why):
                 raise TrainingError(_with(why, self._finder.describe(stats, self._finder.find(stats))))
 

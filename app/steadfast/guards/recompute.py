@@ -1,7 +1,7 @@
 """Compute a microbatch on two ranks and find a faulty rank."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from steadfast.data import Fetched
 from steadfast.errors import TrainingError
 from steadfast.guards.corruption import Check, Choice, Corrupted, choose, differ, odd_one_out
 from steadfast.parallel import Parallel
+from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.digest import digest
-from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.plan import Microbatch, Plan
 from steadfast.run.events import Corruption
 from steadfast.world.control import gather_numbers
@@ -40,23 +40,53 @@ _NOT_DETERMINISTIC = (
 
 
 class Recompute:
-    """Neutral check that computes nothing twice."""
+    """Check that repeats a microbatch on a second rank.
+
+    `app/steadfast/guards/corruption.py` chooses the step, the microbatch and the ranks.
+    """
+
+    def __init__(
+        self, choice: Choice, repeating: Repeating, buckets: GradientBuckets, runtime: Runtime, world: World
+    ) -> None:
+        self._choice = choice
+        self._repeating = repeating
+        self._buckets = buckets
+        self._runtime = runtime
+        self._world = world
+        self._check: Check | None = None  # check of the current step
+        self._own: Tensor | None = None  # this rank's digest in the check, () int64
+        self._run: Run
 
     def begin(self, step: int, run: Run) -> None:
         """Begin a step, while all gradients are zero."""
+        self._check = self._choice(step)
+        self._own = None
+        self._run = run
+        # The second rank computes first of all, because no other gradient may be in the buckets then.
+        if self._check is not None and self._check.second == self._world.rank:
+            self._own = self._compute(self._check.microbatch)
 
-    def holding(self, microbatch: Microbatch) -> AbstractContextManager[bool]:
-        """Return the context in which this rank runs a microbatch.
+    @contextmanager
+    def holding(self, microbatch: Microbatch) -> Iterator[bool]:
+        """Run a microbatch in the context.
 
         The context's value is whether the gradient is held back, so that `take` must be called.
         """
-        return nullcontext(False)
+        check = self._check
+        if check is None or check.owner != self._world.rank or check.microbatch != microbatch:
+            yield False
+            return
+        with self._buckets.held():
+            yield True
 
     def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
         """Digest the gradient of the held microbatch.
 
         At that time the buckets contain no other gradient.
         """
+        # A wrong loss may leave the gradient intact, but would stay in the ledger, so loss and count are digested too.
+        counted = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        self._own = digest([self._buckets.digest(), loss_sum, counted])
 
     def compare(self) -> None:
         """Compare the two results of this step's check.
@@ -67,49 +97,6 @@ class Recompute:
             Corrupted: one rank computed wrongly.
             TrainingError: the results differ, and the faulty rank cannot be identified.
         """
-
-
-class RecomputeByAnother(Recompute):
-    """Check that repeats a microbatch on a second rank.
-
-    `app/steadfast/guards/corruption.py` chooses the step, the microbatch and the ranks.
-    """
-
-    def __init__(
-        self, choice: Choice, repeating: Repeating, parallel: ReplicatedParallelism, runtime: Runtime, world: World
-    ) -> None:
-        self._choice = choice
-        self._repeating = repeating
-        self._buckets = parallel.buckets
-        self._runtime = runtime
-        self._world = world
-        self._check: Check | None = None  # check of the current step
-        self._own: Tensor | None = None  # this rank's digest in the check, () int64
-        self._run: Run
-
-    def begin(self, step: int, run: Run) -> None:
-        self._check = self._choice(step)
-        self._own = None
-        self._run = run
-        # The second rank computes first of all, because no other gradient may be in the buckets then.
-        if self._check is not None and self._check.second == self._world.rank:
-            self._own = self._compute(self._check.microbatch)
-
-    @contextmanager
-    def holding(self, microbatch: Microbatch) -> Iterator[bool]:
-        check = self._check
-        if check is None or check.owner != self._world.rank or check.microbatch != microbatch:
-            yield False
-            return
-        with self._buckets.held():
-            yield True
-
-    def take(self, loss_sum: Tensor, count: Tensor | int) -> None:
-        # A wrong loss may leave the gradient intact, but would stay in the ledger, so loss and count are digested too.
-        counted = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
-        self._own = digest([self._buckets.digest(), loss_sum, counted])
-
-    def compare(self) -> None:
         if self._check is None:
             return
         digests = self._exchange()
@@ -184,8 +171,8 @@ def build_recompute(
     choice: Choice, repeating: Repeating, parallel: Parallel, runtime: Runtime, world: World
 ) -> Recompute:
     """Return the check of an attempt."""
-    assert isinstance(parallel, ReplicatedParallelism), "the configuration has been checked"
-    return RecomputeByAnother(choice, repeating, parallel, runtime, world)
+    assert parallel.buckets is not None, "the configuration has been checked"
+    return Recompute(choice, repeating, parallel.buckets, runtime, world)
 
 
 def _computed(check: Check, digests: Sequence[int], more: Sequence[int]) -> dict[str, tuple[str, ...]]:

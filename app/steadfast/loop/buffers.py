@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from steadfast.errors import ConfigError, Problem
+from steadfast.data.parts import Part
+from steadfast.errors import ConfigError, Problem, TrainingError
 from steadfast.plan import Microbatch
 from steadfast.world.communicator import Communicator
 from steadfast.world.control import agree_on_names
@@ -89,8 +90,10 @@ class Buffers:
     def undone(self) -> Iterator[None]:
         """Restore the buffers after the context."""
         before = self._current()
-        yield
-        self._put_back(before)
+        try:
+            yield
+        finally:
+            self._put_back(before)
 
     def _current(self) -> list[Tensor]:
         # Read from the module, because until the end of the step a forward may have replaced a buffer.
@@ -193,6 +196,67 @@ class RunningStatistics:
         for layer in self._layers:
             if layer in self._counts:
                 self._counts[layer] += self._num_microbatches
+
+
+class StepBuffers:
+    """Buffers of a model whose forwards are those of a training step."""
+
+    def __init__(self, model: nn.Module, exact: bool) -> None:
+        self._buffers = Buffers(model)
+        self._statistics = RunningStatistics(model)
+        self._exact = exact
+
+    @classmethod
+    def of(cls, model: nn.Module, exact: bool) -> Self | None:
+        """Return the buffers of a model, None without any."""
+        return None if next(model.buffers(), None) is None else cls(model, exact)
+
+    @contextmanager
+    def step(self, num_microbatches: int) -> Iterator[None]:
+        """Begin a step of `num_microbatches` on all ranks, and undo a failed one.
+
+        A survivor runs a failed step again, and its forwards must count once.
+        """
+        with self._buffers.undone_on_failure():
+            self._buffers.begin()
+            self._statistics.begin(num_microbatches)
+            yield
+
+    @contextmanager
+    def forward(self, part: Part) -> Iterator[None]:
+        """Run a forward and its backward; a pad changes no buffer."""
+        if part.weight:
+            yield
+        else:
+            with self._buffers.undone():
+                yield
+        self._statistics.put_back()
+
+    def forwarded(self, part: Part) -> None:
+        """Record the statistics of a forward, before its backward."""
+        self._statistics.forwarded(part.microbatch, part.share)
+
+    def undone(self) -> AbstractContextManager[None]:
+        """Restore the buffers after the context."""
+        return self._buffers.undone()
+
+    def send(self, groups: Groups) -> None:
+        """Start to make the buffers those of the whole step. A collective.
+
+        Raises:
+            TrainingError: the run is exact, and a buffer would depend on the number of workers.
+        """
+        self._buffers.send(groups)
+        if self._exact and self._buffers.changing:
+            raise TrainingError(
+                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
+                "from the leader's microbatches, and so depends on the number of workers. Set run.exact=false"
+            )
+        self._statistics.send(groups.communicator)
+
+    def finish(self) -> None:
+        """Complete the statistics, after the gate."""
+        self._statistics.finish()
 
 
 class _Shares(NamedTuple):

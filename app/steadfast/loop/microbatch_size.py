@@ -151,10 +151,8 @@ def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Mo
             parallel.clear_gradients(worker.optimizer)
 
     device = worker.precision.device
-    buffers = Buffers(model)
     with ExitStack() as unchanged:
-        unchanged.enter_context(buffers.undone_on_failure())
-        unchanged.enter_context(buffers.undone())
+        unchanged.enter_context(Buffers(model).undone())
         # Dropout and user code draw from the generators.
         unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
         unchanged.enter_context(own_randomness(0))

@@ -9,7 +9,7 @@ from steadfast.data import Fetched
 from steadfast.loop.embeddings import Embeddings
 from steadfast.loop.modes import evaluating
 from steadfast.loop.seed import seed_validation
-from steadfast.loop.totals import Totals
+from steadfast.loop.totals import Totals, totals_of
 from steadfast.loop.trigger import Trigger
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
@@ -17,7 +17,6 @@ from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import agree_on_names, means
 from steadfast.world.runtime import Outcome, World
-from steadfast.world.sums import summation
 
 
 class Validator:
@@ -31,7 +30,7 @@ class Validator:
         self._plan = worker.validation_plan(world)
         self._seed = config.run.seed
         self._config = config.checkpoint
-        self._summation = summation(config.run.exact)
+        self._totals = totals_of(config.run.exact)
         self._step = -1  # of the last validation
         self._metrics: dict[str, float] = {}
         self.trigger = worker.trigger("validation", config.validation.every)
@@ -79,7 +78,7 @@ class Validator:
         self._world.progress.enter("validation")
         model = self._parallel.unwrap(model)
         precision = self._worker.precision
-        totals = Totals(precision.device, self._summation)
+        totals = self._totals(precision.device)
         metrics = SummedMetrics(self._worker.task, precision.device)
         with self._worker.hooks.validating(), evaluating(model), torch.no_grad():
             # A loss over the global batch depends on its size, so one loss is computed per global batch. Any other loss
@@ -88,11 +87,10 @@ class Validator:
                 fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.rank)))
                 self._measure_step(step, fetched, model, metrics, totals)
         names = agree_on_names(totals.metric_names, self._world.groups.control)
-        count = self._summation.split(totals.count)
-        numbers = torch.cat([totals.loss_sum, count, *totals.metrics(names)])
+        numbers = torch.cat([totals.loss_sum, totals.parts(totals.count), *totals.metrics(names)])
         self._world.groups.communicator.sum(numbers)
         self._world.groups.gate()
-        return means(("loss", *names), numbers.tolist(), self._summation) | metrics.results(self._world.groups)
+        return means(("loss", *names), numbers.tolist(), totals.summation) | metrics.results(self._world.groups)
 
     def _measure_step(
         self, step: int, batches: Iterator[Fetched], model: nn.Module, metrics: SummedMetrics, totals: Totals

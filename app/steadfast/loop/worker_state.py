@@ -40,7 +40,7 @@ from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.trigger import Interval
 from steadfast.optim.optimizer import build_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
-from steadfast.parallel import Parallel, strategy_of
+from steadfast.parallel import Parallel
 from steadfast.parallel.activations import checkpoint_activations, refuse_parts_of_layers
 from steadfast.parallel.blocks import blocks_of
 from steadfast.parallel.compiled import CompiledBlocks, probe
@@ -137,13 +137,13 @@ class WorkerState:
 
     def _try_optimizer(self, config: TargetOptimizer) -> None:
         """Refuse a user's optimizer that would train differently here."""
-        sharded = not strategy_of(self.config.parallel).survivors_hold_all
+        sharded = not self.config.parallel.survivors_hold_all
         try_optimizer(config, self._model, self.precision.device, self.precision.param_dtype, sharded)
 
     def _warm_up(self) -> None:
         """Import modules that the first step needs, before joining a world."""
         # Running workers would otherwise wait over a second for imports, most of which torch starts in an optimizer.
-        if strategy_of(self.config.parallel).survivors_hold_all:
+        if self.config.parallel.survivors_hold_all:
             self.state(self._model)
         else:
             # Not with the real model, which is not sharded yet: its state may exceed the memory of the device.
@@ -154,8 +154,7 @@ class WorkerState:
         """Compile the layers, or only test the compiler if shapes are unknown."""
         if not self.compiled.wanted:
             return
-        is_whole = strategy_of(self.config.parallel).survivors_hold_all
-        if is_whole and self.batch.microbatch_size != "auto":
+        if self.config.parallel.survivors_hold_all and self.batch.microbatch_size != "auto":
             self.compiled.try_out(partial(self._run_once, self.example()))
         else:
             self.compiled.try_out(partial(probe, self.precision.device))
@@ -197,7 +196,7 @@ class WorkerState:
         """Build the model; a model to be sharded gets no memory."""
         self._values = None
         # With `trainable_only` the frozen weights are in no checkpoint, so the model is built with its weights.
-        is_sharded = not strategy_of(self.config.parallel).survivors_hold_all
+        is_sharded = not self.config.parallel.survivors_hold_all
         if is_sharded and not self.config.checkpoint.trainable_only and not self.built_whole_because:
             try:
                 model, self._values = build_initial_sharded(self.config)

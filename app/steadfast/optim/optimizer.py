@@ -173,12 +173,15 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, ste
 
 @torch.no_grad()
 def rescale_gradients(
-    model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None
+    model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None, *, sharded: bool
 ) -> tuple[Tensor, Tensor]:
     """Multiply all gradients by `correction`, then clip their norm.
 
     `correction` is the same on every rank. `Precision.loss_scale` is divided out first. Clipping limits the global norm
     to `max_norm`.
+
+    Args:
+        sharded: whether the gradients are DTensors, all sharded alike.
 
     Returns:
         The norm of the whole gradient after the correction and before clipping, () and whole even if gradients are
@@ -189,21 +192,25 @@ def rescale_gradients(
     if not gradients:  # the step has used no parameter
         nothing = torch.zeros(1, device=precision.device)
         return nothing[0], nothing
-    norms = _norms(gradients)
+    if sharded:
+        # Computed on local parts, because the foreach kernels do not support sharded tensors. `norms_of_parts` computes
+        # the norm of its example to find the placements, so the smallest gradient costs least.
+        parts = list(map(local, gradients))
+        norms = norms_of_parts(_norms(parts), min(gradients, key=Tensor.numel))
+        norm = unsharded(torch.linalg.vector_norm(norms))
+    else:
+        parts = gradients
+        norms = _norms(parts)
+        norm = torch.linalg.vector_norm(norms)
     correction = correction / precision.loss_scale
-    norm = unsharded(torch.linalg.vector_norm(norms)) * correction
+    norm = norm * correction
     if max_norm is not None:
         # The factor is computed on the device: an `if` on the norm would make the host wait for it.
         correction = (max_norm / (norm + 1e-6)).clamp(max=1.0) * correction
-    precision.rescale(list(map(local, gradients)), correction)
+    precision.rescale(parts, correction)
     return norm, norms
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """Return the norm of each gradient, (parameters,), as torch's get_total_norm does."""
-    # Computed on local parts, because the foreach kernels do not support sharded tensors.
-    norms = torch.stack(list(torch._foreach_norm(list(map(local, gradients)))))
-    if not is_sharded(gradients[0]):
-        return norms
-    # `norms_of_parts` computes the norm of its example to find the placements, so the smallest gradient costs least.
-    return norms_of_parts(norms, min(gradients, key=Tensor.numel))
+    return torch.stack(list(torch._foreach_norm(gradients)))

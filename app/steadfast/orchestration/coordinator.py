@@ -218,7 +218,7 @@ class Coordinator:
                 return await asyncio.to_thread(self._ownership.next_attempt)
             except OSError as error:
                 if not told:
-                    self.record(events.WaitingForStorage(error=str(error)))
+                    self.record(events.Notice(text=f"no world can form until storage can be written: {error}"))
                     told = True
                 await asyncio.sleep(_STORAGE_S)
             except RunConflict as error:

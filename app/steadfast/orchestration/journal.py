@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Event, RunStarted
+from steadfast.run.events import Event, Notice, RunStarted
 
 _REMEMBERED = 10_000  # former events to recognise; far more than could be under way when the coordinator died
 
@@ -74,6 +74,8 @@ def _of_this_command(events: Iterable[Event]) -> list[Event]:
     return found
 
 
-def _key(event: Event) -> tuple[str, float | None, int | None]:
-    # Events have no id. A call that Ray repeats carries the time at which the worker has stamped the event.
-    return event.name, event.time_s, event.attempt
+def _key(event: Event) -> tuple[str, float | None, int | None, str]:
+    # Events have no id. A call that Ray repeats carries the time at which the worker has stamped the event. Several
+    # notices at the beginning of an attempt may have one time, so their text counts too.
+    text = event.text if isinstance(event, Notice) else ""
+    return event.name, event.time_s, event.attempt, text

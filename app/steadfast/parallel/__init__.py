@@ -3,35 +3,41 @@
 No other module asks which strategy is in use.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
-from steadfast.config import DataParallelConfig, DdpConfig, FsdpConfig
+from steadfast.config import DdpConfig, ParallelConfig
 from steadfast.errors import UsageError
+from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.data_parallel import DataParallelism
 from steadfast.parallel.ddp import TorchDistributedDataParallelism
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.world.runtime import World
 
-ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
-
 
 class Parallel(Protocol):
     """Interface of a data parallel strategy."""
 
-    # True if any survivor can pass the state to a new worker, and one rank can write it. If False, lost workers take
-    # their shards along, and every rank writes its own shards.
-    survivors_hold_all: ClassVar[bool]
+    survivors_hold_all: ClassVar[bool]  # see `ParallelSection`
     # Factor that cancels a mean of the strategy over ranks, because gradients are sums here.
     loss_scale: float
     # True if parameters, gradients and optimizer state are in host memory, and on the device only during their use.
     offloads: bool
+
+    def __init__(self, config: Any, world: World, precision: Precision) -> None:
+        """Prepare for an arranged world by the section of the strategy's kind."""
+        ...
+
+    @property
+    def buckets(self) -> GradientBuckets | None:
+        """Return the gradient buckets of the last wrapped model, None if the strategy has none."""
+        ...
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to train, over the default process group."""
@@ -81,16 +87,30 @@ class Parallel(Protocol):
         ...
 
 
+def _fully_sharded() -> type[Parallel]:
+    # Imported here because FSDP takes a second, which a start with DDP should not spend.
+    from steadfast.parallel.fsdp import FullyShardedDataParallelism
+
+    return FullyShardedDataParallelism
+
+
+_STRATEGIES: dict[str, Callable[[], type[Parallel]]] = {
+    "ddp": lambda: ReplicatedParallelism,
+    "fsdp": _fully_sharded,
+    "data_parallel": lambda: DataParallelism,
+}
+
+
 def strategy_of(config: ParallelConfig) -> type[Parallel]:
     """Return the class of the configured strategy."""
-    if isinstance(config, FsdpConfig):
-        # Imported here because FSDP takes a second, which a start with DDP should not spend.
-        from steadfast.parallel.fsdp import FullyShardedDataParallelism
+    if isinstance(config, DdpConfig) and config.reducer == "torch":
+        return TorchDistributedDataParallelism
+    return _STRATEGIES[config.kind]()
 
-        return FullyShardedDataParallelism
-    if isinstance(config, DataParallelConfig):
-        return DataParallelism
-    return TorchDistributedDataParallelism if config.reducer == "torch" else ReplicatedParallelism
+
+def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:
+    """Return the configured strategy for an arranged world."""
+    return strategy_of(config)(config, world, precision)
 
 
 def arrange(world: World, config: ParallelConfig) -> World:
@@ -99,27 +119,7 @@ def arrange(world: World, config: ParallelConfig) -> World:
     Raises:
         UsageError: the ranks do not make whole replicas.
     """
-    replica_size = size_of_replica(config, world.size)
+    replica_size = config.replica_size(world.size)
     if world.size % replica_size:
         raise UsageError(f"parallel.shard_size={replica_size}: {world.size} workers do not make whole replicas")
     return replace(world, replica_size=replica_size)
-
-
-def size_of_replica(config: ParallelConfig, world_size: int) -> int:
-    """Return the number of ranks that together hold one model."""
-    if isinstance(config, FsdpConfig):
-        return config.shard_size or world_size
-    return 1
-
-
-def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:
-    """Return the configured strategy for an arranged world."""
-    if isinstance(config, FsdpConfig):
-        from steadfast.parallel.fsdp import FullyShardedDataParallelism
-
-        return FullyShardedDataParallelism(config, world, precision)
-    if isinstance(config, DataParallelConfig):
-        return DataParallelism(world, precision)
-    if config.reducer == "torch":
-        return TorchDistributedDataParallelism(config, world, precision)
-    return ReplicatedParallelism(config, world, precision)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from steadfast.config import DdpConfig
+from steadfast.config import DataParallelConfig, DdpConfig
 from steadfast.errors import UsageError
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
@@ -16,7 +16,7 @@ class DataParallelism(ReplicatedParallelism):
     statistics are those of the first GPU. Dropout is keyed by (step, microbatch) on the first GPU only.
     """
 
-    def __init__(self, world: World, precision: Precision) -> None:
+    def __init__(self, config: DataParallelConfig, world: World, precision: Precision) -> None:
         """Prepare for one worker. Raises UsageError for a larger world."""
         if world.size > 1:
             raise UsageError(f"parallel.kind=data_parallel is one process, and there are {world.size}: use ddp")

@@ -36,8 +36,9 @@ class _Transparent(DistributedDataParallel):
 class TorchDistributedDataParallelism:
     """Strategy by torch's own DistributedDataParallel, for its communication hooks."""
 
-    survivors_hold_all: ClassVar[bool] = True
+    survivors_hold_all: ClassVar[bool] = DdpConfig.survivors_hold_all
     offloads = False
+    buckets = None
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config

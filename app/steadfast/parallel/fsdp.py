@@ -37,8 +37,9 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 class FullyShardedDataParallelism:
     """Strategy by torch's fully_shard."""
 
-    survivors_hold_all: ClassVar[bool] = False
+    survivors_hold_all: ClassVar[bool] = FsdpConfig.survivors_hold_all
     loss_scale = 1.0
+    buckets = None
 
     def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
         self._config = config

@@ -20,7 +20,7 @@ from steadfast.world.runtime import World
 class ReplicatedParallelism:
     """Strategy for models that every worker holds whole, without a wrapper."""
 
-    survivors_hold_all: ClassVar[bool] = True
+    survivors_hold_all: ClassVar[bool] = DdpConfig.survivors_hold_all
     loss_scale = 1.0
     offloads = False
 

@@ -6,14 +6,15 @@ ends with its unit: `_s` seconds, `_ms` milliseconds, `_bytes` bytes. A field th
 
 import re
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from itertools import starmap
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from steadfast.storage.jsonl import is_moment
-from steadfast.units import Wording, compact, duration, in_words, joined, node_name, number, plural, size
+from steadfast.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
 
 
 class Event(BaseModel):
@@ -24,7 +25,6 @@ class Event(BaseModel):
     name: ClassVar[str]  # name in `events.jsonl`: the class's name in lower case
     kept: ClassVar[bool] = True  # whether `events.jsonl` has the event; frequent events are only shown
     detail: ClassVar[bool] = False  # whether the console shows the event only with `-v`
-    wording: ClassVar[str] = ""  # console line, with fields in braces; without it all fields follow the name
     # Field whose entries become fields of the line themselves, so that scripts read `loss`, not `metrics.loss`.
     spread: ClassVar[str] = ""
 
@@ -59,15 +59,26 @@ class Event(BaseModel):
             head["attempt"] = self.attempt
         return head | self.fields()
 
-    def line(self, verbose: bool = False) -> str:
-        """Return the console line; `verbose` adds the phases of a start."""
-        if self.wording:
-            return Wording().vformat(self.wording, (), dict(self))
-        parts = [self.name.replace("_", " ")]
-        if self.attempt is not None:
-            parts.append(f"attempt {self.attempt}")
-        parts += [f"{key} {value}" for key, value in self.fields().items()]
-        return joined(parts)
+    @abstractmethod
+    def line(self) -> str:
+        """Return the console line."""
+
+    def verbose_line(self) -> str:
+        """Return the console line with `-v`."""
+        return self.line()
+
+
+class Notice(Event):
+    """A sentence for the user, whose parts no program reads.
+
+    An example is a setting that the run cannot follow. An event of another release, of a kind that this release does
+    not know, is read as a notice with the name and the fields of the event.
+    """
+
+    text: str  # the sentence
+
+    def line(self) -> str:
+        return self.text
 
 
 class RunStarted(Event):
@@ -78,6 +89,10 @@ class RunStarted(Event):
     # died
     again: bool | None = None
 
+    def line(self) -> str:
+        started = "the command continues the run after a restart" if self.again else "run started"
+        return f"{started} | launcher {self.launcher}"
+
 
 class ShortStep(Event):
     """A run that ended with a short step is extended.
@@ -85,20 +100,24 @@ class ShortStep(Event):
     The short step had fewer samples than `batch.global_size`, and is not changed by the extension.
     """
 
-    wording = "step {step} stays short, because the run once ended with it; the next step begins at position {position}"
-
     step: int  # number of the short step
     position: int  # position in the stream of training samples at which the next step begins
+
+    def line(self) -> str:
+        line = f"step {self.step} stays short, because the run once ended with it"
+        return f"{line}; the next step begins at position {self.position}"
 
 
 class ForwardsShrunk(Event):
     """A step ran out of memory, so forwards get fewer samples."""
 
-    wording = "out of memory in step {step}: from now on forwards have at most {forward_size:n} samples | {error}"
-
     step: int  # step that ran out of memory
     forward_size: int  # most samples of a forward; a larger microbatch is split into parts
     error: str  # message of the out-of-memory error
+
+    def line(self) -> str:
+        line = f"out of memory in step {self.step}: from now on forwards have at most"
+        return f"{line} {plural(self.forward_size, 'sample')} | {self.error}"
 
 
 class MicrobatchChosen(Event):
@@ -112,7 +131,7 @@ class MicrobatchChosen(Event):
     sample_bytes: int | None = None  # bytes that one more sample takes in a forward and backward on this rank
     free_bytes: int | None = None  # bytes that are free on this rank between two steps
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         chosen = f"batch.microbatch_size auto -> {self.microbatch_size} for the whole run"
         if self.sample_bytes is None or self.free_bytes is None:
             return chosen
@@ -143,61 +162,17 @@ class AttemptStarted(Event):
         """Return the seconds of all phases, up to the end of the first step."""
         return self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         origin = "from step 0"
         if self.step:
             origin = f"step {self.step} restored from {self.source}"
-        line = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin}"
-        line += f" | ready in {self.ready_in_s:.1f} s"
-        if verbose:
-            line += f" | detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
-            line += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"
-        return line
+        world = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin}"
+        return f"{world} | ready in {self.ready_in_s:.1f} s"
 
-
-class WarmupShortened(Event):
-    """The warm-up is longer than the run, and is shortened."""
-
-    wording = "schedule.warmup_steps {before} -> {after}: the run has {num_steps:step}"
-
-    before: int  # steps of warm-up in the configuration
-    after: int  # steps of warm-up in use
-    num_steps: int  # length of the run in steps
-
-
-class WeightsLeftOut(Event):
-    """The weights of `run.init_from` do not match the model's names.
-
-    The run continues, because `run.init_strict` is false.
-    """
-
-    wording = "run.init_from lacks {num_missing} of the model's names and has {num_unexpected} others: {names:each}"
-
-    num_missing: int  # parameters that the file lacks; they keep their initial values
-    num_unexpected: int  # entries of the file that the model lacks; they are not loaded
-    names: tuple[str, ...]  # the first missing names, then the first unexpected names
-
-
-class BuiltWhole(Event):
-    """Each worker must build the whole model, not only its shards."""
-
-    wording = "each worker holds the whole model while it is built and restored | {reason}"
-
-    reason: str  # what prevents building the shards alone
-
-
-class NothingFrozen(Event):
-    """`checkpoint.trainable_only` has no effect, because all parameters of the model are trained."""
-
-    wording = "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained"
-
-
-class PartsInEvaluation(Event):
-    """Some modules were built in evaluation mode, and keep that mode."""
-
-    wording = "the model was built with modules in evaluation mode, which stay in it: {modules:each}"
-
-    modules: tuple[str, ...]  # names of the outermost modules in evaluation mode
+    def verbose_line(self) -> str:
+        phases = f"detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
+        phases += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"
+        return f"{self.line()} | {phases}"
 
 
 class ModelSharded(Event):
@@ -209,7 +184,7 @@ class ModelSharded(Event):
     num_units: int  # number of units
     layers: Mapping[str, int]  # number of units by the class of the layer
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         units = [f"{count} x {kind}" for kind, count in self.layers.items()]
         if units:
             units.append("the rest")
@@ -221,10 +196,11 @@ class ModelSharded(Event):
 class NotCompiled(Event):
     """Some ranks cannot compile their layers, and run the layers uncompiled."""
 
-    wording = "compile=blocks: rank {ranks:each} runs its layers uncompiled: {reason}"
-
     ranks: tuple[int, ...]  # ranks that run uncompiled layers
     reason: str  # reason of the first of these ranks
+
+    def line(self) -> str:
+        return f"compile=blocks: layers run uncompiled on {in_ranges('rank', self.ranks)}: {self.reason}"
 
 
 class GraphBreak(Event):
@@ -233,46 +209,22 @@ class GraphBreak(Event):
     The code between the parts cannot be compiled, and runs uncompiled.
     """
 
-    wording = "a layer is compiled in parts, which is slower, because of {place}: {reason}"
-
     place: str  # file:line of the code that cannot be compiled, "" if unknown
     reason: str  # torch's reason
+
+    def line(self) -> str:
+        return f"a layer is compiled in parts, which is slower, because of {self.place}: {self.reason}"
 
 
 class Recompiled(Event):
     """Rank 0 has compiled a function again."""
 
-    wording = "{function} was compiled again in {seconds:.1f} s: {reason}"
-
     function: str  # name of the function
     seconds: float  # duration of the compilation in seconds
     reason: str  # condition of the existing code that did not hold
 
-
-class PrecisionLowered(Event):
-    """A GPU has no bf16, so all ranks use fp32.
-
-    The event concerns `precision.kind=auto`, which needs bf16 on every GPU of a world.
-    """
-
-    wording = "precision is fp32, not bf16: the {gpu} of rank {rank} has no bf16"
-
-    rank: int  # first rank whose GPU has no bf16
-    gpu: str  # name of this GPU
-
-
-class DataParallelSlower(Event):
-    """The run trains with torch's nn.DataParallel, which is slower than ddp."""
-
-    wording = "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies it once per worker"
-
-
-class VariablesKept(Event):
-    """The environment overrides variables of `run.deterministic`."""
-
-    wording = "run.deterministic keeps {variables:each} of the environment; results may differ between runs"
-
-    variables: tuple[str, ...]  # NAME=VALUE of each variable, as the leader has it
+    def line(self) -> str:
+        return f"{self.function} was compiled again in {self.seconds:.1f} s: {self.reason}"
 
 
 class AttemptEnded(Event):
@@ -287,7 +239,7 @@ class AttemptEnded(Event):
     snapshot_s: float | None = None  # seconds in which training waited for a copy in memory
     checkpoint_s: float | None = None  # seconds in which training waited for a checkpoint
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         if self.step is None:
             return f"attempt {self.attempt} ended: {self.cause}"
         return f"attempt {self.attempt} ended after step {self.step}: {self.cause}"
@@ -324,7 +276,7 @@ class Log(Event):
         speed = self.model_dump(include=_SPEED, exclude_none=True)
         return _tagged("train", train) | _tagged("speed", speed)
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         rate = self.samples_per_s if self.unit == "samples" else self.units_per_s
         parts = [
             f"step {self.step}/{self.total_steps} {100 * self.step // self.total_steps}%",
@@ -345,21 +297,25 @@ class Log(Event):
 class Profile(Event):
     """The profiler has recorded some steps."""
 
-    wording = "profile of rank {rank} up to step {step} is in {path}: open it in Perfetto or TensorBoard\n{table}"
-
     rank: int  # rank that was profiled
     step: int  # last step in the profile
     path: str  # file of the profile
     table: str  # operators that took the most time
 
+    def line(self) -> str:
+        line = f"profile of rank {self.rank} up to step {self.step} is in {self.path}"
+        return f"{line}: open it in Perfetto or TensorBoard\n{self.table}"
+
 
 class MemoryHistory(Event):
     """A GPU ran out of memory, and its last allocations were saved."""
 
-    wording = "rank {rank} ran out of memory; its last allocations are in {path}: open it on pytorch.org/memory_viz"
-
     rank: int  # rank that ran out of memory
     path: str  # file to open on https://pytorch.org/memory_viz
+
+    def line(self) -> str:
+        line = f"rank {self.rank} ran out of memory; its last allocations are in {self.path}"
+        return f"{line}: open it on pytorch.org/memory_viz"
 
 
 class Validation(Event):
@@ -368,11 +324,13 @@ class Validation(Event):
     The metrics are fields of the line themselves, beside `step`.
     """
 
-    wording = "validation at step {step} | {metrics:metrics}"
     spread = "metrics"
 
     step: int  # last step before the validation
     metrics: Mapping[str, float]  # means over all held-out samples
+
+    def line(self) -> str:
+        return joined([f"validation at step {self.step}", in_words(self.metrics)])
 
     def figures(self) -> dict[str, float]:
         """Return the figures that trackers draw, by tag."""
@@ -386,11 +344,12 @@ class Restore(Event):
     source: str  # where the state was found: "rank 2", "snapshot" or "checkpoint"
     lost_steps: int  # finished steps that must be repeated
 
+    def line(self) -> str:
+        return f"step {self.step} restored from {self.source} | {plural(self.lost_steps, 'finished step')} to repeat"
+
 
 class Checkpoint(Event):
     """A checkpoint is committed."""
-
-    wording = "checkpoint at step {step} | {bytes:size} in {seconds:.1f} s | {path}"
 
     step: int  # step of the state in the checkpoint
     path: str  # folder of the checkpoint
@@ -399,8 +358,8 @@ class Checkpoint(Event):
     bytes: int  # size of the checkpoint
     not_deleted: str | None = None  # reason why an older checkpoint could not be deleted
 
-    def line(self, verbose: bool = False) -> str:
-        line = super().line()
+    def line(self) -> str:
+        line = f"checkpoint at step {self.step} | {size(self.bytes)} in {self.seconds:.1f} s | {self.path}"
         if self.not_deleted:
             line += f" | older ones cannot be deleted: {self.not_deleted}"
         return line
@@ -412,14 +371,12 @@ class CheckpointFailed(Event):
     The write is repeated until it succeeds or a newer checkpoint is due.
     """
 
-    wording = "no checkpoint at step {step} yet, training continues: {error}"
-
     step: int  # step of the state that was not written
     error: str  # message of the storage error
     needed_bytes: int  # bytes that the checkpoint needs, 0 if unknown
 
-    def line(self, verbose: bool = False) -> str:
-        line = super().line()
+    def line(self) -> str:
+        line = f"no checkpoint at step {self.step} yet, training continues: {self.error}"
         if self.needed_bytes:
             line += f" ({size(self.needed_bytes)} are needed)"
         return line
@@ -428,19 +385,21 @@ class CheckpointFailed(Event):
 class NotSaved(Event):
     """The state at an exception in the user's code was not saved."""
 
-    wording = "step {step} was not saved: {error}"
-
     step: int  # step of the state
     error: str  # reason why the state could not be used or written
+
+    def line(self) -> str:
+        return f"step {self.step} was not saved: {self.error}"
 
 
 class CheckpointQuarantined(Event):
     """A checkpoint is damaged, and is no longer used."""
 
-    wording = "checkpoint at step {step} is damaged and will not be used: {error}"
-
     step: int  # step of the damaged checkpoint
     error: str  # what is wrong with the checkpoint
+
+    def line(self) -> str:
+        return f"checkpoint at step {self.step} is damaged and will not be used: {self.error}"
 
 
 class Snapshot(Event):
@@ -449,11 +408,13 @@ class Snapshot(Event):
     Later snapshots cause no event.
     """
 
-    wording = "snapshots in node memory from step {step} on: {bytes:size} per worker, {stall_s:ms} each"
-
     step: int  # step of the first snapshot
     stall_s: float  # seconds in which training waited for the copy
     bytes: int  # size of one worker's copy
+
+    def line(self) -> str:
+        cost = f"{size(self.bytes)} per worker, {1e3 * self.stall_s:.0f} ms each"
+        return f"snapshots in node memory from step {self.step} on: {cost}"
 
 
 class AtRisk(Event):
@@ -462,11 +423,6 @@ class AtRisk(Event):
     The event comes once per attempt.
     """
 
-    wording = (
-        "steps to repeat after a loss now: of a worker {worker}, of all workers of a node {workers_of_node}, of all "
-        "workers {workers}, of a node {node}, of everything {everything}"
-    )
-
     step: int  # last finished step
     worker: int  # steps after the loss of one worker
     workers_of_node: int  # steps after the loss of all processes of a node, while the machine stays
@@ -474,22 +430,22 @@ class AtRisk(Event):
     node: int  # steps after the loss of a machine
     everything: int  # steps after the loss of everything except storage
 
-
-class SnapshotDamaged(Event):
-    """A damaged copy in node memory is not restored."""
-
-    wording = "the snapshot of step {step} is damaged and will not be used: {error}"
-
-    step: int  # step of the damaged snapshot
-    error: str  # what is wrong with the snapshot
+    def line(self) -> str:
+        return (
+            f"steps to repeat after a loss now: of a worker {self.worker}, of all workers of a node "
+            f"{self.workers_of_node}, of all workers {self.workers}, of a node {self.node}, "
+            f"of everything {self.everything}"
+        )
 
 
 class NoSnapshots(Event):
     """The state is not copied to node memory."""
 
-    wording = "no snapshots in node memory: the death of all workers costs the steps since the last checkpoint: {error}"
-
     error: str  # reason why no snapshot is taken
+
+    def line(self) -> str:
+        cost = "the death of all workers costs the steps since the last checkpoint"
+        return f"no snapshots in node memory: {cost}: {self.error}"
 
 
 class Failure(Event):
@@ -506,7 +462,7 @@ class Failure(Event):
     budget: str | None = None  # explanation, if the run ends because failures of one kind came too often
     traceback: str | None = None  # traceback of the exception
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         # No worker is named under torchrun, or if the run as a whole has failed.
         if self.member is None:
             return f"failure: {self.error}"
@@ -523,7 +479,7 @@ class Preemption(Event):
     deadline_s: float  # Unix time at which the node goes, 0 if unknown
     members: tuple[str, ...]  # names of the workers on the node
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         when = "is about to go"
         if self.deadline_s and self.time_s is not None:
             when = f"goes in {self.deadline_s - self.time_s:.0f} s"
@@ -533,10 +489,11 @@ class Preemption(Event):
 class ProcessRestarted(Event):
     """A process that does not train has died and was replaced."""
 
-    wording = "{process} has died: {follows}"
-
     process: str  # "the coordinator", "Ray's controller", or a process of an embedded Ray: "gcs_server", "raylet" ...
     follows: str  # what the run does next
+
+    def line(self) -> str:
+        return f"{self.process} has died: {self.follows}"
 
 
 class NodeQuarantined(Event):
@@ -546,6 +503,10 @@ class NodeQuarantined(Event):
     """
 
     node: str  # Ray's id of the machine
+
+    def line(self) -> str:
+        node = node_name(self.node)
+        return f"node {node} gets no new workers for a while: its workers died early or computed wrongly"
 
 
 class Hang(Event):
@@ -566,10 +527,10 @@ class Hang(Event):
     guess: str = "stuck"
     ends_s: float | None = None  # seconds in `phase` after which the attempt ends, by the current estimate
 
-    def line(self, verbose: bool = False) -> str:
-        ranks = ", ".join(map(str, self.ranks))
+    def line(self) -> str:
         what = "slow" if self.guess == "slow" else "stuck"
-        line = f"rank {ranks} {what} in {self.phase} after step {self.step} for {self.seconds:.1f} s"
+        line = f"{in_ranges('rank', self.ranks)} {what} in {self.phase} after step {self.step}"
+        line += f" for {self.seconds:.1f} s"
         if self.ends_s is not None:
             # The guess "all wait" is shown as it is.
             waiting = {"stuck": "the other ranks wait", "slow": "no rank waits for it"}.get(self.guess, self.guess)
@@ -580,12 +541,13 @@ class Hang(Event):
 class HangOver(Event):
     """Ranks that seemed to be stuck have continued by themselves."""
 
-    wording = "rank {ranks:each} continued after {seconds:.1f} s in {phase}"
-
     ranks: tuple[int, ...]  # ranks that seemed to be stuck
     phase: str  # phase in which these ranks seemed to be stuck
     step: int  # last finished step of these ranks at the warning
     seconds: float  # seconds that these ranks spent in `phase`
+
+    def line(self) -> str:
+        return f"{in_ranges('rank', self.ranks)} continued after {self.seconds:.1f} s in {self.phase}"
 
 
 class Silent(Event):
@@ -601,7 +563,7 @@ class Silent(Event):
     answers: bool
     ends_s: float  # seconds of silence after which the worker is declared dead, by the current estimate
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         where = "its machine answers, its process does not" if self.answers else "nor does its machine answer"
         line = f"no heartbeat from worker {self.member} for {self.seconds:.1f} s: {where}"
         return f"{line}; declared dead after {self.ends_s:.0f} s"
@@ -610,13 +572,14 @@ class Silent(Event):
 class Straggler(Event):
     """One rank makes the other ranks wait in every step."""
 
-    wording = "rank {rank} is slow in {phase}: the other ranks wait {share:.0%} of every step"
-
     member: str  # name of the worker
     rank: int  # rank of the worker
     phase: str  # phase that takes the most time: "loader", "forward", or on CUDA "device"
     lost_s: float  # seconds per step in which the other ranks wait for this rank
     share: float  # share of the step's time in which the other ranks wait, 0 to 1
+
+    def line(self) -> str:
+        return f"rank {self.rank} is slow in {self.phase}: the other ranks wait {self.share:.0%} of every step"
 
 
 class RankTimes(Event):
@@ -628,12 +591,14 @@ class RankTimes(Event):
     """
 
     detail = True
-    wording = "ms that each rank itself needs for a step, up to step {step}: {own_ms:each}"
 
     step: int  # last step that all ranks have finished
     num_steps: int  # steps since the last event of this kind in the attempt
     own_ms: tuple[float, ...]  # mean milliseconds per step, by rank
     last: tuple[int, ...]  # by rank: number of comparisons, seconds apart, in which this rank was the slowest
+
+    def line(self) -> str:
+        return f"ms that each rank itself needs for a step, up to step {self.step}: {_listed(self.own_ms)}"
 
 
 class Scale(Event):
@@ -642,20 +607,22 @@ class Scale(Event):
     Both fields are [smallest, largest].
     """
 
-    wording = "scaling.num_workers [{before:each}] -> [{after:each}]"
-
     before: tuple[int, int]  # former bounds
     after: tuple[int, int]  # new bounds
+
+    def line(self) -> str:
+        return f"scaling.num_workers [{_listed(self.before)}] -> [{_listed(self.after)}]"
 
 
 class Waiting(Event):
     """The run has too few workers to train."""
 
-    wording = "waiting for workers: {workers} of at least {needed} have started"
-
     workers: int  # workers that have started
     needed: int  # smallest number of workers that can train
     seconds: float | None = None  # seconds for which workers have been missing
+
+    def line(self) -> str:
+        return f"waiting for workers: {self.workers} of at least {self.needed} have started"
 
 
 class LeftOver(Event):
@@ -664,19 +631,11 @@ class LeftOver(Event):
     A replica has `parallel.shard_size` workers.
     """
 
-    wording = "{workers} of the workers wait: a replica needs {unit}"
-
     workers: int  # workers that wait
     unit: int  # workers of a replica
 
-
-class WaitingForStorage(Event):
-    """No world can form, because storage refuses to be written.
-
-    The number of the next attempt must be recorded before a world forms.
-    """
-
-    error: str  # message of the storage error
+    def line(self) -> str:
+        return f"{self.workers} of the workers wait: a replica needs {self.unit}"
 
 
 class Shares(Event):
@@ -690,7 +649,7 @@ class Shares(Event):
     weights: tuple[float, ...] | None = None  # weights by rank, if `batch.balance` gives weights
     parallel: str | None = None  # strategy that requires even shares
 
-    def line(self, verbose: bool = False) -> str:
+    def line(self) -> str:
         if self.parallel is not None:
             return f"shares stay even {self.after}: under {self.parallel} every worker runs the same number"
         change = f"shares {self.before} -> {self.after} from step {self.step}"
@@ -710,13 +669,14 @@ class Rollback(Event):
     The run skips `steps` from now on.
     """
 
-    wording = "rolling back: {cause}; skipped from now on: {steps:each}"
-
     steps: tuple[int, ...]  # steps that the run skips
     cause: str  # reason why a step was bad
     microbatches: tuple[int, ...] | None = None  # indices of the bad step's microbatches whose own loss is not finite
     samples: tuple[int, ...] | None = None  # ids of the samples in these microbatches
     not_finite: tuple[int, ...] | None = None  # ids of these samples that contain a NaN or an infinity when read again
+
+    def line(self) -> str:
+        return f"rolling back: {self.cause}; skipped from now on: {_listed(self.steps)}"
 
 
 class Corruption(Event):
@@ -724,8 +684,6 @@ class Corruption(Event):
 
     The step is not committed, and is repeated.
     """
-
-    wording = "wrong result found in {cause}"
 
     step: int  # step of the comparison
     microbatch: int  # index of the microbatch
@@ -739,23 +697,8 @@ class Corruption(Event):
     digests: Mapping[str, tuple[str, ...]]
     cause: str  # description of the step, the rank and its machine
 
-
-class NothingToCompare(Event):
-    """`recompute.every` has no second rank to compare with.
-
-    The event comes once per run for each reason.
-    """
-
-    wording = "recompute.every compares nothing: {reason}"
-
-    reason: str  # why no rank can be compared
-
-
-class Spike(Event):
-    """A loss spiked, and no budget is left to skip the step."""
-
-    step: int  # step of the spike
-    cause: str  # height of the spike
+    def line(self) -> str:
+        return f"wrong result found in {self.cause}"
 
 
 class FaultInjected(Event):
@@ -766,6 +709,9 @@ class FaultInjected(Event):
     step: int  # step of the fault
     rank: int  # rank that the fault struck
 
+    def line(self) -> str:
+        return f"fault {self.kind} injected on rank {self.rank} in {self.phase} of step {self.step}"
+
 
 class Finished(Event):
     """The run has ended, by itself or on request."""
@@ -773,6 +719,9 @@ class Finished(Event):
     spread = "summary"
 
     summary: Mapping[str, Any]  # contents of `summary.json`, whose entries are fields of the line themselves
+
+    def line(self) -> str:
+        return f"run {self.summary.get('status', 'ended')}"
 
 
 # All events are direct subclasses, so a new class needs no entry here.
@@ -784,13 +733,17 @@ _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes"
 def parse_event(line: Mapping[str, Any]) -> Event | None:
     """Return the event of a line of `events.jsonl`.
 
-    Returns None if this release cannot read the line.
+    An event of an unknown kind becomes a notice with its name and fields. Returns None if this release cannot read the
+    line.
     """
-    kind = _KINDS.get(str(line.get("event")))
-    if kind is None:
+    name = line.get("event")
+    if not isinstance(name, str):
         return None
+    kind = _KINDS.get(name, Notice)
     fields = dict(line)
-    if kind.spread:
+    if name not in _KINDS:
+        fields["text"] = _in_one_line(line)
+    elif kind.spread:
         own = {"event", *kind.model_fields} - {kind.spread}
         fields[kind.spread] = {key: value for key, value in line.items() if key not in own}
     try:
@@ -822,6 +775,20 @@ def _is_plausible(name: str, value: Any) -> bool:
         case Mapping():
             return all(_is_plausible(str(key), each) for key, each in value.items())
     return True
+
+
+def _in_one_line(line: Mapping[str, Any]) -> str:
+    parts = [line["event"].replace("_", " ")]
+    for name, value in line.items():
+        if isinstance(value, list):
+            value = _listed(value)
+        if name not in ("event", *_HEAD):
+            parts.append(f"{name} {value}")
+    return joined(parts)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _tagged(group: str, figures: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Optimizer step of a loss over the whole global batch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -18,12 +18,11 @@ from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.plan import Microbatch, Plan
 from steadfast.step.stepper import Stepper
-from steadfast.tasks import Sums
+from steadfast.tasks import Sums, Task
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.runtime import World
 
 
-@dataclass
 class GlobalStepper(Stepper):
     """Stepper by the method of GradCache, applied to ranks and microbatches.
 
@@ -34,37 +33,36 @@ class GlobalStepper(Stepper):
     workers. Source: Gao et al. 2021, arXiv:2101.06983.
     """
 
-    task: GlobalTask  # or the wrapper that injects faults into a task
-    _start: int = field(default=0, init=False)  # position of the first sample of the step
-    _sums: Sums = field(default=Sums(torch.zeros(()), 0), init=False)  # of the step
-    _gradients: list[Tensor | None] = field(default_factory=list, init=False)  # one per tensor of the embeddings
+    _start: int  # position of the first sample of the step
+    _sums: Sums  # of the step
+    _gradients: list[Tensor | None]  # one per tensor of the embeddings
 
     def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        own = list(islice(batches, self.plan.num_forwards(step, self.world.rank)))
+        own = list(islice(batches, self._plan.num_forwards(step, self._world.rank)))
         self._differentiate(step, self._embed(step, own))
         return iter(own)
 
     def _embed(self, step: int, own: list[Fetched]) -> Embeddings:
         """Embed this rank's microbatches without gradients."""
-        self._start, end = self.plan.positions(step)
+        self._start, end = self._plan.positions(step)
         embeddings = Embeddings(end - self._start)
-        with torch.no_grad(), self._buffers.undone():
+        with torch.no_grad(), self._buffers_undone():
             for fetched in own:
-                self.world.progress.mark("forward")
-                seed_generators(self.seed, fetched.microbatch, self.precision.device)
+                self._world.progress.mark("forward")
+                seed_generators(self._seed, fetched.microbatch, self._precision.device)
                 for part in self._parts_of(fetched):
                     try:
-                        with self.precision.autocast():
-                            found = self.task.embed(self.model, part.batch)
+                        with self._precision.autocast():
+                            found = self._task.embed(self.model, part.batch)
                     except torch.OutOfMemoryError as error:
-                        raise halve_microbatch(part.num_samples, error, self.coupled) from error
+                        raise halve_microbatch(part.num_samples, error, self._coupled) from error
                     embeddings.put(found, self._row(part), part.num_samples, part.weight)
         return embeddings
 
     def _differentiate(self, step: int, embeddings: Embeddings) -> None:
         """Compute the loss of all ranks' embeddings and its gradient. A collective."""
-        self.world.progress.mark("gradients")
-        whole = embeddings.gather(self.world.groups)
+        self._world.progress.mark("gradients")
+        whole = embeddings.gather(self._world.groups)
         # The gathered tables become leaves with gradients, at which the first backward stops. Integers, such as labels
         # beside the embeddings, have no gradient.
         wanted: list[Tensor] = []
@@ -72,9 +70,9 @@ class GlobalStepper(Stepper):
             if tensor.is_floating_point():
                 wanted.append(tensor.requires_grad_())
         # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
-        behind = Microbatch(step, sum(self.plan.shares), self._start, self._start)
-        seed_generators(self.seed, behind, self.precision.device)
-        sums = self.task.loss_of_embeddings(whole)
+        behind = Microbatch(step, sum(self._plan.shares), self._start, self._start)
+        seed_generators(self._seed, behind, self._precision.device)
+        sums = self._task.loss_of_embeddings(whole)
         if not sums.loss_sum.requires_grad:
             raise UsageError("the task's loss(embeddings) does not depend on the embeddings, so nothing can be learned")
         found = iter(torch.autograd.grad(sums.loss_sum, wanted, allow_unused=True))
@@ -93,7 +91,7 @@ class GlobalStepper(Stepper):
         """
         row = self._row(part)
         inner = self._sums.loss_sum.new_zeros(())
-        embeddings = self.task.embed(self.model, part.batch)
+        embeddings = self._task.embed(self.model, part.batch)
         for tensor, gradient in zip(tensors_of(embeddings), self._gradients, strict=True):
             if gradient is not None:
                 rows = gradient[row : row + part.num_samples]
@@ -109,7 +107,9 @@ class GlobalStepper(Stepper):
         return part.microbatch.start - self._start + part.first
 
 
-def build_stepper(worker: WorkerState, world: World, plan: Plan, parallel: Parallel, model: nn.Module) -> Stepper:
+def build_stepper(
+    worker: WorkerState, task: Task, world: World, plan: Plan, parallel: Parallel, model: nn.Module
+) -> Stepper:
     """Return the stepper for the task's kind of loss."""
     kind = GlobalStepper if isinstance(worker.task, GlobalTask) else Stepper
-    return kind.of(worker, world, plan, parallel, model)
+    return kind(worker, task, world, plan, parallel, model)

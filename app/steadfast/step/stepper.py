@@ -1,105 +1,84 @@
 """One optimizer step."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steadfast.data import Fetched
 from steadfast.data.parts import Part, split
-from steadfast.errors import TrainingError
 from steadfast.guards.out_of_memory import halve_microbatch
-from steadfast.loop.buffers import Buffers, RunningStatistics
+from steadfast.loop.buffers import StepBuffers
 from steadfast.loop.seed import seed_generators
-from steadfast.loop.totals import Totals
+from steadfast.loop.totals import Totals, totals_of
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.optimizer import rescale_gradients, set_learning_rates
-from steadfast.optim.schedule import Schedule, build_schedule
+from steadfast.optim.schedule import build_schedule
 from steadfast.parallel import Parallel
-from steadfast.parallel.compiled import CompiledBlocks
-from steadfast.parallel.precision import Precision
 from steadfast.plan import Microbatch, Plan
 from steadfast.tasks import Sums, Task
 from steadfast.world.control import StepResult, agree_on_names
 from steadfast.world.runtime import World
-from steadfast.world.sums import summation
 
 
-@dataclass
 class Stepper:
-    """Runs the optimizer steps of one attempt."""
+    """Runs the optimizer steps of one attempt.
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    task: Task
-    parallel: Parallel
-    precision: Precision
-    schedule: Schedule
-    plan: Plan
-    world: World
-    units_per_sample: int  # count of a sample in which nothing is masked
-    counts_vary: bool  # samples are masked, so the ranks must add up the true count
-    max_grad_norm: float | None
-    seed: int
-    exact: bool  # the result has the same bits, whichever ranks run which microbatches
-    coupled: bool  # samples of a microbatch share a forward, because their losses depend on each other
-    compiled: CompiledBlocks
-    _metric_names: tuple[str, ...] | None = None
+    Args:
+        worker: data, optimizer and settings of this process.
+        task: the worker's task, or a wrapper that injects faults into the task.
+        model: the wrapped model to train.
+    """
 
-    def __post_init__(self) -> None:
-        self._buffers = Buffers(self.model)
-        self._statistics = RunningStatistics(self.model)
-        self._summation = summation(self.exact)
-
-    @classmethod
-    def of(cls, worker: WorkerState, world: World, plan: Plan, parallel: Parallel, model: nn.Module) -> Self:
-        """Return the stepper of an attempt, which trains the wrapped `model`."""
+    def __init__(
+        self, worker: WorkerState, task: Task, world: World, plan: Plan, parallel: Parallel, model: nn.Module
+    ) -> None:
         config = worker.config
-        return cls(
-            model,
-            worker.optimizer,
-            worker.task,
-            parallel,
-            worker.precision,
-            build_schedule(config.schedule, worker.num_steps),
-            plan,
-            world,
-            units_per_sample=worker.units_per_sample,
-            counts_vary=worker.counts_vary,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            seed=config.run.seed,
-            exact=config.run.exact,
-            coupled=config.task.coupled,
-            compiled=worker.compiled,
-        )
+        self.model = model
+        self._world = world
+        self._task: Any = task
+        self._plan = plan
+        self._parallel = parallel
+        self._optimizer = worker.optimizer
+        self._precision = worker.precision
+        self._schedule = build_schedule(config.schedule, worker.num_steps)
+        self._units_per_sample = worker.units_per_sample  # count of a sample in which nothing is masked
+        self._counts_vary = worker.counts_vary  # samples are masked, so the ranks must add up the true count
+        self._max_grad_norm = config.optimizer.max_grad_norm
+        self._seed = config.run.seed
+        # Samples of a microbatch share a forward if their losses depend on each other.
+        self._coupled = config.task.coupled
+        self._totals = totals_of(config.run.exact)
+        self._metric_names: tuple[str, ...] | None = None
+        # These two exist only if the model or the configuration needs them.
+        self._buffers = StepBuffers.of(model, config.run.exact)
+        self._compiled = worker.compiled if worker.compiled.wanted else None
 
     @property
     def _nominal(self) -> int:
         """Return the loss count of a whole step without masking."""
-        return self.plan.global_size * self.units_per_sample
+        return self._plan.global_size * self._units_per_sample
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step` and update the weights."""
-        if step in self.plan.skip:
-            nothing = torch.zeros(self._summation.width + 2, dtype=torch.float64)
-            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=self._summation)
+        summation = self._totals.summation
+        if step in self._plan.skip:
+            nothing = torch.zeros(summation.width + 2, dtype=torch.float64)
+            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=summation)
         began_s = perf_counter()
-        waited_s = self.world.progress.spent_s("loader")
-        totals = Totals(self.precision.device, self._summation)
+        waited_s = self._world.progress.spent_s("loader")
+        totals = self._totals(self._precision.device)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
-        num_left = reversed(range(self.plan.num_forwards(step, self.world.rank)))
-        # A survivor of a failed step runs that step again, and its forwards must count once in running statistics.
-        with self._buffers.undone_on_failure():
-            self._begin(step)
+        num_left = reversed(range(self._plan.num_forwards(step, self._world.rank)))
+        with self._begin(step):
             # `num_left` is the first argument, because zip would otherwise take a batch of the next step from the
             # iterator before it notices the end of this step.
             for left, fetched in zip(num_left, self._batches_of(step, batches), strict=False):
-                self.world.progress.mark("forward", left)
+                self._world.progress.mark("forward", left)
                 loss_sum, count = self._run_microbatch(fetched, totals, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
@@ -107,14 +86,15 @@ class Stepper:
                 # A sum does not depend on which rank trains on which samples.
                 digest = (digest + fetched.digest) % 2**64
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
-            lr = set_learning_rates(self.optimizer, self.schedule, step)
-        self.world.progress.mark("update")
-        self._statistics.finish()
+            lr = set_learning_rates(self._optimizer, self._schedule, step)
+        self._world.progress.mark("update")
+        if self._buffers is not None:
+            self._buffers.finish()
         # A step in which everything is masked has no gradient, and weight decay or momentum alone would still move the
         # weights. Reading the count is free here, because the host has just waited for the device. A count of NaN
         # compares false too, and ends the run once its message is read.
-        overflowed = bool(global_count > 0) and self.precision.update(self.optimizer, grad_norm)
-        self.parallel.clear_gradients(self.optimizer)
+        overflowed = bool(global_count > 0) and self._precision.update(self._optimizer, grad_norm)
+        self._parallel.clear_gradients(self._optimizer)
         names = self._metric_names or ()
         beside = torch.stack([totals.count, grad_norm.double()])
         return StepResult(
@@ -127,15 +107,19 @@ class Stepper:
             lr,
             overflowed=overflowed,
             seconds=perf_counter() - began_s,
-            data_s=self.world.progress.spent_s("loader") - waited_s,
+            data_s=self._world.progress.spent_s("loader") - waited_s,
             losses=tuple(losses),
-            summation=self._summation,
+            summation=summation,
         )
 
-    def _begin(self, step: int) -> None:
-        """Begin a step, while all gradients are zero."""
-        self._buffers.begin()
-        self._statistics.begin(self.plan.num_microbatches_in(step))
+    def _begin(self, step: int) -> AbstractContextManager[object]:
+        """Begin a step, while all gradients are zero.
+
+        Returns the context of its microbatches and collectives.
+        """
+        if self._buffers is None:
+            return nullcontext()
+        return self._buffers.step(self._plan.num_microbatches_in(step))
 
     def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
         """Return an iterator whose first items are this rank's microbatches of `step`."""
@@ -150,49 +134,62 @@ class Stepper:
         Raises:
             OutOfMemory: a forward or backward has run out of memory.
         """
-        seed_generators(self.seed, fetched.microbatch, self.precision.device)
+        seed_generators(self._seed, fetched.microbatch, self._precision.device)
         parts = self._parts_of(fetched)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.precision.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._precision.device)
         count: Tensor | int = 0
         for left, part in zip(reversed(range(len(parts))), parts, strict=True):
             try:
                 sums = self._run(part, last=last and left == 0)
             except torch.OutOfMemoryError as error:
-                raise halve_microbatch(part.num_samples, error, self.coupled) from error
+                raise halve_microbatch(part.num_samples, error, self._coupled) from error
             totals.add(sums, part.weight)
             loss_sum += sums.loss_sum.detach() * part.weight
             count = count + sums.count * part.weight
         return loss_sum, count
 
     def _parts_of(self, fetched: Fetched) -> list[Part]:
-        """Cut a microbatch into the parts that run in one forward each."""
-        size = self.world.amendments.forward_size
-        num_parts = 1
-        if size is not None:
-            # A forward of a sharded model is a collective, so all ranks must run as many, even for a short microbatch.
-            start, stop = fetched.microbatch.start, fetched.microbatch.stop
-            longest = self.plan.microbatch_size if self.plan.replica_size > 1 else stop - start
-            num_parts = -(-longest // size)
-        return list(split(fetched, size, num_parts))
+        """Return the parts of a microbatch that run in one forward each."""
+        microbatch = fetched.microbatch
+        num_samples = microbatch.stop - microbatch.start
+        size = self._world.amendments.forward_size
+        if size is None:
+            return [Part(microbatch, fetched.batch, 0, num_samples, 1.0, microbatch.weight)]
+        # A forward of a sharded model is a collective, so all ranks must run as many, even for a short microbatch.
+        longest = self._plan.microbatch_size if self._plan.replica_size > 1 else num_samples
+        return list(split(fetched, size, num_parts=-(-longest // size)))
 
     def _run(self, part: Part, last: bool) -> Sums:
         # A pad has weight 0: it makes this rank run the same collectives as its peers.
-        unchanged = nullcontext() if part.weight else self._buffers.undone()
-        is_full = part.num_samples == (self.world.amendments.forward_size or self.plan.microbatch_size)
-        with unchanged, self.compiled.running(is_full), self.parallel.synchronize(self.model, last):
-            with self.precision.autocast():
+        with self._around(part), self._parallel.synchronize(self.model, last):
+            with self._precision.autocast():
                 sums = self._loss_of(part)
-            self._statistics.forwarded(part.microbatch, part.share)
-            self.world.progress.mark("backward")
+            if self._buffers is not None:
+                self._buffers.forwarded(part)
+            self._world.progress.mark("backward")
             # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
             # The true count is known only when all ranks have run. Dividing by the nominal one keeps gradients in
             # range until then.
-            self.precision.backward(sums.loss_sum * (part.weight * self.parallel.loss_scale / self._nominal))
-        self._statistics.put_back()
+            self._precision.backward(sums.loss_sum * (part.weight * self._parallel.loss_scale / self._nominal))
         return sums
 
+    def _around(self, part: Part) -> AbstractContextManager[object]:
+        """Return the context of a forward and its backward."""
+        around = ExitStack()
+        if self._buffers is not None:
+            around.enter_context(self._buffers.forward(part))
+        if self._compiled is not None:
+            is_full = part.num_samples == (self._world.amendments.forward_size or self._plan.microbatch_size)
+            around.enter_context(self._compiled.running(is_full))
+        return around
+
+    def _buffers_undone(self) -> AbstractContextManager[None]:
+        """Return a context whose forwards change no buffer."""
+        return nullcontext() if self._buffers is None else self._buffers.undone()
+
     def _loss_of(self, part: Part) -> Sums:
-        return self.task.loss(self.model, part.batch)
+        sums: Sums = self._task.loss(self.model, part.batch)
+        return sums
 
     def _whole_gradient(self, step: int, totals: Totals) -> tuple[int | Tensor, Tensor, Tensor]:
         """Complete the gradients of a step: sum, divide by its count, clip.
@@ -203,40 +200,38 @@ class Stepper:
             the count of the step; the norm of the whole gradient before clipping, (); and the norms of the parameters'
             gradients, sharded as the parameters are.
         """
-        self.world.progress.mark("gradients")
+        self._world.progress.mark("gradients")
         global_count = self._global_count(step, totals.count)
         # Agreed on once, because an exchange of objects takes longer than the step of a small model.
         if self._metric_names is None:
-            self._metric_names = agree_on_names(totals.metric_names, self.world.groups.control)
-        self._buffers.send(self.world.groups)
-        if self.exact and self._buffers.changing:
-            raise TrainingError(
-                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
-                "from the leader's microbatches, and so depends on the number of workers. Set run.exact=false"
-            )
-        self._statistics.send(self.world.groups.communicator)
+            self._metric_names = agree_on_names(totals.metric_names, self._world.groups.control)
+        if self._buffers is not None:
+            self._buffers.send(self._world.groups)
         self._wait_for_sums()
-        self.parallel.store_gradients()
+        self._parallel.store_gradients()
         # gradient * nominal / count = the mean over everything that counts, on all ranks. A count of 0 would divide by
         # 0; its gradients are 0 and are not applied.
         correction = self._nominal / (global_count + (global_count == 0))
-        grad_norm, grad_norms = rescale_gradients(self.model, self.precision, correction, self.max_grad_norm)
+        sharded = not self._parallel.survivors_hold_all
+        grad_norm, grad_norms = rescale_gradients(
+            self.model, self._precision, correction, self._max_grad_norm, sharded=sharded
+        )
         # Only complete gradients may change the weights. No collective may follow in the step: a survivor that loses a
         # peer in one would already hold the weights of this step, and would apply the step a second time.
-        self.world.groups.gate()
-        self.parallel.detach_unused()
+        self._world.groups.gate()
+        self._parallel.detach_unused()
         return global_count, grad_norm, grad_norms
 
     def _wait_for_sums(self) -> None:
-        self.world.groups.communicator.wait()
+        self._world.groups.communicator.wait()
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
         """Return the count of the whole step.
 
         A collective if samples are masked; the count is then complete after a wait.
         """
-        if not self.counts_vary:
-            return self.plan.num_samples_in(step) * self.units_per_sample
+        if not self._counts_vary:
+            return self._plan.num_samples_in(step) * self._units_per_sample
         global_count = count.clone()
-        self.world.groups.communicator.sum(global_count)
+        self._world.groups.communicator.sum(global_count)
         return global_count

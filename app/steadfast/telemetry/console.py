@@ -65,7 +65,7 @@ class Console:
             self._move_bar(event)
             if not self.verbose:
                 return
-        self.line(event.line(self.verbose))
+        self.line(event.verbose_line() if self.verbose else event.line())
 
     def _move_bar(self, event: Log) -> None:
         self._stage.cancel()

@@ -15,7 +15,7 @@ from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
-from steadfast.config import Config, DataParallelConfig
+from steadfast.config import Config
 from steadfast.guards.recompute import adds_parts_by_themselves
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.schedule import warmup_in_force
@@ -34,6 +34,7 @@ from steadfast.telemetry.profiler import Profiler
 from steadfast.telemetry.startup import StartupTimer
 from steadfast.telemetry.throughput import total_peak_flops
 from steadfast.telemetry.trackers import Trackers, build_trackers
+from steadfast.units import plural
 from steadfast.world.control import StepResult
 from steadfast.world.device import variables_kept
 from steadfast.world.runtime import Outcome, Runtime, World
@@ -111,7 +112,7 @@ class Recorder:
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         for step, why in snapshots.damaged.items():
-            self._publish(events.SnapshotDamaged(step=step, error=why))
+            self._notify(f"the snapshot of step {step} is damaged and will not be used: {why}")
         if restored.source == "start":
             self._tell_of_shortened_warmup()
             self._tell_of_the_model()
@@ -128,9 +129,12 @@ class Recorder:
         gpus = self._worker.gpus
         lacking = [rank for rank, gpu in enumerate(gpus) if not gpu.has_bf16]
         if self._config.precision.kind == "auto" and 0 < len(lacking) < len(gpus):
-            self._publish(events.PrecisionLowered(rank=lacking[0], gpu=gpus[lacking[0]].name))
+            gpu = gpus[lacking[0]].name
+            self._notify(f"precision.kind=auto is fp32, not bf16: the {gpu} of rank {lacking[0]} has no bf16")
         if self._config.run.reproducible and (kept := variables_kept()):
-            self._publish(events.VariablesKept(variables=kept))
+            self._notify(
+                f"run.deterministic keeps {', '.join(kept)} of the environment; results may differ between runs"
+            )
         if uncompiled := self._worker.uncompiled:
             reason = next(iter(uncompiled.values()))
             self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
@@ -147,23 +151,28 @@ class Recorder:
             reason = f"no two workers are alike: {'; '.join(kinds)}"
         else:
             return
-        # The event is published once in a run for each reason, not in every attempt.
-        if all(told.reason != reason for told in self._directory.events(events.NothingToCompare)):
-            self._publish(events.NothingToCompare(reason=reason))
+        text = f"recompute.every compares nothing: {reason}"
+        # The notice is published once in a run for each reason, not in every attempt.
+        if all(notice.text != text for notice in self._directory.events(events.Notice)):
+            self._notify(text)
 
     def _tell_of_the_model(self) -> None:
-        if isinstance(self._config.parallel, DataParallelConfig):
-            self._publish(events.DataParallelSlower())
+        if self._config.parallel.copies_model:
+            self._notify(
+                "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies the model once "
+                "per worker"
+            )
         missing, unexpected = self._worker.loaded
         if missing or unexpected:
-            names = (*missing[:_NAMES], *unexpected[:_NAMES])
-            self._publish(events.WeightsLeftOut(num_missing=len(missing), num_unexpected=len(unexpected), names=names))
+            names = ", ".join((*missing[:_NAMES], *unexpected[:_NAMES]))
+            counts = f"lacks {len(missing)} of the model's names and has {plural(len(unexpected), 'other name')}"
+            self._notify(f"run.init_from {counts}: {names}")
         if frozen := self._worker.frozen:
-            self._publish(events.PartsInEvaluation(modules=frozen))
+            self._notify(f"these modules were built in evaluation mode, and keep that mode: {', '.join(frozen)}")
         if reason := self._worker.built_whole_because:
-            self._publish(events.BuiltWhole(reason=reason))
+            self._notify(f"each worker holds the whole model while the model is built and restored: {reason}")
         if self._config.checkpoint.trainable_only and not self._worker.base:
-            self._publish(events.NothingFrozen())
+            self._notify("checkpoint.trainable_only leaves nothing out: all parameters of the model are trained")
         if units := strategy_of(self._config.parallel).units(self._worker.model):
             self._publish(events.ModelSharded(num_units=len(units), layers=Counter(units[1:])))
 
@@ -174,7 +183,8 @@ class Recorder:
         wanted = getattr(self._config.schedule, "warmup_steps", 0)
         in_force = warmup_in_force(self._config.schedule, num_steps)
         if in_force < wanted:
-            self._publish(events.WarmupShortened(before=wanted, after=in_force, num_steps=num_steps))
+            length = plural(num_steps, "step")
+            self._notify(f"schedule.warmup_steps {wanted} -> {in_force}: the run has {length}")
 
     @property
     def is_left_on_one_node(self) -> bool:
@@ -396,6 +406,9 @@ class Recorder:
             **goodput(totals),
             "last_checkpoint": last_checkpoint,
         }
+
+    def _notify(self, text: str) -> None:
+        self._publish(events.Notice(text=text))
 
     def _publish(self, event: events.Event) -> None:
         if self._world.leader:

@@ -12,14 +12,9 @@ _UNITS = (2.0**30, 1.0, 2.0**-30, 2.0**-60)
 
 
 class Summation(Protocol):
-    """Way of splitting numbers into parts and joining sums of parts."""
+    """Way of joining the sums of the parts of numbers."""
 
     width: ClassVar[int]  # number of parts of a number
-
-    @staticmethod
-    def split(number: Tensor) -> Tensor:
-        """Return the parts of a number, () -> (width,) float64."""
-        ...
 
     @staticmethod
     def join(parts: Sequence[float]) -> float:
@@ -31,10 +26,6 @@ class Plain:
     """Adds numbers unchanged, so that each sum is rounded."""
 
     width: ClassVar[int] = 1
-
-    @staticmethod
-    def split(number: Tensor) -> Tensor:
-        return number.double().reshape(1)
 
     @staticmethod
     def join(parts: Sequence[float]) -> float:
@@ -53,6 +44,7 @@ class OrderFree:
 
     @staticmethod
     def split(number: Tensor) -> Tensor:
+        """Return the parts of a number, () -> (width,) float64."""
         left = number.double()
         parts: list[Tensor] = []
         for unit in _UNITS:
@@ -68,8 +60,3 @@ class OrderFree:
         for part, unit in zip(reversed(parts), reversed(_UNITS), strict=True):
             total += part * unit
         return total
-
-
-def summation(exact: bool) -> type[Summation]:
-    """Return the summation of an exact or an ordinary run."""
-    return OrderFree if exact else Plain
