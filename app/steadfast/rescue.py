@@ -11,25 +11,23 @@ from steadfast.checkpoint.writer import Superseded
 from steadfast.config import Config
 from steadfast.errors import SteadfastError, StorageError
 from steadfast.guards.corruption import Corrupted
-from steadfast.guards.numerics import BadStep
-from steadfast.guards.out_of_memory import OutOfMemory
+from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel, build_parallel
 from steadfast.parallel.dtensor import local
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
-from steadfast.world.groups import is_peer_loss
 from steadfast.world.runtime import Runtime, World
 
 _LIMIT_S = 60.0  # time in which a checkpoint must be written
-# After these errors the state is on storage or with a survivor, or the state cannot be trusted.
-_OWN = BadStep | OutOfMemory | SteadfastError
+# After a failure of another kind the state is on storage or with a survivor, or the state cannot be trusted.
+_OF_USER_CODE = (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
 _ENDS = "run-ends"  # key in the store of a world, set to inform the peers of an exception that the run ends
 
 
 def announce_end(world: World, error: BaseException) -> None:
     """Inform all ranks that an exception of user code ends the run."""
-    if not isinstance(error, _OWN | Corrupted) and not is_peer_loss(error):
+    if failure_kind(error) in _OF_USER_CODE:
         with contextlib.suppress(RuntimeError):  # the store is gone
             world.groups.store.set(_ENDS, "")
 
@@ -56,7 +54,7 @@ class Rescue:
         """
         worker = self.worker
         parallel = build_parallel(self.config.parallel, world, worker.precision)
-        is_peer = is_peer_loss(error)
+        is_peer = failure_kind(error) is FailureKind.PEER
         if is_peer:
             # A run that continues restores the state of survivors or the copies in memory, and needs no checkpoint.
             wanted = not raised or _announced(world) or _stopping(self.runtime)
@@ -128,7 +126,7 @@ def _is_trusted(error: BaseException, world: World, parallel: Parallel) -> bool:
     if isinstance(error, Corrupted):
         # All ranks raise Corrupted. A rank that computed correctly writes, if it holds all of the state.
         return parallel.survivors_hold_all and error.witness == world.rank
-    return not isinstance(error, _OWN)
+    return failure_kind(error) in _OF_USER_CODE
 
 
 def _is_finite(state: State, worker: WorkerState) -> bool:

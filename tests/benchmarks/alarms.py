@@ -13,7 +13,6 @@ seconds until they were named and until they were ended.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import multiprocessing
 import os
 import random
@@ -25,24 +24,18 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
-from steadfast.config import RecoveryConfig, ScalingConfig
-from steadfast.orchestration.coordinator import Coordinator
+from steadfast.config import RecoveryConfig
 from steadfast.orchestration.heartbeat import Silence
-from steadfast.orchestration.membership import Membership
-from steadfast.orchestration.messages import Member
-from steadfast.run import events
 from steadfast.run.directory import RunDirectory
-from steadfast.run.owner import Ownership
 from steadfast.storage import open_store
-from steadfast.storage.memory import MemoryStore
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.timeouts import Timeouts
 from tests.benchmarks.statistics import table
 from tests.support.command import Command, Running, descendants
 from tests.support.events import event_lines
 from tests.support.s3 import BUCKET, CREDENTIALS, find_weed, serve_s3
+from tests.support.supervised import ATTEMPT, Supervised
 
 _TICK_S = 0.25
 _BEAT_S = Timeouts().heartbeat_s
@@ -57,9 +50,6 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def monotonic(self) -> float:
-        return self.now_s
-
 
 class Rank(Progress):
     """A simulated rank: where it is, and for how many ticks more."""
@@ -72,7 +62,7 @@ class Rank(Progress):
         self.stopped_until_s = 0.0
         self.late_until_s = 0.0
         self.heard_s = clock()
-        self.begin(attempt=1, rank=number)
+        self.begin(attempt=ATTEMPT, rank=number)
 
     def _is_in_collective(self) -> int:
         return int(self.waits)
@@ -81,23 +71,16 @@ class Rank(Progress):
 class Simulation:
     """Three ranks and the real supervisor, on a clock of their own."""
 
-    def __init__(self, subject: Coordinator, clock: Clock, seed: int) -> None:
-        self.subject = subject
-        self.clock = clock
-        self.supervisor: Any = subject._supervisor
+    def __init__(self, seed: int) -> None:
+        self.clock = clock = Clock()
+        self.subject = Supervised(_NAMES, RecoveryConfig())
         self.chance = random.Random(seed)
         self.ranks = [Rank(number, clock) for number in range(len(_NAMES))]
         self.step = 0
         self.strange: Counter[str] = Counter()
         self._coordinator_until_s = 0.0
-        self.events: list[events.Event] = []
-        record = subject.record
-
-        def remember(event: events.Event) -> asyncio.Future[None]:
-            self.events.append(event)
-            return record(event)
-
-        subject.record = remember
+        for _ in range(_BEFORE):
+            self.run_step(strange=False)
 
     def pass_time(self, ends_s: list[float], hung: int | None = None) -> None:
         """Let all ranks be in their phase until each one's end; `hung` never comes out."""
@@ -108,7 +91,7 @@ class Simulation:
                 if done and not rank.waits:
                     rank.waits = True
                     rank.mark("gradients")
-            if all(rank.waits for rank in self.ranks) or (hung is not None and self.ended()):
+            if all(rank.waits for rank in self.ranks) or (hung is not None and self.subject.endings):
                 return
             self.tick()
 
@@ -120,23 +103,20 @@ class Simulation:
                 continue
             if now_s - rank.heard_s >= _BEAT_S:
                 rank.heard_s = now_s
-                self.supervisor.heard(rank.name, {"progress": vars(rank.report()), "stretch": 1.0})
+                self.subject.supervisor.heard(rank.name, {"progress": vars(rank.report()), "stretch": 1.0})
                 if self.chance.random() < 0.02:  # a busy machine
                     rank.late_until_s = now_s + self.chance.uniform(1.0, 3.0)
         if now_s < self._coordinator_until_s:
             return
-        if self._coordinator_until_s:  # what a gap of its loop does, see `Supervisor._watch_workers`
+        if self._coordinator_until_s:  # what a gap of its loop does, see `Coordinator._watch_workers`
             self._coordinator_until_s = 0.0
-            self.supervisor._progress.clear()
-            self.supervisor._patient_until_s = now_s + 5.0
+            self.subject.supervisor.discard_reports(now_s)
         for rank in self.ranks:
             silent_s = now_s - rank.heard_s
             if silent_s >= 5.0:
                 heard = [other for other in self.ranks if now_s - other.heard_s < 5.0]
-                silence = Silence(silent_s, answers=True, nobody_heard=not heard, stretch=1.0)
-                if silent_s >= self.supervisor.patience(rank.name, silence):
-                    self.subject.lose(rank.name, "not heard of", "worker")
-        self.supervisor._check_progress()
+                self.subject.stay_silent(rank.name, Silence(silent_s, True, nobody_heard=not heard, stretch=1.0))
+        self.subject.check(now_s)
 
     def run_step(self, hung: int | None = None, strange: bool = True) -> None:
         """Run a step of all ranks, in which something strange may happen."""
@@ -176,51 +156,27 @@ class Simulation:
         self.pass_time(ends_s)
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        return [event.to_line() for event in self.events if event.name == name]
-
-    def ended(self) -> bool:
-        return self.subject.heartbeats.commands.aborted == 1
+        return [event.to_line() for event in self.subject.events if event.name == name]
 
 
-async def begin(clock: Clock, seed: int) -> Simulation:
-    directory = RunDirectory(MemoryStore())
-    directory.check_writable()
-    size = len(_NAMES)
-    membership = Membership.of(ScalingConfig(num_workers=(1, size)), size)
-    subject = Coordinator(RecoveryConfig(), membership, directory, Ownership.claim(directory.store))
-    await asyncio.gather(*(subject.join(Member(name, None, name)) for name in _NAMES))
-    parts = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.5)
-    subject.record(events.AttemptStarted(attempt=1, step=0, source="start", world_size=size, **parts))
-    simulation = Simulation(subject, clock, seed)
-    for _ in range(_BEFORE):
-        simulation.run_step(strange=False)
-    return simulation
-
-
-async def simulate(hours: float, hangs: int, seed: int) -> int:
+def simulate(hours: float, hangs: int, seed: int) -> int:
     """Print what was told and ended in so many hours without a hang, and what became of true ones. Return alarms."""
-    with patch("steadfast.orchestration.supervisor.time", clock := Clock()), patch("ray.kill"):
-        return await _simulate(clock, hours, hangs, seed)
-
-
-async def _simulate(clock: Clock, hours: float, hangs: int, seed: int) -> int:
-    simulation = await begin(clock, seed)
+    simulation = Simulation(seed)
+    clock = simulation.clock
     began_s = clock.now_s
-    while clock.now_s - began_s < 3600 * hours and not simulation.ended():
+    while clock.now_s - began_s < 3600 * hours and not simulation.subject.endings:
         simulation.run_step()
     lasted_s = clock.now_s - began_s
-    alarms = sum(len(simulation.told(name)) for name in _ENDING)
-    await simulation.subject.close()
+    alarms = len(simulation.subject.endings)
     named_s, ended_s = [], []
     for number in range(hangs):
-        hung = await begin(clock, seed + 1 + number)
-        injected_s = clock.now_s
+        hung = Simulation(seed + 1 + number)
+        injected_s = hung.clock.now_s
         hung.run_step(hung=number % len(_NAMES), strange=False)
         (found,) = hung.told("hang")
         assert found["ranks"] == (number % len(_NAMES),)
         named_s.append(found["seconds"])
-        ended_s.append(clock.now_s - injected_s)
-        await hung.subject.close()
+        ended_s.append(hung.clock.now_s - injected_s)
     rows = [["what", "count"], ["hours", f"{lasted_s / 3600:.1f}"], ["steps", f"{simulation.step}"]]
     rows += [[what, str(count)] for what, count in sorted(simulation.strange.items())]
     rows += [[f"told: {name}", str(len(simulation.told(name)))] for name in ("hang", "hang_over", "silent")]
@@ -319,7 +275,7 @@ def main() -> None:
     options = parser.parse_args()
     alarms = 0
     if options.hours:
-        alarms += asyncio.run(simulate(options.hours, options.hangs, options.seed))
+        alarms += simulate(options.hours, options.hangs, options.seed)
     if options.minutes:
         alarms += live(options.minutes, options.seed, options.load)
     raise SystemExit(min(alarms, 1))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from tests.benchmarks.alarms import simulate
 
 
 def test_slow_steps_frozen_storage_and_stopped_processes_end_nothing_and_true_hangs_are_named() -> None:
-    assert asyncio.run(simulate(hours=0.35, hangs=3, seed=7)) == 0
+    assert simulate(hours=0.35, hangs=3, seed=7) == 0

@@ -14,13 +14,14 @@ from typing import Any, cast
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
-from steadfast.orchestration.heartbeat import _proof
+from steadfast.orchestration.heartbeat import Commands, Silence, _proof
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
+from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
-from steadfast.orchestration.worker_runtime import _kind
 from steadfast.plan import End
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import (
@@ -29,16 +30,19 @@ from steadfast.run.events import (
     Failure,
     Finished,
     ForwardsShrunk,
+    Hang,
     Notice,
     RunStarted,
+    Scale,
     ShortStep,
+    Silent,
 )
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.events import event_lines
 
 
-def failure(kind: str, attempt: int = 1) -> FailureReport:
+def failure(kind: FailureKind, attempt: int = 1) -> FailureReport:
     return FailureReport(kind, attempt, step=7, message="another attempt has taken over", traceback="")
 
 
@@ -53,7 +57,7 @@ async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
     assignments = await asyncio.gather(subject.join(here), subject.join(cut_off))
     assert [each.attempt for each in assignments] == [1, 1]
     subject.lose("cut_off", "not heard of for 5 s")
-    await subject.failed("here", failure("peer"))
+    await subject.failed("here", failure(FailureKind.PEER))
     assert (await subject.join(here)).attempt == 2
     answer = await come_back(subject, cut_off)
     await subject.close()
@@ -70,8 +74,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
 
 
-@pytest.mark.parametrize("kind", ["peer", "ours", "numeric", "exception"])
-def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", FailureKind)
+def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: FailureKind) -> None:
     subject, over = asyncio.run(partition(tmp_path, lambda it, member: it.failed(member.name, failure(kind))))
     assert not over
     assert told(subject, "attempt_ended") == [1]
@@ -103,7 +107,7 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         for name, size in (("a", 4), ("b", 4), ("c", 6)):
-            report = FailureReport("smaller", worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
+            report = FailureReport(FailureKind.SMALLER, worlds.attempt, 7, "CUDA out of memory.", "", forward_size=size)
             assert not await worlds.subject.failed(name, report)
         places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
         assert [place.amendments.forward_size for place in places if isinstance(place, WorldAssignment)] == [4] * 3
@@ -122,7 +126,7 @@ CAUSE = "step 8: rank 1 (host n, cpu) computes wrongly: ..."
 
 async def find_b_wrong(worlds: Worlds, first: str) -> list[bool]:
     """All three find out in step 8 that b computes wrongly, `first` before the others."""
-    report = FailureReport("corruption", worlds.attempt, 7, CAUSE, "", corrupted="b")
+    report = FailureReport(FailureKind.CORRUPTION, worlds.attempt, 7, CAUSE, "", corrupted="b")
     return [await worlds.subject.failed(name, report) for name in (first, *sorted(set("abc") - {first}))]
 
 
@@ -181,7 +185,9 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
 
 
 def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:
-    subject, over = asyncio.run(partition(tmp_path, lambda it, _: it.failed("new", failure("exception", attempt=0))))
+    subject, over = asyncio.run(
+        partition(tmp_path, lambda it, _: it.failed("new", failure(FailureKind.EXCEPTION, attempt=0)))
+    )
     assert not over
     assert told(subject, "attempt_ended") == [1]
 
@@ -222,7 +228,7 @@ class Worlds:
         if step:
             self.directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
 
-    async def fail(self, *names: str, kind: str = "peer") -> list[bool]:
+    async def fail(self, *names: str, kind: FailureKind = FailureKind.PEER) -> list[bool]:
         """Report the end of the attempt for `names`, all at once. Return what each is told: if the run is over."""
         report = FailureReport(kind, self.attempt, 7, ERROR, "Traceback: ...")
         reports = [self.subject.failed(name, report) for name in names]
@@ -298,12 +304,12 @@ async def one_that_has_left(worlds: Worlds) -> None:
 
 
 async def an_exception_of_another(worlds: Worlds) -> None:
-    await asyncio.gather(worlds.fail("a", "b"), worlds.fail("c", kind="exception"))
+    await asyncio.gather(worlds.fail("a", "b"), worlds.fail("c", kind=FailureKind.EXCEPTION))
 
 
 async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -> None:
     await a_death_before(worlds)
-    former = FailureReport("peer", worlds.attempt, 7, ERROR, "")
+    former = FailureReport(FailureKind.PEER, worlds.attempt, 7, ERROR, "")
     await worlds.form()
     await worlds.subject.failed("b", former)
 
@@ -507,11 +513,6 @@ def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path:
     play(tmp_path, second, silence_s=LONG_S, max_failures=2)
 
 
-@pytest.mark.parametrize(("attempt", "kind"), [(0, "exception"), (1, "peer")])
-def test_an_error_that_speaks_of_sockets_is_no_peers_before_there_are_any(attempt: int, kind: str) -> None:
-    assert _kind(RuntimeError("the dataset's server closed the socket"), attempt) == kind
-
-
 def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         port = await worlds.subject.heartbeats.listen("127.0.0.1")
@@ -571,3 +572,127 @@ def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, mon
         worlds.subject.heartbeats._watching.cancel()
 
     play(tmp_path, story)
+
+
+def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        subject = worlds.subject
+        subject._carry_out([Record(Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
+        assert subject.heartbeats.commands == Commands(dump=1)
+        subject._carry_out([Release(("c",))])
+        assert subject.heartbeats.commands == Commands(dump=1, leave=1)
+        subject._carry_out([Abort()])
+        assert subject.heartbeats.commands == Commands(dump=1, leave=1, aborted=1)
+        assert set(subject.membership.world) == set("abc")
+        subject._carry_out([Lose("b", "hung in forward for 61.0 s", FailureKind.HANG)])
+        assert set(subject.membership.world) == set("ac")
+
+    worlds = play(tmp_path, story)
+    assert worlds.told() == [("hang", "b", False)]
+    assert len(worlds.directory.events(Silent)) == 1
+
+
+def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        for seconds in (SHORT_S / 2, SHORT_S / 2):
+            silence = Silence(seconds, answers=True, nobody_heard=False, stretch=1.0)
+            assert worlds.subject._patience("a", silence) == SHORT_S
+
+    (silent,) = play(tmp_path, story).directory.events(Silent)
+    assert (silent.attempt, silent.member) == (1, "a")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.orchestration.coordinator.draining_nodes", dict)
+    monkeypatch.setattr("steadfast.orchestration.coordinator._INTERVAL_S", 0.01)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_worker_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    async def report(worlds: Worlds, seconds: float) -> None:
+        for rank, name in enumerate(worlds.subject.membership.world):
+            phase, place = ("forward", 1) if name == "b" else ("gradients", 4)
+            report = {"attempt": 1, "rank": rank, "position": [8, 0, place, 1, 0], "step": 8, "phase": phase}
+            times = {"seconds": seconds, "limit_s": 3.0, "spent_s": {}}
+            worlds.subject._heard(name, {"progress": {**report, **times}})
+        await asyncio.sleep(0.05)
+
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        watching = asyncio.ensure_future(worlds.subject._watch())
+        await report(worlds, 1.0)
+        while "b" in worlds.subject.members:
+            await report(worlds, 100.0)
+        assert worlds.subject.heartbeats.commands == Commands(aborted=1)
+        watching.cancel()
+
+    worlds = play(tmp_path, story)
+    (hang,) = worlds.directory.events(Hang)
+    assert (hang.phase, hang.guess, hang.stacks) == ("forward", "stuck", str(tmp_path / "stacks"))
+    assert worlds.told() == [("hang", "b", False)]
+
+
+def watch(worlds: Worlds) -> Awaitable[None]:
+    """Have a coordinator watch until its run is over."""
+    return asyncio.wait_for(worlds.subject._watch(), LONG_S / 2)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_run_that_another_command_has_taken_over_is_given_up(tmp_path: Path) -> None:
+    why = "another command has taken over: on elsewhere, pid 1"
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject._ownership.lost = why
+        await watch(worlds)
+
+    (failure,) = play(tmp_path, story).directory.events(Failure)
+    assert (failure.kind, failure.fatal, failure.error) == ("ours", True, why)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_check_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = RunDirectory.pop_scale_request
+    errors = [ZeroDivisionError()]
+
+    def look(directory: RunDirectory) -> tuple[int, int] | None:
+        if errors:
+            raise errors.pop()
+        return honest(directory)
+
+    monkeypatch.setattr(RunDirectory, "pop_scale_request", look)
+
+    async def story(worlds: Worlds) -> None:
+        worlds.directory.request_scale(1, 1)
+        watching = asyncio.ensure_future(watch(worlds))
+        while worlds.subject.membership.largest != 1:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    worlds = play(tmp_path, story)
+    assert [event.after for event in worlds.directory.events(Scale)] == [(1, 1)]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_run_ends_after_a_long_shortage_and_says_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 3.0})
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.membership.rescale(2, 3)
+        worlds.subject._wait_s = 0.05
+        joining = asyncio.ensure_future(worlds.subject.join(Member("a", None, "a")))
+        await watch(worlds)
+        assert await joining is Leave.RUN_ENDED
+
+    (failure,) = play(tmp_path, story).directory.events(Failure)
+    assert failure.error == (
+        "waited 0.05 s for workers: 1 of at least 2 (scaling.num_workers) have joined; 3 CPUs and 0 GPUs are free. "
+        "Add nodes, and give the same command again"
+    )

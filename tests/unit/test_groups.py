@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from steadfast.orchestration.worker_runtime import _kind
 from steadfast.world import groups
 from steadfast.world.communicator import NcclCommunicator
 from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss, serve_store
@@ -170,27 +169,7 @@ def test_an_error_of_the_users_code_that_mentions_a_socket_is_no_lost_peer(
     assert is_peer_loss(raised_at(file, message)) is expected
 
 
-NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
 ECC = "uncorrectable ECC error encountered"
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (dist.DistBackendError(f"{NCCL}remote process exited or there was a network error"), "peer"),
-        (dist.DistBackendError(f"{NCCL}unhandled system error, Last error: socketProgress: Connection closed"), "peer"),
-        (dist.DistBackendError(f"{NCCL}unhandled cuda error\nLast error:\nCuda failure 214 '{ECC}'"), "exception"),
-        (dist.DistBackendError(f"{NCCL}unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), "oom"),
-        (RuntimeError(f"CUDA error: {ECC}"), "exception"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), "exception"),
-        (RuntimeError("CUDA error: out of memory"), "oom"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom"),
-        (RuntimeError(GLOO), "peer"),
-        (PeerLost("the world was aborted"), "peer"),
-    ],
-)
-def test_an_error_of_the_own_device_is_no_lost_peer(error: BaseException, kind: str) -> None:
-    assert _kind(error, attempt=1) == kind
 
 
 def test_a_rank_whose_gpu_has_failed_says_so_before_it_waits_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:

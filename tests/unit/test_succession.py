@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.membership import Membership
@@ -44,7 +45,7 @@ SECONDS = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "fir
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
-    monkeypatch.setattr("steadfast.orchestration.supervisor.draining_nodes", dict)
+    monkeypatch.setattr("steadfast.orchestration.coordinator.draining_nodes", dict)
 
 
 @dataclass
@@ -141,7 +142,7 @@ def test_one_that_died_with_the_coordinator_is_lost_once_its_world_stands_still(
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
-        report = FailureReport("peer", 1, 7, "Connection closed by peer", "")
+        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
         reports = [asyncio.ensure_future(line.subject.failed(name, report)) for name in "ab"]
         await line.come_back("a", "b")
         assert [await each for each in reports] == [False, False]
@@ -214,7 +215,7 @@ def test_bounds_budgets_failures_and_numbers_of_events_are_kept(tmp_path: Path) 
         assert line.subject.membership.largest == 2
         assert line.subject._budgets.spend("oom", 5) is not None
         await line.come_back("a", "b", "c")
-        report = FailureReport("exception", 2, 5, "out of memory", "")
+        report = FailureReport(FailureKind.EXCEPTION, 2, 5, "out of memory", "")
         line.subject._judge("z", report)
         assert line.subject.over, "the same failure at the same step"
 
@@ -229,7 +230,7 @@ def test_a_call_that_ray_repeats_counts_once(tmp_path: Path) -> None:
         first, second = (Notice(attempt=1, time_s=1.5, text=text) for text in ("first", "second"))
         await line.subject.publish(saved)
         await line.subject.publish(first)
-        report = FailureReport("exception", 1, 3, "ValueError: bug", "Traceback: ...")
+        report = FailureReport(FailureKind.EXCEPTION, 1, 3, "ValueError: bug", "Traceback: ...")
         await line.subject.failed("a", report)
         await line.die()
         calls = [line.subject.publish(event) for event in (saved, first, second)]
@@ -295,7 +296,7 @@ def test_storage_that_hangs_does_not_keep_the_coordinator_from_answering(
         publishing = asyncio.ensure_future(line.subject.publish(AttemptEnded(attempt=1, cause="resized")))
         line.subject.lose("a", "connection closed")
         joining = [asyncio.ensure_future(line.subject.join(member(name))) for name in "cb"]
-        line.subject._supervisor.heard("c", {"stacks": "..."})
+        line.subject._heard("c", {"stacks": "..."})
         for _ in range(20):
             await asyncio.sleep(0.01)
         assert not answers.is_set(), "the coordinator has waited for storage"

@@ -33,7 +33,7 @@ _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so that relative paths mean the user's files
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # time to notice a dead worker; Ray's default is 2
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the supervisor watches for preemptions
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator watches for preemptions
 }
 _STORE_BYTES = 100 * 2**20  # small, because no large object goes through Ray's object store
 _AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # `ray up` writes this file on the head of a cluster

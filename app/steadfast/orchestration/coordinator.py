@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,22 +12,28 @@ import ray
 
 from steadfast.config import RecoveryConfig
 from steadfast.errors import RunConflict
+from steadfast.guards.failures import FailureKind
+from steadfast.liveness.lateness import Lateness
 from steadfast.orchestration.gauges import Gauges
-from steadfast.orchestration.heartbeat import Commands, HeartbeatServer
+from steadfast.orchestration.heartbeat import Commands, HeartbeatServer, Message, Silence
+from steadfast.orchestration.internals import draining_nodes
 from steadfast.orchestration.journal import Journal
 from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.policies import BrokenWorlds, Budgets
+from steadfast.orchestration.stack_files import StackFiles
 from steadfast.orchestration.succession import Succession
-from steadfast.orchestration.supervisor import Supervisor
+from steadfast.orchestration.supervisor import Abort, Decision, Dump, Lose, Record, Release, Situation, Supervisor
 from steadfast.run import events
-from steadfast.run.directory import RunDirectory
+from steadfast.run.directory import STACKS, RunDirectory
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
 from steadfast.world.timeouts import Timeouts
 
+_INTERVAL_S = 0.25  # time between two checks for what no call reports
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
+_NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
 _NEVER_CAME = "not heard of since the coordinator has died"
 
 # Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
@@ -37,22 +44,34 @@ _REMEDY = (
     "command, or else from ray start on their node. Then give the same command again"
 )
 
+# Failures whose number in a row is limited.
+_COUNTED = (
+    FailureKind.WORKER,
+    FailureKind.HANG,
+    FailureKind.EXCEPTION,
+    FailureKind.OUT_OF_MEMORY,
+    FailureKind.COMMUNICATION,
+    FailureKind.CORRUPTION,
+)
+
 Answer = WorldAssignment | Leave
 
 
 class Coordinator:
     """Actor that forms worlds, judges failures and commands the workers.
 
-    Responsibilities:
+    Responsibilities, in the order of the methods:
     - Give each worker a place in the next world (`join`), as `Membership` decides.
-    - Decide from each failure report whether the run goes on (`failed`).
     - Declare workers dead (`lose`), and abort the world that contained them.
-    - Record the events of the run, and hand them to the driver (`events`).
+    - Check what no call reports, and carry out the decisions of `Supervisor`.
+    - Decide from each failure report whether the run goes on (`failed`).
+    - Record the events of the run (`publish`), and hand them to the driver (`events`).
+    - Let workers leave, and end the run (`leave`, `give_up`).
+    - Take over the current world from a coordinator that has died (`rejoin`), as `Succession` decides.
     """
 
-    # Workers, slots and the driver call the async methods. The supervisor calls the other public methods. All methods
-    # run on one event loop, so no lock is needed. Storage is accessed in threads, because heartbeats must not wait
-    # for storage.
+    # Workers, slots and the driver call the async methods. All methods run on one event loop, so no lock is needed.
+    # Storage is accessed in threads, because heartbeats must not wait for storage.
     #
     # The state of this actor may be lost. When the actor dies, Ray starts another one and repeats the pending calls.
     # The new coordinator reads `owner.json` and `events.jsonl`, and the workers send the rest (`rejoin`).
@@ -60,13 +79,15 @@ class Coordinator:
         self, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
     ) -> None:
         self.over = False
-        self.short_since_s: float | None = None  # time at which the workers became too few for a world
         self.members: dict[str, Member] = {}
         self.membership = membership
+        self._short_since_s: float | None = None  # time at which the workers became too few for a world
+        self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
         self._left_over = 0  # waiting workers in the last `LeftOver` event
-        self._supervisor = Supervisor(self, directory, ownership, recovery)
+        self._supervisor = Supervisor(recovery, directory / STACKS)
+        self._stacks = StackFiles(directory.store)
         self._timeouts = Timeouts(recovery.silence_s)
-        self.heartbeats = HeartbeatServer(self._timeouts, self._supervisor.heard, self.lose, self._supervisor.patience)
+        self.heartbeats = HeartbeatServer(self._timeouts, self._heard, self.lose, self._patience)
         self._started: asyncio.Task[int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # references, because asyncio itself keeps tasks only weakly
 
@@ -74,8 +95,7 @@ class Coordinator:
         self._ownership = ownership
         self._journal = Journal(directory)
         self._gauges = Gauges(directory.name)
-        counted = ("worker", "hang", "exception", "oom", "communication", "corruption")
-        self._budgets = Budgets(dict.fromkeys(counted, recovery.max_failures))
+        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures))
         self._broken_worlds = BrokenWorlds()
         self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
         self._furthest_step = 0  # last step of the ledger, when the ledger was last read
@@ -95,7 +115,7 @@ class Coordinator:
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
 
-    # Methods that workers call.
+    # A worker comes, and gets a place in a world.
 
     async def heartbeat_port(self) -> int:
         """Return the port for heartbeats. The first call opens the port."""
@@ -111,29 +131,6 @@ class Coordinator:
         """Admit a worker to the heartbeat server. Return the server's secret."""
         return self.heartbeats.admit(name)
 
-    async def _watch(self) -> None:
-        await self._taken_over()
-        await self._supervisor.watch()
-
-    async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
-        """Register a worker of the former coordinator.
-
-        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
-
-        Args:
-            place: last assignment of the worker.
-            commands: last commands that the worker received.
-        """
-        if member.name in self._dead:
-            return False
-        if self._succession.over:
-            return place is None or member.name in self.members
-        if place is not None:
-            self.members[member.name] = member
-            self._succession.came(member.name, place)
-        self.heartbeats.command(**merged(commands, self.heartbeats.commands))
-        return True
-
     async def join(self, member: Member) -> Answer:
         """Return the worker's place in the next world.
 
@@ -145,7 +142,7 @@ class Coordinator:
         # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
         if cause := self._dead[member.name]:
             self._dead[member.name] = ""
-            self._record_failure(member, "worker", cause)
+            self._record_failure(member, FailureKind.WORKER, cause)
         return Leave.RELEASED
 
     async def _assign(self, member: Member) -> Answer:
@@ -162,216 +159,13 @@ class Coordinator:
         self.reconcile()
         return await waiting
 
-    async def leave(self, name: str) -> None:
-        """Remove a worker that ends on purpose, without a failure."""
-        await self._taken_over(name)
-        if self._forget(name):
-            self._doomed.set()
-            self.reconcile()
-
-    async def failed(self, member: str, report: FailureReport) -> bool:
-        """Record why an attempt broke. Return whether the run is over."""
-        await self._taken_over(member)
-        if report.kind == "exception":
-            # A dying peer can make any call of a survivor raise, and the survivor's report may arrive before the
-            # death is detected.
-            await asyncio.sleep(_DEATH_NEWS_S)
-            if report.attempt and report.attempt == self.heartbeats.commands.aborted:
-                report = replace(report, kind="peer")
-        return self._judge(member, await self._confirm_cause(report))
-
-    async def _confirm_cause(self, report: FailureReport) -> FailureReport:
-        # The worker derives the kind "peer" from an error's text. The kind is right if a member of the attempt is lost.
-        # A wrong network interface raises the same error, and would do so in every new world.
-        if report.kind != "peer" or report.attempt != self._running:
-            return report
-        try:
-            await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
-        except TimeoutError:
-            await self._look_at_ledger()
-            # Several reports may wait here. The first one ends the attempt, so that the budget is charged once.
-            if report.attempt == self._running and not self._doomed.is_set():
-                return replace(report, kind="communication")
-        return report
-
-    def _judge(self, member: str, report: FailureReport) -> bool:
-        if member in self._dead:  # the other members have gone on without this one
-            return self.over
-        self._amendments = self._amendments.leaving_out(report.skip)
-        cause = "exception"
-        if report.kind == "peer":
-            cause = "worker lost"
-        elif report.kind == "numeric":
-            cause = report.message
-        elif report.kind == "communication":
-            cause = "communication failed"
-            self._charge_communication(member, report)
-        elif report.kind == "corruption":
-            cause = "corruption"
-            self._expel(report.corrupted, report.step)
-        elif report.forward_size is not None:
-            cause = "out of memory"
-            self._shrink(report, report.forward_size)
-        else:
-            self._charge(member, report)
-        self._end_attempt(cause, report)
-        return self.over
-
-    def _charge(self, member: str, report: FailureReport) -> None:
-        exceeded = self._budgets.spend(report.kind, report.step)
-        # The same exception at the same step from a second member would come back for ever, so the run ends. An error
-        # of kind "ours" tells the user what to change, so the run ends at once. A worker stops training after an
-        # exception, so the same report from the same member is a call that Ray has repeated.
-        first = self._seen_failures.setdefault((report.step, report.message), member)
-        if report.kind == "ours" or first != member or exceeded is not None:
-            self.over = True
-        self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
-
-    def _shrink(self, report: FailureReport, forward_size: int) -> None:
-        # Every rank may have run out of memory, each with another forward size. The smallest size counts.
-        if self._amendments.forward_size is None or forward_size < self._amendments.forward_size:
-            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=forward_size, error=report.message))
-
-    def _expel(self, name: str, step: int) -> None:
-        # All members report the corruption. The first report counts.
-        if name in self.members and name not in self._dead:
-            self.lose(name, f"computed wrongly in step {step + 1}", "corruption")
-
-    def _charge_communication(self, member: str, report: FailureReport) -> None:
-        self.record(report.to_event(member))
-        broken = self._broken_worlds.count(report.attempt)
-        exceeded = self._budgets.spend(report.kind, self._furthest_step)
-        if reason := broken or exceeded:
-            why = f"workers cannot communicate, although no worker was lost: {reason}\n{report.message}\n{_REMEDY}"
-            self.give_up(why, report.kind, exceeded)
-
-    async def publish(self, event: Event) -> None:
-        """Record an event of a worker or a slot."""
-        # An event of a former attempt is dropped: it comes from a leader that is cut off from the current world.
-        if event.attempt in (None, self._ownership.attempt) and not self._journal.has(event):
-            await self.record(event)
-
-    # Methods that slots and the driver call.
-
-    async def num_slots(self) -> int:
-        """Return the number of slots to keep open.
-
-        The number is 0 if the run needs no worker.
-        """
-        await self._taken_over()
-        if self.over or self._nothing_to_save():
-            return 0
-        return self.membership.wanted
-
-    async def corrupted_nodes(self) -> list[str]:
-        """Return the nodes on which a worker computed wrongly."""
-        return sorted(self._corrupted_nodes)
-
-    async def events(self, first: int, stop: bool) -> list[Event]:
-        """Return the events that the driver has not shown yet.
-
-        These are the kept events of this command from number `first` on, and all other events since the last call.
-
-        Args:
-            stop: whether the run shall stop as soon as the workers' state is on storage. A stopped run can be resumed.
-        """
-        # The driver sends `stop` in each call, because a coordinator that has received it may die.
-        if stop and not self.heartbeats.commands.stop:
-            self.heartbeats.command(stop=True)
-            self._close_if_stopping()
-        return self._journal.since(first)
-
-    async def close(self) -> None:
-        """Close the journal, and wait until all events are on storage."""
-        self._supervisor.close()
-        await self._journal.close()
-
-    def _close_if_stopping(self) -> None:
-        if self.heartbeats.commands.stop and self._succession.over:
-            self.dismiss(self.membership.close(), Leave.RUN_ENDED)
-
-    # The takeover from a former coordinator.
-
-    def _succeed(self) -> Succession:
-        """Restore the state of a former coordinator from storage."""
-        for event in self._journal.former:
-            self._furthest_step = max(self._furthest_step, getattr(event, "step", None) or 0)
-            self._learn(event)
-        claimed = self._ownership.attempt
-        unknown = False
-        try:
-            self._ownership.renew()
-        except RunConflict:
-            pass  # `next_attempt` raises the same error and reports it
-        except OSError:
-            unknown = True
-        begun = unknown or self._ownership.attempt > claimed
-        return Succession(self._timeouts, expected=begun and not self.over)
-
-    def _learn(self, event: Event) -> None:
-        self._supervisor.observe(event)
-        match event:
-            case events.Scale(after=bounds):
-                self.membership.rescale(*bounds)
-            case events.AttemptStarted(attempt=int(attempt)):
-                self._broken_worlds.stepped(attempt)
-            case events.AttemptEnded(attempt=int(attempt)):
-                self._ended.add(attempt)
-                if event.cause == "communication failed":
-                    self._broken_worlds.count(attempt)
-            case events.Failure(kind=str(kind), member=member):
-                self.over = self.over or event.fatal
-                self._note_corrupted(event)
-                self._budgets.spend(kind, self._furthest_step, event.attempt)
-                if event.step is not None:
-                    self._seen_failures.setdefault((event.step, event.error), member)
-            case events.Finished():
-                self.over = True
-
-    async def _taken_over(self, name: str | None = None) -> None:
-        """Wait until the takeover from a former coordinator is complete.
-
-        Then it is known which members of the world live. Member `name` does not train until then.
-        """
-        if self._succession.over:
-            return
-        await self.heartbeat_port()  # workers can only rejoin over an open port
-        if await self._succession.wait(name):
-            self._take_over(self._succession)
-
-    def _take_over(self, former: Succession) -> None:
-        place = former.newest
-        names: tuple[str, ...] = ()
-        if place is not None:
-            names = place.members
-            self._amendments = self._amendments.leaving_out(place.amendments.skip)
-            # If storage counts a newer attempt, no member has received an assignment to that attempt.
-            if place.attempt >= self._ownership.attempt and place.attempt not in self._ended:
-                self._running = place.attempt
-        self.membership.begin(names)
-        self.heartbeats.expect(names)
-        missing = [name for name in names if name not in self.members]
-        follows = f"another one has taken its place, and {len(names) - len(missing)} of {len(names)} workers go on"
-        self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
-        for name in missing:
-            self._lose_from_world(Member(name, None, ""), "worker", self._dead.get(name) or _NEVER_CAME)
-        # A member that still trains in an earlier world is cut off from the members of the newest world.
-        for name in former.behind():
-            self.lose(name, _NEVER_CAME)
-        if former.broken():
-            self.abort()
-        self._close_if_stopping()
-        self.reconcile()
-
-    # The change from one world to the next.
-
     def reconcile(self) -> None:
         """Carry out the membership's current decision."""
         if self.over or not self._succession.over or self._nothing_to_save():
             return
         decision = self.membership.decide(time.monotonic())
         if not isinstance(decision, Short):
-            self.short_since_s = None
+            self._short_since_s = None
         match decision:
             case Form(members):
                 self._spawn(self._form(members))
@@ -384,7 +178,7 @@ class Coordinator:
             case Keep():
                 self._tell_of_left_over()
             case Short():
-                self.short_since_s = self.short_since_s or time.monotonic()
+                self._short_since_s = self._short_since_s or time.monotonic()
 
     def _tell_of_left_over(self) -> None:
         left_over = self.membership.left_over
@@ -431,7 +225,9 @@ class Coordinator:
                 self.give_up(str(error))
         return None
 
-    def lose(self, name: str, cause: str, kind: str = "worker") -> None:
+    # A worker is lost, and its world is aborted.
+
+    def lose(self, name: str, cause: str, kind: FailureKind = FailureKind.WORKER) -> None:
         """Declare a worker dead, and abort its world.
 
         The worker's actor is killed in case the worker is only silent. The surviving members join the next world.
@@ -446,24 +242,24 @@ class Coordinator:
             self.members.pop(name)  # `_take_over` records the loss, if the member turns out to be in the world
             return
         if member.node in self._supervisor.draining:
-            kind = "preemption"
+            kind = FailureKind.PREEMPTION
         self._lose_from_world(member, kind, cause)
         self.reconcile()
 
-    def _lose_from_world(self, member: Member, kind: str, cause: str) -> None:
+    def _lose_from_world(self, member: Member, kind: FailureKind, cause: str) -> None:
         self._dead[member.name] = ""
         if self._forget(member.name):
             self.abort()
             self._record_failure(member, kind, cause)
 
-    def _record_failure(self, member: Member, kind: str, cause: str) -> None:
+    def _record_failure(self, member: Member, kind: FailureKind, cause: str) -> None:
         # A loss between two attempts counts for the former attempt.
         attempt = self._ownership.attempt
         node = member.node or None
         self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
         self._spawn(self._charge_loss(kind, attempt))
 
-    async def _charge_loss(self, kind: str, attempt: int) -> None:
+    async def _charge_loss(self, kind: FailureKind, attempt: int) -> None:
         await self._look_at_ledger()
         if exceeded := self._budgets.spend(kind, self._furthest_step, attempt):
             self.give_up(exceeded, kind, exceeded)
@@ -478,6 +274,271 @@ class Coordinator:
         self._doomed.set()
         self.heartbeats.command(aborted=self._ownership.attempt)
 
+    # Checks for what no call reports.
+
+    def _heard(self, name: str, message: Message) -> None:
+        self._supervisor.heard(name, message)
+        self._stacks.write(name, message, self._ownership.attempt)
+
+    def _patience(self, name: str, silence: Silence) -> float:
+        limit_s = self._supervisor.patience(name, silence, self.membership.world)
+        self._carry_out(self._supervisor.report_silence(name, silence, limit_s, self._ownership.attempt))
+        return limit_s
+
+    async def _watch(self) -> None:
+        await self._taken_over()
+        # Each check has a loop of its own, so that no check waits while another one waits for Ray or storage.
+        await asyncio.gather(
+            self._repeat(self._check_drains),
+            self._repeat(self._check_scale),
+            self._repeat(self._check_shortage),
+            self._watch_workers(),
+        )
+
+    async def _repeat(self, check: Callable[[], Awaitable[None]]) -> None:
+        while not self.over:
+            if self._ownership.lost:
+                self.give_up(self._ownership.lost)
+            try:
+                with contextlib.suppress(ray.exceptions.RayError, OSError):  # the next check tries again
+                    await check()
+            except Exception:  # one failed check must not end the loop
+                traceback.print_exc()
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _check_drains(self) -> None:
+        nodes = await asyncio.to_thread(draining_nodes)
+        members = {member.name: member.node for member in self.members.values()}
+        self._carry_out(self._supervisor.check_drains(nodes, members))
+
+    async def _check_scale(self) -> None:
+        request = await asyncio.to_thread(self._directory.pop_scale_request)
+        if request is None or self.heartbeats.commands.stop:
+            return
+        self.record(events.Scale(before=(self.membership.smallest, self.membership.largest), after=request))
+        self.dismiss(self.membership.rescale(*request), Leave.RELEASED)
+
+    async def _check_shortage(self) -> None:
+        if self._short_since_s is None:
+            return
+        waited_s = time.monotonic() - self._short_since_s
+        present = len(self.members)
+        needed = self.membership.smallest
+        self._carry_out(self._supervisor.check_shortage(self._short_since_s, waited_s, present, needed))
+        if waited_s > self._wait_s:
+            free = await asyncio.to_thread(ray.available_resources)
+            self.give_up(
+                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
+                f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
+                "Add nodes, and give the same command again"
+            )
+
+    async def _watch_workers(self) -> None:
+        lateness = Lateness(_INTERVAL_S)
+        while not self.over:
+            lateness.begin()
+            await asyncio.sleep(_INTERVAL_S)
+            _, gap = lateness.woke()
+            if gap:
+                self._supervisor.discard_reports(time.monotonic())
+            now = Situation(
+                attempt=self._ownership.attempt,
+                world=self.membership.world,
+                commands=self.heartbeats.commands,
+                now_s=time.monotonic(),
+                stretch=lateness.stretch,
+            )
+            try:
+                self._carry_out(self._supervisor.check_workers(now))
+            except Exception:  # one failed check must not end the loop
+                traceback.print_exc()
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Record(event):
+                    self.record(event)
+                case Dump(attempt):
+                    self.heartbeats.command(dump=attempt)
+                case Abort():
+                    self.abort()
+                case Lose(member, cause, kind):
+                    self.lose(member, cause, kind)
+                case Release(members):
+                    self.dismiss(self.membership.send_away(members), Leave.RELEASED)
+
+    # An attempt breaks, and each of its workers reports why.
+
+    async def failed(self, member: str, report: FailureReport) -> bool:
+        """Record why an attempt broke. Return whether the run is over."""
+        await self._taken_over(member)
+        if report.kind is FailureKind.EXCEPTION:
+            # A dying peer can make any call of a survivor raise, and the survivor's report may arrive before the
+            # death is detected.
+            await asyncio.sleep(_DEATH_NEWS_S)
+            if report.attempt and report.attempt == self.heartbeats.commands.aborted:
+                report = replace(report, kind=FailureKind.PEER)
+        return self._judge(member, await self._confirm_cause(report))
+
+    async def _confirm_cause(self, report: FailureReport) -> FailureReport:
+        # The worker derives the kind PEER from an error's text. The kind is right if a member of the attempt is lost.
+        # A wrong network interface raises the same error, and would do so in every new world.
+        if report.kind is not FailureKind.PEER or report.attempt != self._running:
+            return report
+        try:
+            await asyncio.wait_for(self._doomed.wait(), self._all_deaths_known_s)
+        except TimeoutError:
+            await self._look_at_ledger()
+            # Several reports may wait here. The first one ends the attempt, so that the budget is charged once.
+            if report.attempt == self._running and not self._doomed.is_set():
+                return replace(report, kind=FailureKind.COMMUNICATION)
+        return report
+
+    def _judge(self, member: str, report: FailureReport) -> bool:
+        if member in self._dead:  # the other members have gone on without this one
+            return self.over
+        self._amendments = self._amendments.leaving_out(report.skip)
+        match report.kind:
+            case FailureKind.PEER:
+                cause = "worker lost"
+            case FailureKind.NUMERIC:
+                cause = report.message
+            case FailureKind.COMMUNICATION:
+                cause = _NO_COMMUNICATION
+                self._charge_communication(member, report)
+            case FailureKind.CORRUPTION:
+                cause = "corruption"
+                self._expel(report.corrupted, report.step)
+            case FailureKind.SMALLER:
+                cause = "out of memory"
+                self._shrink(report)
+            case _:
+                cause = "exception"
+                self._charge(member, report)
+        self._end_attempt(cause, report)
+        return self.over
+
+    def _charge(self, member: str, report: FailureReport) -> None:
+        exceeded = self._budgets.spend(report.kind, report.step)
+        # The same exception at the same step from a second member would come back for ever, so the run ends. An error
+        # of kind OURS tells the user what to change, so the run ends at once. A worker stops training after an
+        # exception, so the same report from the same member is a call that Ray has repeated.
+        first = self._seen_failures.setdefault((report.step, report.message), member)
+        if report.kind is FailureKind.OURS or first != member or exceeded is not None:
+            self.over = True
+        self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
+
+    def _shrink(self, report: FailureReport) -> None:
+        # Every rank may have run out of memory, each with another forward size. The smallest size counts.
+        size = report.forward_size
+        former = self._amendments.forward_size
+        if size is not None and (former is None or size < former):
+            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=size, error=report.message))
+
+    def _expel(self, name: str, step: int) -> None:
+        # All members report the corruption. The first report counts.
+        if name in self.members and name not in self._dead:
+            self.lose(name, f"computed wrongly in step {step + 1}", FailureKind.CORRUPTION)
+
+    def _charge_communication(self, member: str, report: FailureReport) -> None:
+        self.record(report.to_event(member))
+        broken = self._broken_worlds.count(report.attempt)
+        exceeded = self._budgets.spend(report.kind, self._furthest_step)
+        if reason := broken or exceeded:
+            why = f"workers cannot communicate, although no worker was lost: {reason}\n{report.message}\n{_REMEDY}"
+            self.give_up(why, report.kind, exceeded)
+
+    def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
+        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
+        # it has a place in a world ends no attempt.
+        if self._running and (report is None or report.attempt == self._running):
+            step = report.step if report else None
+            self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
+
+    # Events of the run, for storage and for this coordinator's own state.
+
+    async def publish(self, event: Event) -> None:
+        """Record an event of a worker or a slot."""
+        # An event of a former attempt is dropped: it comes from a leader that is cut off from the current world.
+        if event.attempt in (None, self._ownership.attempt) and not self._journal.has(event):
+            await self.record(event)
+
+    def record(self, event: Event) -> asyncio.Future[None]:
+        """Apply an event to the coordinator's state and record the event.
+
+        Return a future that is done once the event is on storage.
+        """
+        self._observe(event)
+        match event:
+            case events.Rollback(steps=steps):
+                self._amendments = self._amendments.leaving_out(steps)
+            case events.ForwardsShrunk(forward_size=size):
+                self._amendments = replace(self._amendments, forward_size=size)
+            case events.AttemptEnded():
+                self._running = 0
+                self._doomed.set()
+            case events.Finished():
+                self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+        self._gauges.observe(event)
+        return self._journal.write(event)
+
+    def _observe(self, event: Event) -> None:
+        """Apply an event of this coordinator or of a former one."""
+        self._supervisor.observe(event)
+        match event:
+            case events.AttemptStarted(attempt=int(attempt)):
+                self._broken_worlds.stepped(attempt)
+            case events.Failure(kind=FailureKind.CORRUPTION, node=str(node)):
+                self._corrupted_nodes.add(node)
+            case events.Finished():
+                self.over = True
+
+    # Calls of the slots and the driver.
+
+    async def num_slots(self) -> int:
+        """Return the number of slots to keep open.
+
+        The number is 0 if the run needs no worker.
+        """
+        await self._taken_over()
+        if self.over or self._nothing_to_save():
+            return 0
+        return self.membership.wanted
+
+    async def corrupted_nodes(self) -> list[str]:
+        """Return the nodes on which a worker computed wrongly."""
+        return sorted(self._corrupted_nodes)
+
+    async def events(self, first: int, stop: bool) -> list[Event]:
+        """Return the events that the driver has not shown yet.
+
+        These are the kept events of this command from number `first` on, and all other events since the last call.
+
+        Args:
+            stop: whether the run shall stop as soon as the workers' state is on storage. A stopped run can be resumed.
+        """
+        # The driver sends `stop` in each call, because a coordinator that has received it may die.
+        if stop and not self.heartbeats.commands.stop:
+            self.heartbeats.command(stop=True)
+            self._close_if_stopping()
+        return self._journal.since(first)
+
+    # Workers leave, and the run ends.
+
+    async def leave(self, name: str) -> None:
+        """Remove a worker that ends on purpose, without a failure."""
+        await self._taken_over(name)
+        if self._forget(name):
+            self._doomed.set()
+            self.reconcile()
+
+    def _forget(self, name: str) -> bool:
+        # Returns whether the member was in the current world.
+        self.members.pop(name, None)
+        if waiting := self._waiting.pop(name, None):
+            waiting.cancel()
+        return self.membership.lose(name)
+
     def dismiss(self, names: list[str], reason: Leave) -> None:
         """Send waiting workers away, and reconcile."""
         for name in names:
@@ -486,7 +547,11 @@ class Coordinator:
                 waiting.set_result(reason)
         self.reconcile()
 
-    def give_up(self, why: str, kind: str = "ours", budget: str | None = None) -> None:
+    def _close_if_stopping(self) -> None:
+        if self.heartbeats.commands.stop and self._succession.over:
+            self.dismiss(self.membership.close(), Leave.RUN_ENDED)
+
+    def give_up(self, why: str, kind: FailureKind = FailureKind.OURS, budget: str | None = None) -> None:
         """End the run as failed, for the reason `why`.
 
         Args:
@@ -498,48 +563,97 @@ class Coordinator:
         self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
         self.dismiss(list(self._waiting), Leave.RUN_ENDED)
 
-    def _note_corrupted(self, event: Event) -> None:
+    async def close(self) -> None:
+        """Close the journal, and wait until all events are on storage."""
+        self._stacks.close()
+        await self._journal.close()
+
+    # The takeover from a former coordinator.
+
+    def _succeed(self) -> Succession:
+        """Restore the state of a former coordinator from storage."""
+        for event in self._journal.former:
+            self._furthest_step = max(self._furthest_step, getattr(event, "step", None) or 0)
+            self._learn(event)
+        claimed = self._ownership.attempt
+        unknown = False
+        try:
+            self._ownership.renew()
+        except RunConflict:
+            pass  # `next_attempt` raises the same error and reports it
+        except OSError:
+            unknown = True
+        begun = unknown or self._ownership.attempt > claimed
+        return Succession(self._timeouts, expected=begun and not self.over)
+
+    def _learn(self, event: Event) -> None:
+        self._observe(event)
         match event:
-            case events.Failure(kind="corruption", node=str(node)):
-                self._corrupted_nodes.add(node)
+            case events.Scale(after=bounds):
+                self.membership.rescale(*bounds)
+            case events.AttemptEnded(attempt=int(attempt)):
+                self._ended.add(attempt)
+                if event.cause == _NO_COMMUNICATION:
+                    self._broken_worlds.count(attempt)
+            case events.Failure(kind=str(kind), member=member):
+                self.over = self.over or event.fatal
+                self._budgets.spend(kind, self._furthest_step, event.attempt)
+                if event.step is not None:
+                    self._seen_failures.setdefault((event.step, event.error), member)
 
-    def record(self, event: Event) -> asyncio.Future[None]:
-        """Apply an event to the coordinator's state and record the event.
+    async def _taken_over(self, name: str | None = None) -> None:
+        """Wait until the takeover from a former coordinator is complete.
 
-        Return a future that is done once the event is on storage.
+        Then it is known which members of the world live. Member `name` does not train until then.
         """
-        match event:
-            case events.Rollback(steps=steps):
-                self._amendments = self._amendments.leaving_out(steps)
-            case events.AttemptStarted(attempt=int(attempt)):
-                self._broken_worlds.stepped(attempt)
-            case events.ForwardsShrunk(forward_size=size):
-                self._amendments = replace(self._amendments, forward_size=size)
-            case events.AttemptEnded():
-                self._running = 0
-                self._doomed.set()
-            case events.Failure():
-                self._note_corrupted(event)
-            case events.Finished():
-                self.over = True
-                self.dismiss(list(self._waiting), Leave.RUN_ENDED)
-        self._supervisor.observe(event)
-        self._gauges.observe(event)
-        return self._journal.write(event)
+        if self._succession.over:
+            return
+        await self.heartbeat_port()  # workers can only rejoin over an open port
+        if await self._succession.wait(name):
+            self._take_over(self._succession)
 
-    def _end_attempt(self, cause: str, report: FailureReport | None = None) -> None:
-        # Every survivor reports the end of the attempt, and the first report counts. A new worker that fails before
-        # it has a place in a world ends no attempt.
-        if self._running and (report is None or report.attempt == self._running):
-            step = report.step if report else None
-            self.record(events.AttemptEnded(attempt=self._running, cause=cause, step=step))
+    async def rejoin(self, member: Member, place: WorldAssignment | None, commands: Commands) -> bool:
+        """Register a worker of the former coordinator.
 
-    def _forget(self, name: str) -> bool:
-        # Returns whether the member was in the current world.
-        self.members.pop(name, None)
-        if waiting := self._waiting.pop(name, None):
-            waiting.cancel()
-        return self.membership.lose(name)
+        Return False if the worker must end, because it was declared dead or because its world has gone on without it.
+
+        Args:
+            place: last assignment of the worker.
+            commands: last commands that the worker received.
+        """
+        if member.name in self._dead:
+            return False
+        if self._succession.over:
+            return place is None or member.name in self.members
+        if place is not None:
+            self.members[member.name] = member
+            self._succession.came(member.name, place)
+        self.heartbeats.command(**merged(commands, self.heartbeats.commands))
+        return True
+
+    def _take_over(self, former: Succession) -> None:
+        place = former.newest
+        names: tuple[str, ...] = ()
+        if place is not None:
+            names = place.members
+            self._amendments = self._amendments.leaving_out(place.amendments.skip)
+            # If storage counts a newer attempt, no member has received an assignment to that attempt.
+            if place.attempt >= self._ownership.attempt and place.attempt not in self._ended:
+                self._running = place.attempt
+        self.membership.begin(names)
+        self.heartbeats.expect(names)
+        missing = [name for name in names if name not in self.members]
+        follows = f"another one has taken its place, and {len(names) - len(missing)} of {len(names)} workers go on"
+        self.record(events.ProcessRestarted(process="the coordinator", follows=follows))
+        for name in missing:
+            self._lose_from_world(Member(name, None, ""), FailureKind.WORKER, self._dead.get(name) or _NEVER_CAME)
+        # A member that still trains in an earlier world is cut off from the members of the newest world.
+        for name in former.behind():
+            self.lose(name, _NEVER_CAME)
+        if former.broken():
+            self.abort()
+        self._close_if_stopping()
+        self.reconcile()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

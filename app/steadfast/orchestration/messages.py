@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from steadfast.guards.failures import FailureKind
 from steadfast.plan import Amendments
 from steadfast.run.events import Failure
 
@@ -27,16 +28,7 @@ class FailureReport:
     Each worker whose attempt breaks sends a report to the coordinator.
     """
 
-    # One of:
-    # "peer": another worker seems to be lost
-    # "numeric": a step has bad numbers and must be left out
-    # "smaller": a forward has run out of memory, and can be repeated with fewer samples
-    # "oom": the device or the host has run out of memory elsewhere
-    # "corruption": a member computed wrongly
-    # "ours": a SteadfastError, whose message says what to do
-    # "exception": any other error
-    # The coordinator changes "peer" to "communication" if no worker was lost.
-    kind: str
+    kind: FailureKind
     attempt: int  # 0 if the worker has not been in a world yet
     step: int
     message: str

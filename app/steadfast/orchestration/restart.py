@@ -6,6 +6,7 @@ import threading
 import ray
 import ray.train
 
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.worker_runtime import RayRuntime
@@ -34,9 +35,9 @@ class RestartCoordinator(Coordinator):
         return self._judge(member, await self._confirm_cause(report))
 
     async def _watch(self) -> None:
-        await self._taken_over()  # there is no supervisor, because Ray watches its workers
+        await self._taken_over()  # there are no checks, because Ray watches its workers
 
-    async def _charge_loss(self, kind: str, attempt: int) -> None:
+    async def _charge_loss(self, kind: FailureKind, attempt: int) -> None:
         pass  # Ray itself counts the restarts of workers
 
 
@@ -61,7 +62,7 @@ class RestartRuntime(RayRuntime):
         """
         kind, over = self._report(step, error)
         super().close()
-        if not over or kind != "peer":
+        if not over or kind is not FailureKind.PEER:
             raise error
         return False
 

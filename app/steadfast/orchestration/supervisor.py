@@ -1,48 +1,79 @@
-"""Supervisor of a run, which finds faults that no call reports.
+"""Decide what to do about hung, silent and missing workers, and about nodes that are about to go.
 
-The supervisor polls for nodes that are about to go, for requests of `steadfast scale`, for too few workers and for hung
-workers.
+The module is pure: it receives the state of the run and the time as arguments, so that tests need no cluster.
 """
 
-import asyncio
-import contextlib
-import time
-import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import ray
 
 from steadfast.config import RecoveryConfig
-from steadfast.liveness.flight_recorder import unpack
-from steadfast.liveness.lateness import Lateness
+from steadfast.guards.failures import FailureKind
 from steadfast.liveness.rank_times import RankTimes
 from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s
 from steadfast.liveness.watchdog import Hang, Watchdog, find_straggler
-from steadfast.orchestration.heartbeat import Message, Silence
-from steadfast.orchestration.internals import draining_nodes
-from steadfast.orchestration.messages import Leave
+from steadfast.orchestration.heartbeat import Commands, Message, Silence
 from steadfast.run import events
-from steadfast.run.directory import STACKS, RunDirectory
 from steadfast.run.events import Event
-from steadfast.run.owner import Ownership
 from steadfast.world.progress import ProgressReport
 from steadfast.world.timeouts import Timeouts
 
-if TYPE_CHECKING:
-    from steadfast.orchestration.coordinator import Coordinator
-
-_INTERVAL_S = 0.25  # time between two checks
 _PATIENCE_S = 10.0  # time without enough workers, after which the run reports the shortage
 _STRAGGLERS_S = 60.0  # time between two searches for a straggler
 _STACKS_S = 0.5  # time for the stacks of a hung world to arrive
 
 
 @dataclass(frozen=True)
-class _Told:
+class Record:
+    """Record an event."""
+
+    event: Event
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Request stacks from the workers of an attempt; 0 withdraws the request."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the current attempt at once."""
+
+
+@dataclass(frozen=True)
+class Lose:
+    """Declare a member dead."""
+
+    member: str
+    cause: str
+    kind: FailureKind
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let members leave the run, those of the world at an agreed step."""
+
+    members: tuple[str, ...]
+
+
+Decision = Record | Dump | Abort | Lose | Release
+
+
+@dataclass(frozen=True)
+class Situation:
+    """State of the newest attempt at one check of its workers."""
+
+    attempt: int
+    world: tuple[str, ...]
+    commands: Commands
+    now_s: float
+    stretch: float = 1.0  # factor for time limits, from the load of the coordinator's machine
+
+
+@dataclass(frozen=True)
+class _ReportedHang:
     """A reported hang, and the progress of its members at that time."""
 
     hang: Hang
@@ -50,34 +81,32 @@ class _Told:
     places: dict[str, list[int]]
     at_s: float
 
-    def lasts(self, attempt: int, world: dict[str, ProgressReport]) -> bool:
+    def lasts(self, attempt: int, reports: Mapping[str, ProgressReport]) -> bool:
         if attempt != self.attempt:
             return False
-        return all(_place(world[name]) == place for name, place in self.places.items() if name in world)
+        return all(_place(reports[name]) == place for name, place in self.places.items() if name in reports)
 
 
 class Supervisor:
-    """Watcher of nodes, scale requests and the workers' progress.
+    """Judge of the workers' progress and silence, of draining nodes and of shortages.
 
-    The supervisor detects and records. It changes the world only through the coordinator, in whose process it runs.
+    The methods return decisions for the coordinator. They are generators, so that the coordinator carries out each
+    decision before the next one is made: an exception does not undo the decisions before it.
+
+    Args:
+        stacks: folder that the event `Hang` names.
     """
 
-    def __init__(
-        self, run: "Coordinator", directory: RunDirectory, ownership: Ownership, recovery: RecoveryConfig
-    ) -> None:
+    def __init__(self, recovery: RecoveryConfig, stacks: str) -> None:
         self.draining: set[str] = set()  # ids of nodes that are about to go
-        self._run = run
-        self._directory = directory
-        self._ownership = ownership
-        self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
+        self._stacks = stacks
         self._hang_limit_s = recovery.hang_limit_s
         self._timeouts = Timeouts(recovery.silence_s)
-        self._told_since_s: float | None = None  # beginning of the last shortage that was reported
+        self._shortage_s: float | None = None  # beginning of the last shortage that was reported
         self._costs = Costs()
-        self._lateness = Lateness(_INTERVAL_S)
         self._patient_until_s = 0.0  # time before which no worker is ended for a hang
         self._watchdog = Watchdog()
-        self._told: _Told | None = None  # the reported hang that still lasts
+        self._reported: _ReportedHang | None = None  # the reported hang that still lasts
         self._silent: set[str] = set()  # workers whose silence was reported
         self._aborted = (0, 0.0)  # the last attempt that was aborted for a hang, and the hang's duration at that time
         self._hung: Counter[tuple[str, int]] = Counter()  # workers ended, by the phase and step of their hang
@@ -86,8 +115,6 @@ class Supervisor:
         self._compared: dict[str, ProgressReport] = {}  # reports at the last search for stragglers
         self._compared_s = 0.0
         self._rank_times = RankTimes()
-        self._unwritten: dict[str, bytes] = {}  # stacks and collectives to write, by file
-        self._writing = ThreadPoolExecutor(1, "stacks")  # a thread, because storage may take any time
 
     def heard(self, name: str, message: Message) -> None:
         """Record a message from a worker's heartbeat connection."""
@@ -96,182 +123,122 @@ class Supervisor:
             self._progress[name] = ProgressReport(**message["progress"])
         if "stretch" in message:
             self._stretches[name] = float(message["stretch"])
-        if "stacks" in message:
-            file = f"{STACKS}/attempt-{self._ownership.attempt}-{name}.txt"
-            self._write_later(file, message["stacks"].encode())
-        if "collectives" in message:
-            # torchfrtrace expects a folder for each attempt and file names that end with the rank.
-            report = self._progress[name]
-            file = f"{STACKS}/attempt-{report.attempt}-collectives/rank-{report.rank}"
-            self._write_later(file, unpack(message["collectives"]))
-
-    def close(self) -> None:
-        """Accept no more files. Files that were accepted are still written."""
-        self._writing.shutdown(wait=False)
 
     def observe(self, event: Event) -> None:
         """Update the estimate of costs with an event of the run."""
         self._costs.record(event)
 
-    def price(self, ending: Collection[str]) -> Price:
-        """Return the cost of ending these members of the world now."""
-        return self._costs.price(ending, self._run.membership.world)
+    def discard_reports(self, now_s: float) -> None:
+        """Discard the workers' reports, after the coordinator's process was stopped.
 
-    def patience(self, name: str, silence: Silence) -> float:
-        """Return the seconds that a worker in a world may be silent.
-
-        The first call for a silent worker records the event `Silent`.
+        The reports are old, and the workers get time to send new ones.
         """
+        self._progress.clear()
+        self._patient_until_s = now_s + self._timeouts.silence_s
+
+    def patience(self, name: str, silence: Silence, world: Collection[str]) -> float:
+        """Return the seconds that a worker in a world may be silent."""
         guess = Guess.SILENT if silence.answers else Guess.UNREACHABLE
         if silence.nobody_heard:
-            price = self.price(self._run.membership.world)
+            price = self._costs.price(world, world)
         elif guess is Guess.UNREACHABLE:
             price = Price()  # the state on a dead machine is lost, and a longer wait does not save it
         else:
-            price = self.price((name,))
+            price = self._costs.price((name,), world)
         stretch = max(silence.stretch, self._stretches.get(name, 1.0))
         limit_s = patience_s(guess, self._timeouts.silence_s, price, self._hang_limit_s, stretch)
         if guess is Guess.UNREACHABLE:
             # If all workers are silent, this machine may be the one that is cut off. The workers end after `lease_s`
             # too, so there is no reason to wait longer.
             limit_s = min(limit_s, self._timeouts.lease_s)
-        if name not in self._silent and silence.seconds < limit_s:
-            self._silent.add(name)
-            told_s = round(silence.seconds, 1)
-            told = events.Silent(member=name, seconds=told_s, answers=silence.answers, ends_s=round(limit_s, 1))
-            self._run.record(told.of_attempt(self._ownership.attempt))
         return limit_s
 
-    async def watch(self) -> None:
-        """Run all checks periodically until the run is over."""
-        # Each check has a loop of its own, so that no check waits while another one waits for Ray or storage.
-        await asyncio.gather(
-            self._repeat(self._check_drains),
-            self._repeat(self._check_scale),
-            self._repeat(self._check_shortage),
-            self._watch_workers(),
-        )
+    def report_silence(self, name: str, silence: Silence, limit_s: float, attempt: int) -> Iterator[Decision]:
+        """Report a silent worker once, unless its limit has passed."""
+        if name not in self._silent and silence.seconds < limit_s:
+            self._silent.add(name)
+            silent_s = round(silence.seconds, 1)
+            silent = events.Silent(member=name, seconds=silent_s, answers=silence.answers, ends_s=round(limit_s, 1))
+            yield Record(silent.of_attempt(attempt))
 
-    async def _repeat(self, look: Callable[[], Awaitable[None]]) -> None:
-        while not self._run.over:
-            if self._ownership.lost:
-                self._run.give_up(self._ownership.lost)
-            try:
-                with contextlib.suppress(ray.exceptions.RayError, OSError):  # the next check tries again
-                    await look()
-            except Exception:  # one failed check must not end the loop
-                traceback.print_exc()
-            await asyncio.sleep(_INTERVAL_S)
+    def check_drains(self, nodes: Mapping[str, float], members: Mapping[str, str]) -> Iterator[Decision]:
+        """Let the workers of a node that is about to go leave the run.
 
-    async def _check_drains(self) -> None:
-        # Workers of a node that is about to go leave the world at an agreed step. The coordinator admits no new worker
-        # of such a node.
-        nodes = await asyncio.to_thread(draining_nodes)
+        The coordinator admits no new worker of such a node.
+
+        Args:
+            nodes: each draining node, with the Unix time at which the node goes.
+            members: each worker, with its node.
+        """
         for node in nodes.keys() - self.draining:
             self.draining.add(node)
-            names = tuple(member.name for member in self._run.members.values() if member.node == node)
+            names = tuple(name for name, its_node in members.items() if its_node == node)
             if names:
-                self._run.record(events.Preemption(node=node, deadline_s=nodes[node], members=names))
-                self._run.dismiss(self._run.membership.send_away(names), Leave.RELEASED)
+                yield Record(events.Preemption(node=node, deadline_s=nodes[node], members=names))
+                yield Release(names)
 
-    async def _check_scale(self) -> None:
-        request = await asyncio.to_thread(self._directory.pop_scale_request)
-        if request is None or self._run.heartbeats.commands.stop:
+    def check_shortage(self, since_s: float, waited_s: float, present: int, needed: int) -> Iterator[Decision]:
+        """Report a shortage of workers once, when it has lasted for a while."""
+        if waited_s > _PATIENCE_S and self._shortage_s != since_s:
+            self._shortage_s = since_s
+            yield Record(events.Waiting(workers=present, needed=needed, seconds=round(waited_s, 1)))
+
+    def check_workers(self, now: Situation) -> Iterator[Decision]:
+        """Judge the progress of the world's workers."""
+        reports = self._reports(now)
+        if self._reported is not None and not self._reported.lasts(now.attempt, reports):
+            yield from self._end_hang(self._reported, now)
+        if not reports:
             return
-        membership = self._run.membership
-        self._run.record(events.Scale(before=(membership.smallest, membership.largest), after=request))
-        self._run.dismiss(membership.rescale(*request), Leave.RELEASED)
+        self._costs.reached(min(report.step for report in reports.values()), now.now_s)
+        if hang := self._watchdog.look(reports):
+            yield from self._follow_hang(hang, reports, now)
+        if now.now_s - self._compared_s > _STRAGGLERS_S:
+            if found := find_straggler(self._compared, reports):
+                yield Record(events.Straggler(**vars(found)))
+            self._compared = reports
+            self._compared_s = now.now_s
+        if times := self._rank_times.look(reports, now.now_s):
+            yield Record(times)
 
-    async def _check_shortage(self) -> None:
-        since_s = self._run.short_since_s
-        if since_s is None:
-            return
-        waited_s = time.monotonic() - since_s
-        present = len(self._run.members)
-        needed = self._run.membership.smallest
-        if waited_s > _PATIENCE_S and self._told_since_s != since_s:
-            self._told_since_s = since_s
-            self._run.record(events.Waiting(workers=present, needed=needed, seconds=round(waited_s, 1)))
-        if waited_s > self._wait_s:
-            free = await asyncio.to_thread(ray.available_resources)
-            self._run.give_up(
-                f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
-                f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
-                "Add nodes, and give the same command again"
-            )
-
-    async def _watch_workers(self) -> None:
-        while not self._run.over:
-            self._lateness.begin()
-            await asyncio.sleep(_INTERVAL_S)
-            _, gap = self._lateness.woke()
-            if gap:
-                # This process was stopped, so the reports are old. The workers get time to send new ones.
-                self._progress.clear()
-                self._patient_until_s = time.monotonic() + self._timeouts.silence_s
-            try:
-                self._check_progress()
-            except Exception:  # one failed check must not end the loop
-                traceback.print_exc()
-
-    def _check_progress(self) -> None:
-        world = self._world()
-        attempt = self._ownership.attempt
-        if self._told is not None and not self._told.lasts(attempt, world):
-            self._tell_over(self._told, attempt)
-        if not world:
-            return
-        now_s = time.monotonic()
-        self._costs.reached(min(report.step for report in world.values()), now_s)
-        if hang := self._watchdog.look(world):
-            self._follow_hang(hang, attempt, world)
-        if now_s - self._compared_s > _STRAGGLERS_S:
-            if found := find_straggler(self._compared, world):
-                self._run.record(events.Straggler(**vars(found)))
-            self._compared = world
-            self._compared_s = now_s
-        if times := self._rank_times.look(world, now_s):
-            self._run.record(times)
-
-    def _world(self) -> dict[str, ProgressReport]:
+    def _reports(self, now: Situation) -> dict[str, ProgressReport]:
         """Return the newest progress report of each member of the world.
 
         The result is empty until all members have begun the attempt.
         """
-        world: dict[str, ProgressReport] = {}
-        for name in self._run.membership.world:
+        reports: dict[str, ProgressReport] = {}
+        for name in now.world:
             progress = self._progress.get(name)
-            if progress is None or progress.attempt != self._ownership.attempt:
+            if progress is None or progress.attempt != now.attempt:
                 return {}
-            world[name] = progress
-        return world
+            reports[name] = progress
+        return reports
 
-    def _follow_hang(self, hang: Hang, attempt: int, world: dict[str, ProgressReport]) -> None:
-        now_s = time.monotonic()
+    def _follow_hang(self, hang: Hang, reports: dict[str, ProgressReport], now: Situation) -> Iterator[Decision]:
         # An abort frees the members that wait in a collective, and ends no worker. So it is tried first, unless the
         # other members wait for the suspects.
-        abort = hang.guess is not Guess.STUCK and self._run.heartbeats.commands.aborted != attempt
-        stretch = self._lateness.stretch
-        for name in world:
+        abort = hang.guess is not Guess.STUCK and now.commands.aborted != now.attempt
+        stretch = now.stretch
+        for name in reports:
             stretch = max(stretch, self._stretches.get(name, 1.0))
-        ending = () if abort else hang.members
-        limit_s = patience_s(hang.guess, hang.usual_s, self.price(ending), self._hang_limit_s, stretch)
-        if self._told is None:
-            places = {name: _place(world[name]) for name in hang.members}
-            self._told = _Told(hang, attempt, places, now_s)
-            self._tell(hang, attempt, limit_s)
+        price = self._costs.price(() if abort else hang.members, now.world)
+        limit_s = patience_s(hang.guess, hang.usual_s, price, self._hang_limit_s, stretch)
+        if self._reported is None:
+            places = {name: _place(reports[name]) for name in hang.members}
+            self._reported = _ReportedHang(hang, now.attempt, places, now.now_s)
+            yield from self._report_hang(hang, now.attempt, limit_s)
             return
-        if now_s - self._told.at_s < _STACKS_S:
+        if now.now_s - self._reported.at_s < _STACKS_S:
             return
-        if self._run.heartbeats.commands.dump:
-            self._run.heartbeats.command(dump=0)  # so that the next hang of this attempt can request stacks again
+        if now.commands.dump:
+            yield Dump(0)  # so that the next hang of this attempt can request stacks again
         # Members that the abort has not freed get the whole time limit again.
-        since_s = self._aborted[1] if self._aborted[0] == attempt else 0.0
-        if hang.seconds - since_s < limit_s or now_s < self._patient_until_s:
+        since_s = self._aborted[1] if self._aborted[0] == now.attempt else 0.0
+        if hang.seconds - since_s < limit_s or now.now_s < self._patient_until_s:
             return
         if abort:
-            self._aborted = (attempt, hang.seconds)
-            self._run.abort()
+            self._aborted = (now.attempt, hang.seconds)
+            yield Abort()
             return
         # If workers hang at the same place one after another, the cause is more likely the step's samples than the
         # workers. The message names this.
@@ -281,40 +248,32 @@ class Supervisor:
             again = f", as {self._hung[place]} before it after step {hang.step}"
         for name in hang.members:
             self._hung[place] += 1
-            self._run.lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", "hang")
+            yield Lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", FailureKind.HANG)
 
-    def _tell(self, hang: Hang, attempt: int, limit_s: float) -> None:
-        told = events.Hang(
+    def _report_hang(self, hang: Hang, attempt: int, limit_s: float) -> Iterator[Decision]:
+        hung = events.Hang(
             attempt=attempt,
             ranks=hang.ranks,
             phase=hang.phase,
             step=hang.step,
             seconds=round(hang.seconds, 1),
-            stacks=self._directory / STACKS,
+            stacks=self._stacks,
             guess=hang.guess,
             ends_s=round(limit_s, 1),
         )
-        self._run.record(told)
-        self._run.heartbeats.command(dump=attempt)
+        yield Record(hung)
+        yield Dump(attempt)
 
-    def _tell_over(self, told: _Told, attempt: int) -> None:
-        self._told = None
-        self._run.heartbeats.command(dump=0)
-        if told.attempt == attempt:  # otherwise the end of the attempt has been reported
-            seconds = round(told.hang.seconds + time.monotonic() - told.at_s, 1)
-            hang = told.hang
-            over = events.HangOver(attempt=attempt, ranks=hang.ranks, phase=hang.phase, step=hang.step, seconds=seconds)
-            self._run.record(over)
-
-    def _write_later(self, file: str, contents: bytes) -> None:
-        # Newer contents replace those that wait to be written, so that slow storage does not fill the memory.
-        self._unwritten[file] = contents
-        self._writing.submit(self._write_one)
-
-    def _write_one(self) -> None:
-        with contextlib.suppress(OSError, KeyError):
-            file, contents = self._unwritten.popitem()
-            self._directory.store.commit(file, contents)
+    def _end_hang(self, reported: _ReportedHang, now: Situation) -> Iterator[Decision]:
+        self._reported = None
+        yield Dump(0)
+        if reported.attempt == now.attempt:  # otherwise the end of the attempt has been reported
+            hang = reported.hang
+            seconds = round(hang.seconds + now.now_s - reported.at_s, 1)
+            over = events.HangOver(
+                attempt=now.attempt, ranks=hang.ranks, phase=hang.phase, step=hang.step, seconds=seconds
+            )
+            yield Record(over)
 
 
 def _place(report: ProgressReport) -> list[int]:

@@ -15,6 +15,7 @@ from ray.train.torch import TorchTrainer
 
 from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.internals import dead_processes, without_idle_actors
@@ -312,7 +313,7 @@ class Fit:
         return int(self.directory.last_step_line().get("step", 0))
 
     def _explained(self, failure: Failure) -> SteadfastError:
-        if failure.kind != "ours":
+        if failure.kind != FailureKind.OURS:
             # The failure has no traceback if a budget was exceeded or the workers could not communicate.
             return TrainingError(failure.traceback or failure.error)
         # Before the first step such an error means bad input, which is a usage error. Later the training has failed.

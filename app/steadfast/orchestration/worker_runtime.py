@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from steadfast.balance.shares import LABEL
 from steadfast.config import Config
-from steadfast.errors import SteadfastError
 from steadfast.guards.corruption import Corrupted
+from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
 from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.liveness.flight_recorder import FlightRecorder
@@ -27,18 +27,13 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Checkpoint, Event
 from steadfast.run.interrupts import unblock_sigterm
 from steadfast.world.device import assigned_device
-from steadfast.world.groups import (
-    PeerLost,
-    WorldRank,
-    is_out_of_memory,
-    is_peer_loss,
-    prefer_interface_of,
-    recover_in_process,
-    serve_store,
-)
+from steadfast.world.groups import PeerLost, WorldRank, prefer_interface_of, recover_in_process, serve_store
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from steadfast.world.timeouts import Timeouts
+
+# After an exception of another kind the process may be in a bad state, so the worker ends.
+_WORKER_GOES_ON = (FailureKind.PEER, FailureKind.NUMERIC, FailureKind.SMALLER, FailureKind.CORRUPTION)
 
 
 @dataclass(frozen=True)
@@ -129,11 +124,11 @@ class RayRuntime:
         Raises `error` if the failure ends the run.
         """
         kind, over = self._report(step, error)
-        if over and kind != "peer":
+        if over and kind is not FailureKind.PEER:
             raise error
         is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
-        if is_odd or kind not in ("peer", "numeric", "smaller", "corruption"):
-            self.leave_reason = Leave.RELEASED  # after an exception the process may be in a bad state, so it ends
+        if is_odd or kind not in _WORKER_GOES_ON:
+            self.leave_reason = Leave.RELEASED
         return not over and self.leave_reason != Leave.RELEASED
 
     def close(self) -> None:
@@ -193,10 +188,10 @@ class RayRuntime:
         process = WorkerProcess(self.device, self._timeouts, self._progress, self._member.node)
         return form_world(store, own, process, place.amendments, self._aborted)
 
-    def _report(self, step: int, error: BaseException) -> tuple[str, bool]:
+    def _report(self, step: int, error: BaseException) -> tuple[FailureKind, bool]:
         # Returns the kind of the failure, and whether the run is over.
-        kind = _kind(error, self._attempt)
-        message = str(error) if kind == "ours" else f"{type(error).__name__}: {error}"
+        kind = failure_kind(error, has_peers=self._attempt > 0)
+        message = str(error) if kind is FailureKind.OURS else f"{type(error).__name__}: {error}"
         lines = "".join(traceback.format_exception(error))
         failure = FailureReport(kind, self._attempt, step, message, lines)
         if isinstance(error, BadStep):
@@ -228,23 +223,6 @@ class RayRuntime:
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()
-
-
-def _kind(error: BaseException, attempt: int) -> str:
-    if isinstance(error, OutOfMemory):
-        return "smaller"
-    # Before the first attempt there are no peers. A dataset that is built then may raise errors of sockets too.
-    if attempt and is_peer_loss(error):
-        return "peer"
-    if isinstance(error, SteadfastError):
-        return "ours"
-    if isinstance(error, BadStep):
-        return "numeric"
-    if isinstance(error, Corrupted):
-        return "corruption"
-    if is_out_of_memory(error):
-        return "oom"
-    return "exception"
 
 
 def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
