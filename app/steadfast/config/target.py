@@ -70,7 +70,9 @@ def load_section(section: Target, path: str) -> Callable[..., Any]:
 
     Raises ConfigError if the callable cannot be loaded.
     """
-    return section.given or load_target(section.target, f"{path}.target")
+    if section.given is not None:
+        return section.given
+    return load_target(section.target, f"{path}.target")
 
 
 def build_target(section: Target, path: str, **values: Any) -> Any:
