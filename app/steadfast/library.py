@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,8 @@ from steadfast.checkpoint.weights import read_whole
 from steadfast.config import (
     CollateConfig,
     Config,
-    CoupledConfig,
     DataConfig,
     HeldOut,
-    OptimizerConfig,
     SamplesConfig,
     ScalingConfig,
     Target,
@@ -38,7 +35,6 @@ from steadfast.config import (
     ValidationTarget,
     load_config,
 )
-from steadfast.config.target import live_targets
 from steadfast.config.variables import given_variables, taken_variables
 from steadfast.data import Dataset
 from steadfast.data.datasets import Collate
@@ -122,15 +118,19 @@ def fit(
         config = load_config(os.fspath(config), overrides)
     elif overrides:
         raise UsageError("overrides need a configuration file; to change a Config, pass a changed copy of it")
-    objects = _Objects()
-    sections: dict[str, Any] = {**objects.model(model)}
-    data = objects.samples(config.data, dataset, collate)
-    data = objects.validation(data, validation, validation_collate)
-    sections["data"] = objects.order(data, order)
-    sections |= objects.task(config.task, task)
-    sections |= objects.optimizer(config.optimizer, optimizer)
-    sections |= objects.schedule(schedule)
-    sections["hooks"] = (*config.hooks, *objects.hooks(hooks))
+    data = _with_dataset(config.data, dataset, collate)
+    data = _with_validation(data, validation, validation_collate)
+    sections: dict[str, Any] = {"data": _with_order(data, order), "hooks": (*config.hooks, *_hooks(hooks))}
+    if model is not None:
+        sections["model"] = _model(model)
+    if task is not None:
+        sections["task"] = _task(task, config.task.coupled)
+    if optimizer is not None:
+        # These keys exist for every kind of optimizer, so their values are kept.
+        kept = {"lr": config.optimizer.lr, "max_grad_norm": config.optimizer.max_grad_norm}
+        sections["optimizer"] = TargetOptimizer.of_object("optimizer", _name(optimizer), optimizer, **kept)
+    if schedule is not None:
+        sections["schedule"] = Target.of_object("schedule", _name(schedule), schedule)
     config = config.model_copy(update=sections)
     with _only_call():
         taken_variables(config.cluster, os.environ)  # called for its error if a variable is missing
@@ -142,7 +142,7 @@ def fit(
         directory = RunDirectory.of(config)
         # Training seeds the random generators. Without `kept_randomness` a hyperparameter search that draws a learning
         # rate before each call would draw the same rate from the second call on.
-        with kept_randomness(), live_targets(objects.callables), closing(Console(verbose)) as console:
+        with kept_randomness(), closing(Console(verbose)) as console:
             if place.rank == 0:
                 console.stage("starting", started_s)
             if isinstance(model, nn.Module):
@@ -160,8 +160,8 @@ def _only_call() -> Iterator[None]:
     Raises:
         UsageError: another call is training.
     """
-    # The registered objects of a call and torch's process group belong to the whole process. Waiting is no answer: a
-    # call from a hook of the running call would wait for itself.
+    # torch's process group and random generators belong to the whole process. Waiting is no answer: a call from a hook
+    # of the running call would wait for itself.
     if not _training.acquire(blocking=False):
         raise UsageError(
             "another fit is training in this process: wait until it has returned, or start one process for each call"
@@ -172,132 +172,100 @@ def _only_call() -> Iterator[None]:
         _training.release()
 
 
-class _Objects:
-    """Gives live objects target names for the configuration.
+def _model(given: nn.Module | Callable[[], nn.Module]) -> Target:
+    """Return the section `model` for a model or a function that builds one."""
+    if not isinstance(given, nn.Module):
+        return Target.of_object("model", _name(given), given)
+    # Each call returns a new copy, because an attempt may have to start from the original weights. The digest is an
+    # argument of the model, so that a resume with another model is refused.
+    args = {"parameters": _digest(given)}
+    return Target.of_object("model", _name(given), lambda **_: _copied(given), args=args)
 
-    Each method returns the updated sections, unchanged or empty without an object.
+
+def _with_dataset(config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
+    """Return the section `data` with this dataset and its collate function.
+
+    Raises:
+        UsageError: the data are text or tokens and take no collate function.
     """
+    if dataset is not None:
+        # Keys that all data sections share, such as `validation_fraction`, keep their values.
+        kept: dict[str, Any] = {}
+        for name in SamplesConfig.model_fields:
+            if hasattr(config, name):
+                kept[name] = getattr(config, name)
+        config = TargetData.of_object("data", _name(dataset), lambda: dataset, **kept)
+    if collate is None:
+        return config
+    # Text and tokens are read in whole batches, so there is nothing to collate.
+    if not isinstance(config, SamplesConfig):
+        raise UsageError(
+            "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
+        )
+    return config.model_copy(update={"collate": Target.of_object("data.collate", _name(collate), collate)})
 
-    def __init__(self) -> None:
-        # The callable that `load_target` finds under each name.
-        self.callables: dict[str, Callable[..., Any]] = {}
 
-    def model(self, given: nn.Module | Callable[[], nn.Module] | None) -> dict[str, Target]:
-        """Return the section `model` for a model or a function that builds one."""
-        if given is None:
-            return {}
-        if not isinstance(given, nn.Module):
-            return {"model": Target(target=self._name("model", given, given))}
-        # Each call returns a new copy, because an attempt may have to start from the original weights. The digest is an
-        # argument of the model, so that a resume with another model is refused.
-        name = self._name("model", given, lambda **_: _copied(given))
-        return {"model": Target(target=name, args={"parameters": _digest(given)})}
+def _with_validation(config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
+    """Return the section `data` with this dataset and collate function for validation.
 
-    def samples(self, config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
-        """Return the section `data` with this dataset and its collate function.
-
-        Raises:
-            UsageError: the data are text or tokens and take no collate function.
-        """
-        if dataset is not None:
-            # Keys that all data sections share, such as `validation_fraction`, keep their values.
-            kept: dict[str, Any] = {}
-            for name in SamplesConfig.model_fields:
-                if hasattr(config, name):
-                    kept[name] = getattr(config, name)
-            config = TargetData(target=self._name("data", dataset, partial(_itself, dataset)), **kept)
-        if collate is None:
-            return config
-        # Text and tokens are read in whole batches, so there is nothing to collate.
-        if not isinstance(config, SamplesConfig):
+    Raises:
+        UsageError: the data for validation are text or tokens and take no collate function.
+    """
+    section = config.validation
+    if dataset is not None:
+        section = ValidationTarget.of_object("data.validation", _name(dataset), lambda: dataset)
+    if collate is not None:
+        section = section or HeldOut()
+        if not isinstance(section, CollateConfig):
             raise UsageError(
-                "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
+                "validation_collate needs a validation dataset of samples: held-out samples, an image folder, a "
+                "Hugging Face dataset or your own (validation=)"
             )
-        return config.model_copy(update={"collate": Target(target=self._name("data.collate", collate, collate))})
-
-    def validation(self, config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
-        """Return the section `data` with this dataset and collate function for validation.
-
-        Raises:
-            UsageError: the data for validation are text or tokens and take no collate function.
-        """
-        update: dict[str, Any] = {}
-        if dataset is not None:
-            target = self._name("data.validation", dataset, partial(_itself, dataset))
-            update["validation"] = ValidationTarget(target=target)
-        if collate is not None:
-            held_out = update.get("validation") or config.validation or HeldOut()
-            if not isinstance(held_out, CollateConfig):
-                raise UsageError(
-                    "validation_collate needs a validation dataset of samples: held-out samples, an image folder, a "
-                    "Hugging Face dataset or your own (validation=)"
-                )
-            own = Target(target=self._name("data.validation.collate", collate, collate))
-            update["validation"] = held_out.model_copy(update={"collate": own})
-        return config.model_copy(update=update)
-
-    def order(self, config: DataConfig, given: Order | Literal["shuffled", "sequential"] | None) -> DataConfig:
-        """Return the section `data` with this order.
-
-        Raises:
-            UsageError: the order is unknown.
-        """
-        if given is None:
-            return config
-        if callable(given):
-            return config.model_copy(update={"order": Target(target=self._name("data.order", given, given))})
-        # `model_copy` does not validate, so an unknown order would be found only when the data are read.
-        if given not in ("shuffled", "sequential"):
-            raise UsageError(f'order={given!r}: must be "shuffled", "sequential" or a function')
-        return config.model_copy(update={"order": given})
-
-    def task(self, config: CoupledConfig, given: Any) -> dict[str, TargetTask]:
-        """Return the section `task` for an object, a class or a loss function."""
-        if given is None:
-            return {}
-        if isinstance(given, type):
-            build: Callable[..., Any] = given
-        elif hasattr(given, "loss"):
-            build = partial(_itself, given)
-        else:
-            build = partial(_itself, SimpleNamespace(loss=given))
-        return {"task": TargetTask(target=self._name("task", given, build), coupled=config.coupled)}
-
-    def optimizer(self, config: OptimizerConfig, given: Callable[..., Any] | None) -> dict[str, TargetOptimizer]:
-        """Return the section `optimizer` for a callable."""
-        if given is None:
-            return {}
-        # These keys exist for every kind of optimizer, so their values are kept.
-        of_any = {"lr": config.lr, "max_grad_norm": config.max_grad_norm}
-        return {"optimizer": TargetOptimizer(target=self._name("optimizer", given, given), **of_any)}
-
-    def schedule(self, given: Callable[..., float] | None) -> dict[str, Target]:
-        """Return the section `schedule` for a function."""
-        if given is None:
-            return {}
-        return {"schedule": Target(target=self._name("schedule", given, given))}
-
-    def hooks(self, given: Sequence[Any]) -> list[Target]:
-        """Return an entry of `hooks` for each object or class."""
-        targets: list[Target] = []
-        for index, hook in enumerate(given):
-            build = hook if isinstance(hook, type) else partial(_itself, hook)
-            targets.append(Target(target=self._name(f"hooks.{index}", hook, build)))
-        return targets
-
-    def _name(self, key: str, given: Any, found: Callable[..., Any]) -> str:
-        # A partial has no name of its own.
-        own = given.func if isinstance(given, partial) else given
-        name = getattr(own, "__name__", type(own).__name__)
-        # The angle brackets keep the name apart from every import path: a resume without the object is refused.
-        target = f"<live {key}>:{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
-        self.callables[target] = found
-        return target
+        own = Target.of_object("data.validation.collate", _name(collate), collate)
+        section = section.model_copy(update={"collate": own})
+    return config.model_copy(update={"validation": section})
 
 
-def _itself(given: Any, **_: Any) -> Any:
-    """Return the object. Targets are called with arguments, which it ignores."""
-    return given
+def _with_order(config: DataConfig, given: Order | Literal["shuffled", "sequential"] | None) -> DataConfig:
+    """Return the section `data` with this order.
+
+    Raises:
+        UsageError: the order is unknown.
+    """
+    if given is None:
+        return config
+    if callable(given):
+        return config.model_copy(update={"order": Target.of_object("data.order", _name(given), given)})
+    # `model_copy` does not validate, so an unknown order would be found only when the data are read.
+    if given not in ("shuffled", "sequential"):
+        raise UsageError(f'order={given!r}: must be "shuffled", "sequential" or a function')
+    return config.model_copy(update={"order": given})
+
+
+def _task(given: Any, coupled: bool) -> TargetTask:
+    """Return the section `task` for an object, a class or a loss function."""
+    task = given
+    if not isinstance(given, type) and not hasattr(given, "loss"):
+        task = SimpleNamespace(loss=given)
+    return TargetTask.of_object("task", _name(given), _builder(task), coupled=coupled)
+
+
+def _hooks(given: Sequence[Any]) -> list[Target]:
+    """Return an entry of `hooks` for each object or class."""
+    return [Target.of_object(f"hooks.{index}", _name(hook), _builder(hook)) for index, hook in enumerate(given)]
+
+
+def _builder(given: Any) -> Callable[..., Any]:
+    """Return a class itself, and for an object a function that returns the object."""
+    if isinstance(given, type):
+        return given
+    return lambda: given
+
+
+def _name(given: Any) -> str:
+    # A partial has no name of its own.
+    own = given.func if isinstance(given, partial) else given
+    return str(getattr(own, "__name__", type(own).__name__))
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from steadfast.config import Target, TargetData
-from steadfast.config.target import live_targets
 from steadfast.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
 from steadfast.errors import DataError
 
@@ -199,8 +198,8 @@ NOT_ORDERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("order", "message"), NOT_ORDERS.values(), ids=NOT_ORDERS)
 def test_what_is_no_order_is_refused_at_the_start(order: Any, message: str) -> None:
-    with live_targets({"<live data.order>:order": order}), pytest.raises(DataError) as raised:
-        build_order(data(Target(target="<live data.order>:order")), 10, 1)
+    with pytest.raises(DataError) as raised:
+        build_order(data(Target.of_object("data.order", "order", order)), 10, 1)
     assert raised.match(f"^data.order: <live data.order>:order {message}")
 
 

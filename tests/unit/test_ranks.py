@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from steadfast.config import Target
 from steadfast.errors import TrainingError, UsageError
 from steadfast.launch.ranks import end_rank, traceback_of
 from steadfast.world.groups import PeerLost
@@ -70,7 +71,7 @@ def test_a_traceback_begins_where_the_users_code_does() -> None:
     from steadfast.config.target import build_target
 
     with pytest.raises(ValueError, match="bad") as caught:
-        build_target("tests.unit.test_ranks:fails", {}, "task")
+        build_target(Target(target="tests.unit.test_ranks:fails"), "task")
     error = caught.value
     assert error.__traceback__ is not None
     text = traceback_of(error.with_traceback(error.__traceback__.tb_next))  # without this test, which has called

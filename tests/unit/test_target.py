@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from steadfast.config import TargetData
-from steadfast.config.target import load_target
+from steadfast.config import Config, Target, TargetData
+from steadfast.config.target import build_target, load_target
 from steadfast.data.datasets import build_dataset
 from steadfast.errors import ConfigError
 from steadfast.models.gpt import Gpt
@@ -113,3 +113,21 @@ def test_a_users_package_of_the_name_of_ours_is_told_apart(
         ConfigError, match=f"{target}.*Steadfast's own package is called steadfast too, and hides.*rename"
     ):
         load_target(target)
+
+
+class Nothing:
+    """A callable that is false, as one with a length of 0 is."""
+
+    def __call__(self) -> int:
+        return 3
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_section_calls_the_object_that_it_holds_after_a_copy() -> None:
+    section = Target.of_object("model", "My net!", Nothing())
+    assert section.model_dump() == {"kind": "target", "target": "<live model>:My_net_", "args": {}}
+    copied = Config().model_copy(update={"model": section}).model
+    assert isinstance(copied, Target)
+    assert build_target(copied, "model") == 3

@@ -1,8 +1,9 @@
 """Base classes and scalar types of the configuration schema."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +14,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    PrivateAttr,
     Tag,
     WithJsonSchema,
     model_validator,
@@ -82,11 +84,33 @@ class Target(Section):
     """Section that names the user's code in place of a built-in kind."""
 
     kind: Literal["target"] = "target"
-    # A name in angle brackets stands for an object that a program passed to `steadfast.fit`.
+    # A name in angle brackets belongs to an object that a program passed to `steadfast.fit`.
     target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
     """what to call, as "package.module:callable"; the working directory is on the import path"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of the call"""
+    # A private attribute is no key: it is neither written to config.yaml nor compared with the run's configuration.
+    _given: Callable[..., Any] | None = PrivateAttr(None)
+
+    @classmethod
+    def of_object(cls, key: str, name: str, build: Callable[..., Any], **values: Any) -> Self:
+        """Return a section for an object that a program gave to `fit`.
+
+        Args:
+            key: the section's key in the configuration.
+            name: name of the object in messages and in config.yaml.
+            build: called in place of a target.
+            values: values of the section's other keys.
+        """
+        # The angle brackets keep the name apart from every import path: a resume without the object is refused.
+        section = cls(target=f"<live {key}>:{re.sub('[^a-zA-Z0-9_]', '_', name)}", **values)
+        section._given = build
+        return section
+
+    @property
+    def given(self) -> Callable[..., Any] | None:
+        """Return the callable to use in place of the target, None without one."""
+        return self._given
 
 
 def _as_range(value: Any) -> Any:

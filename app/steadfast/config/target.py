@@ -7,8 +7,7 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +19,6 @@ from steadfast.errors import ConfigError, Problem
 _log = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).parents[1]
-# Objects that `live_targets` has given a name. `load_target` finds both objects and import paths, so the builders of a
-# run's parts need not distinguish the two.
-_live: dict[str, Callable[..., Any]] = {}
 
 
 def load_target(target: str, path: str = "target") -> Callable[..., Any]:
@@ -30,8 +26,6 @@ def load_target(target: str, path: str = "target") -> Callable[..., Any]:
 
     Raises ConfigError at the key `path` if the callable cannot be loaded.
     """
-    if target in _live:
-        return _live[target]
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         # The working directory comes first, as under `python -m`: some wheels install a stray `tests` package, which
@@ -71,26 +65,38 @@ def _import(name: str) -> ModuleType:
         return module
 
 
-def build_target(target: str, args: Mapping[str, Any], path: str) -> Any:
-    """Call `target` with `args` and return the result.
+def load_section(section: Target, path: str) -> Callable[..., Any]:
+    """Return the callable that the section at the key `path` names or holds.
 
-    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    Raises ConfigError if the callable cannot be loaded.
     """
-    return bind_target(target, args, path)()
+    if section.given is not None:
+        return section.given
+    return load_target(section.target, f"{path}.target")
 
 
-def bind_target(target: str, args: Mapping[str, Any], path: str) -> Callable[[], Any]:
-    """Return the call of `target` with `args`, without calling it.
+def build_target(section: Target, path: str, **values: Any) -> Any:
+    """Call the target of the section at the key `path` and return the result.
 
-    Raises ConfigError below the key `path` if the target cannot be loaded or does not accept the arguments.
+    The arguments are `values` and the section's `args`. Raises ConfigError if the target cannot be loaded or does not
+    accept the arguments.
     """
-    builder = load_target(target, f"{path}.target")
+    return bind_target(section, path, **values)()
+
+
+def bind_target(section: Target, path: str, **values: Any) -> Callable[[], Any]:
+    """Return the call that `build_target` makes, without calling the target.
+
+    Raises ConfigError as `build_target` does.
+    """
+    builder = load_section(section, path)
+    args = values | section.args
     # The arguments are bound before the call, so that a TypeError inside the user's code is not reported as wrong
     # arguments.
     try:
         inspect.signature(builder).bind(**args)
     except TypeError as error:
-        raise _refusal(f"{path}.args", f'"{target}" does not take {dict(args)}: {error}') from error
+        raise _refusal(f"{path}.args", f'"{section.target}" does not take {args}: {error}') from error
     except ValueError:
         pass  # some builtins have no signature
     return partial(builder, **args)
@@ -101,22 +107,10 @@ def build_function(section: Target, path: str) -> Any:
 
     A class, or a target with `args`, is called with `args`, and its result is the function.
     """
-    found = load_target(section.target, f"{path}.target")
+    found = load_section(section, path)
     if section.args or isinstance(found, type):
-        return build_target(section.target, section.args, path)
+        return build_target(section, path)
     return found
-
-
-@contextmanager
-def live_targets(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Register callables by name for `load_target` within the context."""
-    # The objects are removed at the end, because they may hold a model and a dataset in memory.
-    _live.update(objects)
-    try:
-        yield
-    finally:
-        for name in objects:
-            del _live[name]
 
 
 def _why_not_imported(error: BaseException, name: str, here: Path) -> str:

@@ -131,7 +131,7 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
             return open_image_folder(config, key)
         case HuggingFaceSource():
             return _checked(open_huggingface(config, key), config.path)
-    return _checked(build_target(config.target, config.args, key), config.target)
+    return _checked(build_target(config, key), config.target)
 
 
 def _checked(dataset: Any, name: str) -> Dataset:

@@ -136,7 +136,7 @@ def _build(config: HookConfig, key: str) -> Any:
             return Ema(config)
         case EarlyStoppingConfig():
             return EarlyStopping(config)
-    return build_target(config.target, config.args, key)
+    return build_target(config, key)
 
 
 def _like(current: Mapping[str, Any], held: Tensors) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def build_model(config: GptConfig | MlpConfig | Target) -> nn.Module:
             return Gpt(config)
         case MlpConfig():
             return Mlp(config)
-    model = build_target(config.target, config.args, "model")
+    model = build_target(config, "model")
     # The target may be a function instead of a class, if the function returns a module.
     if not isinstance(model, nn.Module):
         what = f'"{config.target}" returned a {type(model).__name__}, not a torch.nn.Module'

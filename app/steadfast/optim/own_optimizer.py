@@ -23,7 +23,7 @@ def build_own(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.
 
 def build_plain(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the user's optimizer unchanged."""
-    optimizer = build_target(config.target, {"params": list(params), "lr": config.lr, **config.args}, "optimizer")
+    optimizer = build_target(config, "optimizer", params=list(params), lr=config.lr)
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     raise refusal(config, f"gave a {type(optimizer).__name__}, not a torch.optim.Optimizer")

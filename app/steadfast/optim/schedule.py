@@ -14,7 +14,7 @@ from steadfast.config import (
     Target,
     WsdConfig,
 )
-from steadfast.config.target import load_target
+from steadfast.config.target import load_section
 
 Schedule = Callable[[int, float], float]  # (step, counted from 1, and peak rate of a parameter group) -> rate
 
@@ -23,7 +23,7 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
     """Return the configured schedule for a run of `num_steps`."""
     if not isinstance(config, Target):
         return lambda step, peak: learning_rate(config, peak, step, num_steps)
-    factor = partial(load_target(config.target, "schedule.target"), num_steps=num_steps, **config.args)
+    factor = partial(load_section(config, "schedule"), num_steps=num_steps, **config.args)
     return lambda step, peak: peak * factor(step)
 
 

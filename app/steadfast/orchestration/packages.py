@@ -1,7 +1,14 @@
-"""Install the packages of `cluster.pip` on each node that runs a worker."""
+"""Install the packages of `cluster.pip` on each node that runs a worker.
 
-# The `pip` of Ray's runtime environments is not used. If a node's Python lies in a virtual environment, Ray copies the
-# whole environment, including torch and CUDA, each time that a package changes.
+The packages go into a layer of their own above the node's packages. Ray's runtime environments do not offer this:
+
+- `pip` and `uv`: if the node's Python is in a virtual environment, Ray clones all of it, including torch and CUDA, for
+  each list of packages and in each Ray session. The cache does not follow local folders either: the key of `pip`
+  ignores their contents, and the key of `uv` changes with every file of the working directory.
+- `py_executable` with `uv run --with`: uv resolves dependencies without regard to the node's packages, so a package
+  that requires torch brings a second torch, or fails offline.
+"""
+
 import fcntl
 import hashlib
 import importlib.util
@@ -27,10 +34,10 @@ def check_packages(entries: Sequence[str], here: Path) -> None:
         here: the working directory, which Ray copies to the nodes.
     """
     for index, entry in enumerate(entries):
-        path = (here / entry).resolve()
-        why = ""
         if not _is_path(entry):
             continue
+        path = (here / entry).resolve()
+        why = ""
         if not path.exists() or not path.is_relative_to(here):
             why = "is not in the working directory, and only that directory is copied to the nodes"
         elif _is_ignored(path):

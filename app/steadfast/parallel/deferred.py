@@ -4,6 +4,11 @@ During construction the operations that fill tensors are recorded instead of exe
 executes them in the same order with the same random numbers. So the values equal those of a model that is built at
 once, while memory holds only one tensor and its inputs at a time. The method is that of torchdistX's deferred_init, a
 project that is no longer maintained (github.com/pytorch/torchdistx).
+
+The recording exists because a run must begin with the same bits on any number of ranks, whatever the constructor does.
+The meta device with `reset_parameters` begins with other values, because constructors also fill tensors outside of that
+method, in another order, or after reading a value. Building the model on one rank and sending shards to the others
+keeps the bits, but that rank's host then needs memory for the whole model, which sharding is there to avoid.
 """
 
 import gc
@@ -11,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from steadfast.data.order import keyed_hash
 from steadfast.errors import NotDeferrable
 from steadfast.parallel.dtensor import is_sharded, on_mesh_of, sharded_like
 
@@ -40,10 +46,10 @@ _OVERWRITE = {
     _aten.zero_.default,
     _aten.copy_.default,
 }
-_FIRST = -1  # denotes the generator's state at the beginning of the construction
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """Position of a tensor without values in a storage."""
 
     storage: int
@@ -71,15 +77,18 @@ class _Operation:
     written: frozenset[int]  # storages, including those of the results
     read: frozenset[int]
     overwritten: int | None  # storage that the call overwrites without reading it
-    # Only for random operations: the operation that leaves the generator in the state of which this one draws, or that
-    # state itself if user code has set it; and the state afterwards, once it is known.
-    after: int | None = None
-    state_before: Tensor | None = None
-    state_behind: Tensor | None = None
+    # Only for random operations: the generator's state before the operation, or the operation that leaves this state;
+    # and the state after the operation, once it is known.
+    draws_after: "Tensor | _Operation | None" = None
+    state_after: Tensor | None = None
 
-    @property
-    def is_random(self) -> bool:
-        return self.after is not None or self.state_before is not None
+    def set_state_before(self) -> None:
+        """Set the generator to the state from which a random operation draws."""
+        state = self.draws_after
+        if isinstance(state, _Operation):
+            state = state.state_after
+        assert state is not None
+        torch.set_rng_state(state)
 
 
 class _Tape:
@@ -87,12 +96,10 @@ class _Tape:
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
-        self._num_bytes: dict[int, int] = {}  # by storage
-        # Storages are numbered by their address. The list keeps them alive, so that no number is used again.
-        self._kept: list[torch.UntypedStorage] = []
-        self._given: dict[int, torch.UntypedStorage] = {}  # storages that had values from the beginning
-        self._first_state = torch.get_rng_state()
-        self._tokens: dict[bytes, int] = {self._first_state.numpy().tobytes(): _FIRST}
+        # Storages are numbered by their address. The table keeps them alive, so that no number is used again.
+        self._recorded: dict[int, torch.UntypedStorage] = {}
+        self._given: set[int] = set()  # storages that had values from the beginning
+        self._represented: dict[bytes, _Operation] = {}  # by the state that represents the state after the operation
 
     def place(self, tensor: Tensor) -> _Place:
         """Return the place of a tensor, with or without values."""
@@ -100,11 +107,10 @@ class _Tape:
             raise NotDeferrable(f"a tensor of layout {tensor.layout} or with a lazy conjugation")
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._num_bytes:
-            self._kept.append(storage)
+        if key not in self._recorded:
+            self._recorded[key] = storage
             if not isinstance(tensor, FakeTensor):
-                self._given[key] = storage
-        self._num_bytes[key] = storage.nbytes()
+                self._given.add(key)
         return _Place(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -124,7 +130,7 @@ class _Tape:
         if not written or function in _ALLOCATE:
             return
         overwritten = None
-        if function in _OVERWRITE and args[0].covers(self._num_bytes[args[0].storage]):
+        if function in _OVERWRITE and args[0].covers(self._recorded[args[0].storage].nbytes()):
             overwritten = args[0].storage
             read = _storages((args[1:], kwargs))
         operation = _Operation(function, args, kwargs, tuple(results), written, read, overwritten)
@@ -153,11 +159,16 @@ class _Tape:
         # represented state.
         with _disable_current_modes():
             state = torch.get_rng_state()
-            operation.after = self._tokens.get(state.numpy().tobytes())
-            if operation.after is None:
-                operation.state_before = state
-            torch.manual_seed(hash((len(self._operations), torch.initial_seed())) % 2**63)
-            self._tokens[torch.get_rng_state().numpy().tobytes()] = len(self._operations)
+            operation.draws_after = self._represented.get(state.numpy().tobytes(), state)
+            torch.manual_seed(keyed_hash(len(self._operations), torch.initial_seed()))
+            self._represented[torch.get_rng_state().numpy().tobytes()] = operation
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without values as a tensor with values."""
+        place = self.place(tensor)
+        found: list[Tensor] = []
+        self.compute({place.storage}, lambda _, storage: found.append(place.of(storage)))
+        return found[0]
 
     def compute(self, wanted: set[int], take: Callable[[int, torch.UntypedStorage], None]) -> None:
         """Compute the contents of the `wanted` storages, and call `take`.
@@ -180,7 +191,7 @@ class _Tape:
                             storage = storages.pop(key)
                             if key in wanted:
                                 take(key, storage)
-                elif operation.is_random and operation.state_behind is None:
+                elif operation.draws_after is not None and operation.state_after is None:
                     # Its values are not needed, but a later draw begins with the generator's state after this one.
                     self._execute(operation, {})
             for key in wanted - last_use.keys():
@@ -205,54 +216,35 @@ class _Tape:
         def tensor(place: _Place) -> Tensor:
             return place.of(self._storage(place.storage, storages))
 
-        args, kwargs = pytree.tree_map_only(_Place, tensor, (operation.args, operation.kwargs), is_leaf=_is_place)
-        if operation.is_random:
-            torch.set_rng_state(self._state_before(operation))
+        args, kwargs = pytree.tree_map_only(_Place, tensor, (operation.args, operation.kwargs))
+        if operation.draws_after is not None:
+            operation.set_state_before()
         found = operation.function(*args, **kwargs)
-        if operation.is_random:
-            operation.state_behind = torch.get_rng_state()
+        if operation.draws_after is not None:
+            operation.state_after = torch.get_rng_state()
         for place, result in zip(operation.results, pytree.tree_leaves(found), strict=True):
             if place is not None:
-                num_bytes, storage = self._num_bytes[place.storage], result.untyped_storage()
+                num_bytes, storage = self._recorded[place.storage].nbytes(), result.untyped_storage()
                 # A real kernel may use another memory layout than the one recorded without values.
                 if result.stride() != place.stride or storage.nbytes() != num_bytes:
                     storage = torch.UntypedStorage(num_bytes)
                     place.of(storage).copy_(result)
                 storages[place.storage] = storage
 
-    def _state_before(self, operation: _Operation) -> Tensor:
-        if operation.after is None:
-            assert operation.state_before is not None
-            return operation.state_before
-        if operation.after == _FIRST:
-            return self._first_state
-        state = self._operations[operation.after].state_behind
-        assert state is not None
-        return state
-
     def _storage(self, key: int, storages: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         if key in storages:
             return storages[key]
         if key in self._given:
             # A copy, because another computation must begin with the same values.
-            storages[key] = self._given[key].clone()
+            storages[key] = self._recorded[key].clone()
         else:
-            storages[key] = torch.zeros(self._num_bytes[key], dtype=torch.uint8).untyped_storage()
+            storages[key] = torch.zeros(self._recorded[key].nbytes(), dtype=torch.uint8).untyped_storage()
         return storages[key]
-
-
-def _is_place(found: Any) -> bool:
-    return isinstance(found, _Place)
 
 
 def _storages(tree: Any) -> frozenset[int]:
     """Return the storages of all places in a tree."""
-    found: set[int] = set()
-    # A place is a tuple, which pytree would take apart without `is_leaf`.
-    for leaf in pytree.tree_leaves(tree, is_leaf=_is_place):
-        if isinstance(leaf, _Place):
-            found.add(leaf.storage)
-    return frozenset(found)
+    return frozenset(leaf.storage for leaf in pytree.tree_leaves(tree) if isinstance(leaf, _Place))
 
 
 class _Recorder(TorchDispatchMode):
@@ -269,7 +261,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         # User code reads a number, for example by `item()` or in an `if`, and cannot continue without its value.
         if func is _aten._local_scalar_dense.default:
-            return self._number(args[0])
+            with _disable_current_modes():
+                return self._tape.value(args[0]).item()
         if func is _aten.lift_fresh.default:  # makes a tensor from numbers that were just read
             func = _aten.clone.default
         result = func(*args, **kwargs)
@@ -282,12 +275,6 @@ class _Recorder(TorchDispatchMode):
     def has_living_tensors(self) -> bool:
         """Return whether something still refers to a tensor without values."""
         return any(made() is not None for made in self._made)
-
-    def _number(self, tensor: Tensor) -> Any:
-        place = self._tape.place(tensor)
-        found: list[Any] = []
-        self._tape.compute({place.storage}, lambda _, storage: found.append(place.of(storage).item()))
-        return found[0]
 
 
 class InitialValues:
@@ -416,12 +403,7 @@ def _compute_attributes(module: nn.Module, tape: _Tape, moved: Mapping[Tensor, T
     """Compute the tensors among a module's plain attributes, which no checkpoint has."""
 
     def number(tensor: FakeTensor) -> Tensor:
-        if tensor in moved:
-            return moved[tensor]
-        place = tape.place(tensor)
-        found: list[Tensor] = []
-        tape.compute({place.storage}, lambda _, storage: found.append(place.of(storage)))
-        return found[0]
+        return moved[tensor] if tensor in moved else tape.value(tensor)
 
     for name, value in vars(module).items():
         if name not in ("_parameters", "_buffers", "_modules"):

@@ -203,7 +203,7 @@ def build_task(config: TaskConfig | TargetTask) -> Task:
         return _TASKS[config.kind]()
     from steadfast.tasks.own import own_task  # a late import, because the module needs the types of this one
 
-    return own_task(build_target(config.target, config.args, "task"), config.target)
+    return own_task(build_target(config, "task"), config.target)
 
 
 def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

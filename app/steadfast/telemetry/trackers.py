@@ -177,8 +177,8 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
             elif isinstance(config, WandbConfig):
                 trackers.append(WandbTracker(config, run, store))
             else:
-                arguments = {"location": store.uri, "first_step": first_step, **config.args}
-                trackers.append(OwnTracker(config.target, bind_target(config.target, arguments, "trackers")))
+                build = bind_target(config, "trackers", location=store.uri, first_step=first_step)
+                trackers.append(OwnTracker(config.target, build))
         # A wrong name or argument ends the run, because the next attempt would fail in the same way. An unreachable
         # service only turns the tracker off.
         except ConfigError:
