@@ -13,13 +13,13 @@ import pytest
 
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
-from steadfast.run.ledger import History
 from steadfast.storage import LocalStore
 from steadfast.telemetry.goodput import TimeLedger
 from steadfast.telemetry.interruptions import read_interruptions
 from tests.support.checks import check_identical, check_ledger, summary_of
 from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
 from tests.support.curves import kill_rank
+from tests.support.history import History
 
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 

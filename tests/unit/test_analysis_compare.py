@@ -260,7 +260,7 @@ def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPa
     pair.lines[1][2000]["weights"] = "0"
     expected = pair.compare()
     assert expected.weights_differ == 2001
-    monkeypatch.setattr("steadfast.analysis.compare._CHUNK", 7)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 7)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 5000)
     assert pair.compare() == expected
 
