@@ -213,7 +213,7 @@ class _Objects:
             raise UsageError(
                 "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
             )
-        return config.model_copy(update={"collate": Target(target=self._name("data.collate", collate, collate))})
+        return config.replace("collate", Target(target=self._name("data.collate", collate, collate)))
 
     def validation(self, config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
         """Return the section `data` with this dataset and collate function for validation.
@@ -233,7 +233,7 @@ class _Objects:
                     "Hugging Face dataset or your own (validation=)"
                 )
             own = Target(target=self._name("data.validation.collate", collate, collate))
-            update["validation"] = held_out.model_copy(update={"collate": own})
+            update["validation"] = held_out.replace("collate", own)
         return config.model_copy(update=update)
 
     def order(self, config: DataConfig, given: Order | Literal["shuffled", "sequential"] | None) -> DataConfig:
@@ -245,11 +245,11 @@ class _Objects:
         if given is None:
             return config
         if callable(given):
-            return config.model_copy(update={"order": Target(target=self._name("data.order", given, given))})
-        # `model_copy` does not validate, so an unknown order would be found only when the data are read.
+            return config.replace("order", Target(target=self._name("data.order", given, given)))
+        # `replace` does not validate, so an unknown order would be found only when the data are read.
         if given not in ("shuffled", "sequential"):
             raise UsageError(f'order={given!r}: must be "shuffled", "sequential" or a function')
-        return config.model_copy(update={"order": given})
+        return config.replace("order", given)
 
     def task(self, config: CoupledConfig, given: Any) -> dict[str, TargetTask]:
         """Return the section `task` for an object, a class or a loss function."""

@@ -63,7 +63,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     # Wrap the step. Without injected faults and timing the probes pass everything on unchanged.
     probes = build_probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
     stepper.task = probes.task(stepper.task)
-    choice = build_choice(config, world, plan, worker.kinds)
+    choice = build_choice(config.recompute, config.run, world, plan, worker.kinds)
     if choice is not None:
         recompute = build_recompute(choice, partial(probes.repeating, worker.loader), parallel, runtime, world)
         stepper = RecomputeStepper.around(stepper, recompute)
@@ -71,7 +71,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
-    recorder = Recorder(config, directory, runtime, world, worker)
+    recorder = Recorder(directory, runtime, world, worker)
     recorder.begin(plan, restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 

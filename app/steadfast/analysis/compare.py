@@ -323,4 +323,4 @@ def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:
 def _config(directory: RunDirectory) -> Config | None:
     """Return the configuration of a run, with its measured microbatch size."""
     config = directory.stored_config()
-    return config and config.model_copy(update={"batch": directory.batch(config.batch)})
+    return config and config.replace("batch", directory.batch(config.batch))

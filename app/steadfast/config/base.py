@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,15 @@ class Section(BaseModel):
         # The arguments of a target may be infinite. This format loads back as an equal value.
         ser_json_inf_nan="constants",
     )
+
+    def replace(self, key: str, value: Any) -> Self:
+        """Return a copy with another value of a key such as "scaling.num_workers".
+
+        The value is not checked. Raises AttributeError for an unknown key.
+        """
+        name, _, rest = key.partition(".")
+        former = getattr(self, name)
+        return self.model_copy(update={name: former.replace(rest, value) if rest else value})
 
     @model_validator(mode="before")
     @classmethod
