@@ -148,9 +148,9 @@ def fit(
             if isinstance(model, nn.Module):
                 _take_weights_of_first(model, place)
             # A second Ctrl-C must end the training, but not the notebook.
-            command = Command(started_s, started_s, owns_process=False, return_finished=return_finished)
-            ending = train_here(config, directory, place, command, console)
-            return _result(config, directory, place, ending)
+            command = Command(config, started_s, started_s, owns_process=False, return_finished=return_finished)
+            ending = train_here(command, directory, place, console)
+            return _result(command, directory, place, ending)
 
 
 @contextmanager
@@ -387,7 +387,7 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
         dist.destroy_process_group()
 
 
-def _result(config: Config, directory: RunDirectory, place: Place, ending: Ending) -> Result:
+def _result(command: Command, directory: RunDirectory, place: Place, ending: Ending) -> Result:
     """Return the result of a run, equal on every rank.
 
     Raises:
@@ -402,11 +402,11 @@ def _result(config: Config, directory: RunDirectory, place: Place, ending: Endin
     summary = json.loads(place.store.get(key))
     if summary is None:
         raise TrainingError("stopped before the first step")
-    if not strategy_of(config.parallel).survivors_hold_all:
+    if not strategy_of(command.config.parallel).survivors_hold_all:
         return Result(summary, None, directory.uri)
     # A run that was finished before this call has built no worker, so its model is in a checkpoint only.
     if ending.worker is None:
-        return Result(summary, _model_of(config, directory, place.device), directory.uri)
+        return Result(summary, _model_of(command.config, directory, place.device), directory.uri)
     return Result(summary, ending.worker.model, directory.uri)
 
 

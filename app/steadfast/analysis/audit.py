@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from steadfast.config import Config, Target
+from steadfast.config import Config, DataConfig, RunConfig, Target
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, build_order, sample_keys
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.plan import Plan, step_of
@@ -82,7 +82,7 @@ def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
         UsageError: the run has no steps yet.
         ConfigError: `data.order` names code that cannot be loaded on this machine.
     """
-    auditor = _Auditor(directory, config, num_samples)
+    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, num_samples)
     for block in read_blocks(directory.store, STEPS):
         for piece in _pieces(decode(block), max(1, _PIECE // config.batch.global_size)):
             auditor.add(piece)
@@ -112,21 +112,22 @@ def _is_count(value: Any) -> bool:
 class _Auditor:
     """Compares ledger lines with the plan, in the order of the file."""
 
-    def __init__(self, directory: RunDirectory, config: Config, num_samples: int) -> None:
+    def __init__(
+        self, directory: RunDirectory, run: RunConfig, data: DataConfig, global_size: int, num_samples: int
+    ) -> None:
         self._directory = directory
-        self._seed = config.run.seed
-        self._order = build_order(config.data, num_samples, config.run.seed)
-        global_size = config.batch.global_size
-        end = config.run.num_samples(self._order.num_train)
+        self._seed = run.seed
+        self._order = build_order(data, num_samples, run.seed)
+        end = run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
         # Ranks and microbatches do not matter, because the audit only asks for the samples of whole steps.
         self._plan = Plan(global_size, global_size, (1,), num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
         self._num_steps = _LARGEST
         if end:
-            self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends)
+            self._num_steps = run.num_steps(self._order.num_train, global_size, ends)
         # An order function of the user may read one sample several times in an epoch and skip another sample.
-        once = not isinstance(config.data.order, Target)
+        once = not isinstance(data.order, Target)
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}

@@ -115,7 +115,7 @@ class Recorder:
             self._tell_of_shortened_warmup()
             self._tell_of_the_model()
             return
-        written = int(self._directory.last_step_line().get("step", 0))
+        written = self._directory.last_step()
         lost_steps = max(0, written - restored.step)
         self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
         # The state of survivors, or an emergency checkpoint, may be ahead of the ledger, because the former leader
