@@ -273,6 +273,9 @@ def test_what_is_no_line_of_ours_is_passed_over(tmp_path: Path) -> None:
     held = HeldLines(store)
     assert held.last == 2
     assert [each["step"] for each in held] == [1, 2]
+    store.commit(STEPS, "\n".join(odd).encode())
+    held = HeldLines(store)
+    assert (held.last, list(held)) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,13 @@ class _Launch:
 
     def _train(self, address: str) -> int:
         """Wait for room on the cluster, and train until the run ends."""
-        config = self.config
         import ray
 
         from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
         from steadfast.orchestration.membership import Membership
         from steadfast.orchestration.trainer import Fit, build_trainer, head_host, recovery_mode, start_coordinator
 
+        config = self.config
         self.console.line(describe_cluster(address))
         head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED

@@ -6,6 +6,7 @@
 import math
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -188,14 +189,15 @@ _SHORTEST_S = 1e-4  # shortest wait that is written
 
 
 class Holders:
-    """The attempt that wrote the valid line of each step, for a ledger of any length.
+    """Attempt that wrote the valid line of each step, for a ledger of any length.
 
     Several attempts may write a line of the same step. The line of the highest attempt is valid, not the last line:
     a disconnected leader may write its last lines after the first lines of its successor.
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[int, NDArray[np.uint32]] = {}  # 0 for a step without a line
+        # 0 for a step without a line
+        self._chunks: defaultdict[int, NDArray[np.uint32]] = defaultdict(lambda: np.zeros(_CHUNK, np.uint32))
 
     def add(self, first_step: int, num_lines: int, attempt: int) -> NDArray[np.uint32]:
         """Record an attempt's lines of consecutive steps.
@@ -206,7 +208,7 @@ class Holders:
         step, end = first_step, first_step + num_lines
         while step < end:
             number, offset = divmod(step, _CHUNK)
-            holders = self._chunks.setdefault(number, np.zeros(_CHUNK, np.uint32))[offset : offset + end - step]
+            holders = self._chunks[number][offset : offset + end - step]
             former.append(holders.copy())
             np.maximum(holders, attempt, out=holders)
             step += len(holders)
@@ -225,6 +227,8 @@ class Holders:
 
 def runs_of(steps: NDArray[np.int64], attempts: NDArray[Any]) -> Iterator[slice]:
     """Yield the slices with consecutive steps of one attempt within one chunk."""
+    if not len(steps):
+        return
     breaks = (np.diff(steps) != 1) | (np.diff(attempts) != 0) | (steps[1:] % _CHUNK == 0)
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(steps)]
     for start, stop in pairwise(bounds):
@@ -287,8 +291,6 @@ class Totals:
         # Lines with values outside of these ranges were not written by this program.
         lines = lines[((lines[:, :3] >= (1, 1, 0)) & (lines[:, :3] < 2**32)).all(axis=1)]
         lines = lines[(np.abs(lines) < 2**53).all(axis=1)]
-        if not len(lines):
-            return
         steps = lines[:, 0].astype(np.int64)
         for run in runs_of(steps, lines[:, 1]):
             self._add_run(int(steps[run.start]), lines[run])
@@ -314,7 +316,7 @@ class Totals:
         self._add_times(span, lines)
 
     def _take_back(self, steps: NDArray[np.void], attempts: NDArray[np.uint32]) -> None:
-        """Move the seconds of these steps of these attempts from productive to repeated."""
+        """Move the seconds of steps that these attempts did from productive to repeated."""
         for attempt in np.unique(attempts[attempts > 0]).tolist():
             redone = steps[attempts == attempt]
             # A chunk has a million steps, whose sum would be inexact in the single precision of each step.
