@@ -148,9 +148,9 @@ def fit(
             if isinstance(model, nn.Module):
                 _take_weights_of_first(model, place)
             # A second Ctrl-C must end the training, but not the notebook.
-            command = Command(started_s, started_s, owns_process=False, return_finished=return_finished)
-            ending = train_here(config, directory, place, command, console)
-            return _result(config, directory, place, ending)
+            command = Command(config, started_s, started_s, owns_process=False, return_finished=return_finished)
+            ending = train_here(command, directory, place, console)
+            return _result(command, directory, place, ending)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def _with_dataset(config: DataConfig, dataset: Dataset | None, collate: Collate 
         raise UsageError(
             "collate needs a dataset of samples: an image folder, a Hugging Face dataset or your own (dataset=)"
         )
-    return config.model_copy(update={"collate": Target.of_object("data.collate", _name(collate), collate)})
+    return config.replace("collate", Target.of_object("data.collate", _name(collate), collate))
 
 
 def _with_validation(config: DataConfig, dataset: Dataset | None, collate: Collate | None) -> DataConfig:
@@ -222,8 +222,8 @@ def _with_validation(config: DataConfig, dataset: Dataset | None, collate: Colla
                 "Hugging Face dataset or your own (validation=)"
             )
         own = Target.of_object("data.validation.collate", _name(collate), collate)
-        section = section.model_copy(update={"collate": own})
-    return config.model_copy(update={"validation": section})
+        section = section.replace("collate", own)
+    return config.replace("validation", section)
 
 
 def _with_order(config: DataConfig, given: Order | Literal["shuffled", "sequential"] | None) -> DataConfig:
@@ -235,11 +235,11 @@ def _with_order(config: DataConfig, given: Order | Literal["shuffled", "sequenti
     if given is None:
         return config
     if callable(given):
-        return config.model_copy(update={"order": Target.of_object("data.order", _name(given), given)})
-    # `model_copy` does not validate, so an unknown order would be found only when the data are read.
+        return config.replace("order", Target.of_object("data.order", _name(given), given))
+    # `replace` does not validate, so an unknown order would be found only when the data are read.
     if given not in ("shuffled", "sequential"):
         raise UsageError(f'order={given!r}: must be "shuffled", "sequential" or a function')
-    return config.model_copy(update={"order": given})
+    return config.replace("order", given)
 
 
 def _task(given: Any, coupled: bool) -> TargetTask:
@@ -355,7 +355,7 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
         dist.destroy_process_group()
 
 
-def _result(config: Config, directory: RunDirectory, place: Place, ending: Ending) -> Result:
+def _result(command: Command, directory: RunDirectory, place: Place, ending: Ending) -> Result:
     """Return the result of a run, equal on every rank.
 
     Raises:
@@ -370,11 +370,11 @@ def _result(config: Config, directory: RunDirectory, place: Place, ending: Endin
     summary = json.loads(place.store.get(key))
     if summary is None:
         raise TrainingError("stopped before the first step")
-    if not strategy_of(config.parallel).survivors_hold_all:
+    if not strategy_of(command.config.parallel).survivors_hold_all:
         return Result(summary, None, directory.uri)
     # A run that was finished before this call has built no worker, so its model is in a checkpoint only.
     if ending.worker is None:
-        return Result(summary, _model_of(config, directory, place.device), directory.uri)
+        return Result(summary, _model_of(command.config, directory, place.device), directory.uri)
     return Result(summary, ending.worker.model, directory.uri)
 
 

@@ -8,7 +8,6 @@ from steadfast.checkpoint.durable import Fingerprints
 from steadfast.checkpoint.parts import Parts
 from steadfast.checkpoint.state import State, flatten
 from steadfast.checkpoint.writer import Superseded
-from steadfast.config import Config
 from steadfast.errors import SteadfastError, StorageError
 from steadfast.guards.corruption import Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
@@ -36,7 +35,6 @@ def announce_end(world: World, error: BaseException) -> None:
 class Rescue:
     """Saves the state of a worker after an exception."""
 
-    config: Config
     runtime: Runtime
     worker: WorkerState
     directory: RunDirectory
@@ -53,7 +51,7 @@ class Rescue:
                 continues without this worker; if False, and the worker lost a peer, the run has ended.
         """
         worker = self.worker
-        parallel = build_parallel(self.config.parallel, world, worker.precision)
+        parallel = build_parallel(worker.config.parallel, world, worker.precision)
         is_peer = failure_kind(error) is FailureKind.PEER
         if is_peer:
             # A run that continues restores the state of survivors or the copies in memory, and needs no checkpoint.
@@ -65,7 +63,7 @@ class Rescue:
         if not wanted or not step or step == worker.writer.committed:
             return
         ends_run = raised or is_peer
-        catalog = Catalog(self.directory.store, self.config.checkpoint)
+        catalog = Catalog(self.directory.store, worker.config.checkpoint)
         fingerprints = Fingerprints(worker.fingerprint, worker.base)
         parts = Parts(catalog, world, parallel, worker.writer, fingerprints)
         try:

@@ -62,7 +62,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     # Build the step. Without injected faults and timing the probes pass everything on unchanged.
     probes = build_probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
     task = probes.task(worker.task)
-    choice = build_choice(config, world, plan, worker.kinds)
+    choice = build_choice(config.recompute, config.run, world, plan, worker.kinds)
     if choice is None:
         stepper = build_stepper(worker, task, world, plan, parallel, model)
     else:
@@ -72,7 +72,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
-    recorder = Recorder(config, directory, runtime, world, worker)
+    recorder = Recorder(directory, runtime, world, worker)
     recorder.begin(plan, restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 

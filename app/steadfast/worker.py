@@ -26,7 +26,7 @@ def work(config: Config, runtime: Runtime, directory: RunDirectory) -> Outcome |
     if worker is None:
         return None
     try:
-        return train_in_worlds(config, runtime, worker, directory)
+        return train_in_worlds(runtime, worker, directory)
     finally:
         worker.loader.close()
 
@@ -44,9 +44,10 @@ def start_worker(config: Config, runtime: Runtime) -> WorkerState | None:
         return None
 
 
-def train_in_worlds(config: Config, runtime: Runtime, worker: WorkerState, directory: RunDirectory) -> Outcome | None:
+def train_in_worlds(runtime: Runtime, worker: WorkerState, directory: RunDirectory) -> Outcome | None:
     """Train in one world after another; return None if no longer needed."""
-    rescue = Rescue(config, runtime, worker, directory)
+    config = worker.config
+    rescue = Rescue(runtime, worker, directory)
     while True:
         timer = StartupTimer()
         world = runtime.next_world()

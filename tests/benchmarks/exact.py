@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from steadfast.parallel.fixed_point import FixedPoint
-from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.sides import COLUMNS, cells, take_sides
 from tests.benchmarks.speed import CASES, Case
 from tests.benchmarks.statistics import estimate, table, verdict
+from tests.support.history import read_ledger
 
 LIMIT = 1.25  # of the time without it
 _CHECK_EVERY = 10  # steps, so that many are checked in a short time

@@ -17,13 +17,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore
 from steadfast.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
 from tests.benchmarks.speed import take_turns
 from tests.benchmarks.statistics import paired_ratio, table, verdict
 from tests.benchmarks.turns import Turns
+from tests.support.history import read_ledger
 
 NUM_MICROBATCHES = 16
 STEPS_PER_BLOCK = 16  # the first one, which is not counted, is when the shares change

@@ -23,7 +23,6 @@ from steadfast.config import Config, load_config
 from steadfast.data import SampleOrder, build_dataset
 from steadfast.data.order import samples_digest
 from steadfast.errors import TrainingError
-from steadfast.run.ledger import History
 from steadfast.storage import LocalStore
 from tests.chaos import contenders
 from tests.chaos.contenders import OURS, TORCHRUN, Contender
@@ -33,6 +32,7 @@ from tests.chaos.matrix import CLAIMS, FAULTS, NUM_STEPS, SNAPSHOT_STEPS, TRAINI
 from tests.chaos.report import Line, Row, broken, only_stalls, table
 from tests.chaos.yardstick import Yardstick
 from tests.support import processes
+from tests.support.history import History
 
 _EQUAL = 1e-10  # largest difference between fp64 weights
 

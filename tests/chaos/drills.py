@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from steadfast.run.ledger import History
 from tests.chaos.contenders import Contender
 from tests.chaos.matrix import HELD_S, NOTICE_S, NUM_STEPS, PACE_S, SLOW_S, Fault
 from tests.chaos.report import Line, Row, measure, strayed
 from tests.chaos.yardstick import Yardstick
 from tests.support import processes
+from tests.support.history import History
 from tests.support.pace import set_pace
 
 _START_S, _RECOVER_S, _END_S = 120.0, 90.0, 60.0  # longest waits, on a machine that is busy otherwise

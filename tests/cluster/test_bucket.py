@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore, open_store
 from tests.support.checks import check_ledger
 from tests.support.command import Commands
 from tests.support.events import event_lines
+from tests.support.history import read_ledger
 from tests.support.s3 import Proxy
 
 pytestmark = pytest.mark.ray

@@ -73,7 +73,7 @@ def test_an_unshared_run_directory_and_a_wrong_interface_are_found(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     # The directory of each process's own: of a worker it is the code that Ray has brought there.
-    unshared = config.model_copy(update={"run": config.run.model_copy(update={"storage": "/proc/self/cwd/.unshared"})})
+    unshared = config.replace("run.storage", "/proc/self/cwd/.unshared")
     findings = list(check_machines(unshared, verbose=False))
     wrong = of_check(findings, "run directory")
     assert {finding.level for finding in wrong} == {"error"}

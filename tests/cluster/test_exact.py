@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from steadfast.run.ledger import History
 from tests.support.checks import check_identical, check_ledger, summary_of
 from tests.support.command import Commands
+from tests.support.history import History
 
 EXACT = ["run.exact=true", "run.steps=300", "model.dropout=0.1"]
 

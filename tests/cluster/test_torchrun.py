@@ -13,13 +13,13 @@ import pytest
 
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
-from steadfast.run.ledger import History
 from steadfast.storage import LocalStore
-from steadfast.telemetry.goodput import TimeLedger
+from steadfast.telemetry.goodput import TimeLedger, read_totals
 from steadfast.telemetry.interruptions import read_interruptions
 from tests.support.checks import check_identical, check_ledger, summary_of
 from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
 from tests.support.curves import kill_rank
+from tests.support.history import History
 
 OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
 
@@ -55,7 +55,7 @@ def check_gap(directory: RunDirectory, history: History, given_s: float, killed_
     first, again = directory.events(RunStarted)
     assert (first.again, again.again) == (None, True)
     assert first.time_s == pytest.approx(given_s, abs=1.0)  # the kernel's clock of starts is that of a second
-    ledger = TimeLedger.read(directory)
+    ledger = TimeLedger(read_totals(directory), directory.all_events())
     wall_s = max(event.time_s or 0.0 for event in directory.all_events()) - (first.time_s or 0.0)
     before, after = ledger.accounts
     seconds = sum(before.seconds.values()) + sum(after.seconds.values())

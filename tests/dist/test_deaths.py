@@ -15,7 +15,6 @@ from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
 from steadfast.parallel.precision import Precision
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import History
 from steadfast.world.groups import Groups
 from tests.support.claims import EQUAL, check_checkpoint, check_equal, check_weights
 from tests.support.deaths import (
@@ -30,6 +29,7 @@ from tests.support.deaths import (
     with_a_death_in_connect,
 )
 from tests.support.gang import MemberFailed
+from tests.support.history import History
 from tests.support.like_nccl import Death
 from tests.support.reference import Reference, reference
 from tests.support.small import small

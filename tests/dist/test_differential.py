@@ -13,7 +13,6 @@ import torch
 
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import read_ledger
 from steadfast.worker import work
 from tests.programs import methods, part_of_model
 from tests.programs.catalog import PROGRAMS
@@ -22,6 +21,7 @@ from tests.support.checks import check_audit
 from tests.support.deaths import MortalRuntime, Plot
 from tests.support.drill import Drilled, begin_run, drill, what_is_left
 from tests.support.gang import Gang, Member, MemberFailed
+from tests.support.history import read_ledger
 from tests.support.like_nccl import Death
 
 # Steps 1 and 2 on one worker, 3 and 4 on two, then three; one of these is killed in step 8, and two go on.

@@ -10,7 +10,6 @@ import torch
 
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import read_ledger
 from steadfast.storage import LocalStore
 from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
 from steadfast.world.runtime import World
@@ -18,6 +17,7 @@ from tests.support.claims import check_checkpoint, check_ledger, check_losses, c
 from tests.support.drill import drill
 from tests.support.events import event_lines
 from tests.support.gang import MemberFailed
+from tests.support.history import read_ledger
 from tests.support.reference import reference
 from tests.support.small import small
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -115,6 +116,18 @@ def test_a_model_that_cannot_be_copied_is_one_clear_error(tmp_path: Path) -> Non
     for model, why in ((locked, "cannot pickle '_thread.lock' object"), (abstract, "its parameters have no values")):
         with pytest.raises(UsageError, match=rf"^model: this Linear cannot be copied: {why}.*model=lambda: Linear\(\)"):
             steadfast.fit("ddp.yaml", [f"run.storage={tmp_path}"], model=model)
+
+
+def test_fit_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    before = copy.deepcopy(model.state_dict())
+    words = [f"run.storage={tmp_path}", "run.steps=2", "batch.global_size=12", "trackers=[]", "run.report=false"]
+    result = steadfast.fit("ddp.yaml", words, model=model, dataset=line(24), task=squared_error)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0.0, atol=0.0)
+    assert all(param.grad is None for param in model.parameters())
+    assert not model.training
+    changed = trained(result)
+    assert all(not torch.equal(changed[name], weights) for name, weights in before.items() if "weight" in name)
 
 
 def test_an_order_and_functions_that_make_batches_may_be_objects(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import Config
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import read_ledger
 from steadfast.tasks import Sums
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
+from tests.support.history import read_ledger
 from tests.support.small import small
 
 HERE = "tests.dist.test_task_check"

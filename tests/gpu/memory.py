@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from steadfast.run.ledger import read_ledger
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import Net
 from tests.gpu.worlds import Company
+from tests.support.history import read_ledger
 
 _START_S, _END_S = 90.0, 120.0
 _BYTES_PER_WEIGHT = 16  # fp32: a weight, its gradient and two moments

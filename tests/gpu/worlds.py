@@ -101,7 +101,7 @@ class Company:
     def train_on(self, when: str, bound_s: float) -> None:
         """Wait until the present world has taken steps. Raises RuntimeError if that takes longer."""
         # Steps do not begin anew: the world must get beyond what was done before it.
-        before = int(self.directory.last_step_line().get("step", 0))
+        before = self.directory.last_step()
         if not self.wait_for_step(before + 3, bound_s):
             raise RuntimeError(f"{when}: no steps within {bound_s:g} s: {self.ranks.last_words(0)}")
 

@@ -15,9 +15,9 @@ from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config, parse_config
 from steadfast.data import SampleOrder, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import History, read_ledger
 from steadfast.storage import LocalStore
 from tests.support.command import Running
+from tests.support.history import History, read_ledger
 
 
 def summary_of(directory: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import History, read_ledger
 from steadfast.storage import LocalStore
 from tests.support import processes
 from tests.support.events import event_lines
+from tests.support.history import History, read_ledger
 
 ROOT = Path(__file__).parents[2]
 

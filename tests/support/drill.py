@@ -21,7 +21,6 @@ from steadfast.guards.numerics import BadStep
 from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Event, ForwardsShrunk, RunStarted
-from steadfast.run.ledger import History, read_ledger
 from steadfast.worker import work
 from steadfast.world.groups import WorldRank, is_peer_loss
 from steadfast.world.progress import Progress
@@ -30,6 +29,7 @@ from steadfast.world.timeouts import Timeouts
 from tests.support.checks import check_audit
 from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
+from tests.support.history import History, read_ledger
 from tests.support.reference import CPU
 
 

@@ -232,7 +232,7 @@ def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest
     run.attempt(4, 14, 18)
     before = run.audit()
     monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
-    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 4)
     assert run.audit() == before
 
 
@@ -278,7 +278,7 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
 def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run.audit()
     monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
-    monkeypatch.setattr("steadfast.analysis.audit._CHUNK", 4)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 4)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 500)
     assert run.audit() == before
     run.rewrite(remove(9))

@@ -260,7 +260,7 @@ def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPa
     pair.lines[1][2000]["weights"] = "0"
     expected = pair.compare()
     assert expected.weights_differ == 2001
-    monkeypatch.setattr("steadfast.analysis.compare._CHUNK", 7)
+    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 7)
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 5000)
     assert pair.compare() == expected
 
@@ -273,6 +273,9 @@ def test_what_is_no_line_of_ours_is_passed_over(tmp_path: Path) -> None:
     held = HeldLines(store)
     assert held.last == 2
     assert [each["step"] for each in held] == [1, 2]
+    store.commit(STEPS, "\n".join(odd).encode())
+    held = HeldLines(store)
+    assert (held.last, list(held)) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from steadfast.analysis.status import state_of
 from steadfast.cli import main
 from steadfast.run import events
+from steadfast.run.interrupts import EXIT_STOPPED
 from tests.support.events import changed
 from tests.support.run_directories import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
@@ -32,6 +33,23 @@ def test_a_live_run_tells_its_progress_its_figures_and_what_failures_cost(
     assert "steps to redo after the loss of: worker 0, everything 40" in shown
     assert "2 workers | 1 node" in shown
     assert "aaaaaaaa ranks 0-1" in shown
+
+
+def test_watch_refreshes_the_page_until_ctrl_c(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
+
+    def finish_and_press_ctrl_c(_: float) -> None:
+        if directory.summary():
+            raise KeyboardInterrupt
+        directory.write_summary({"status": "finished", "step": 100, "metrics": {}})
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # Rich then takes the captured output for a terminal
+    monkeypatch.setattr("steadfast.commands.status.time.sleep", finish_and_press_ctrl_c)
+    assert main(0.0, ["status", directory.uri, "--watch"]) == EXIT_STOPPED
+    shown = capsys.readouterr().out
+    assert 0 < shown.index(f"running on {os.uname().nodename}") < shown.index(f"finished on {os.uname().nodename}")
 
 
 def test_nodes_are_shown_with_their_ranks_gpus_and_what_a_step_costs_each(

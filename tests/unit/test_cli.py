@@ -248,7 +248,7 @@ def test_an_option_of_another_verb_is_refused(
 
 def test_a_job_is_the_same_command_without_job(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    job = SimpleNamespace(run_as_job=lambda config, arguments: given.append(arguments) or 0)
+    job = SimpleNamespace(run_as_job=lambda directory, variables, arguments: given.append(arguments) or 0)
     monkeypatch.setitem(sys.modules, "steadfast.launch.job", job)
     assert main(0.0, ["train", "--job", "--config", "ddp.yaml", "run.steps=3"]) == 0
     assert given == [["train", "--config", "ddp.yaml", "run.steps=3"]]

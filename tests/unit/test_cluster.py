@@ -177,5 +177,24 @@ def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pyt
     assert addresses == ["127.0.0.1"]
 
 
+@pytest.mark.parametrize(("num_gpus", "expected"), [(0, 6), (2, 2)])
+def test_an_embedded_ray_has_a_worker_for_each_core_or_each_gpu_by_default(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, expected: int
+) -> None:
+    nodes: list[dict[str, object]] = []
+
+    def start(num_cpus: int, **_: object) -> None:
+        nodes.append({"Alive": True, "Resources": {"CPU": num_cpus, "GPU": num_gpus}})
+
+    monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    config = parse_config("cluster: {address: local}")
+    cluster.connect(config.cluster, config.scaling, verbose=True)
+    gpus = cluster.gpus_per_worker(config.scaling, embedded=True)
+    assert cluster.await_room(config.scaling, gpus, Mock(), Mock(), embedded=True) == expected
+
+
 def resolve(host: str) -> str:
     return str(services.resolve_ip_for_localhost(host))

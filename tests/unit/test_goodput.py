@@ -32,7 +32,7 @@ def test_each_second_of_each_rank_is_in_one_category(directory: RunDirectory) ->
     directory.record(AttemptEnded(time_s=149.0, attempt=2, cause="stopped", checkpoint_s=3.0))
     directory.record(Waiting(time_s=150.0, workers=2, needed=3))
 
-    ledger = TimeLedger.read(directory)
+    ledger = TimeLedger(read_totals(directory), directory.all_events())
     first, second = ledger.accounts
     assert positive(first.rank_s) == {
         "start-up": 10 * 3,
@@ -64,7 +64,7 @@ def test_the_time_between_two_commands_is_nobodys(directory: RunDirectory) -> No
     directory.record(RunStarted(time_s=300.0, launcher="torchrun"))
     directory.record(AttemptEnded(time_s=304.0, cause="exception"))
 
-    ledger = TimeLedger.read(directory)
+    ledger = TimeLedger(read_totals(directory), directory.all_events())
     assert [positive(account.seconds) for account in ledger.accounts] == [
         {"start-up": 8, "productive": 2, "redone": 2},
         {"start-up": 6, "restore": 2, "productive": 2},

@@ -33,8 +33,8 @@ def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(error, monkeypatch)
     monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
-    launching = subject._Launch(Mock(), Mock(), Mock(verbose=False), Interrupts(lambda: None), before)
-    launching._connect(config, 0.0)
+    launching = subject._Launch(config, Mock(), Mock(), Mock(verbose=False), Interrupts(lambda: None), before)
+    launching._connect(0.0)
 
 
 def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

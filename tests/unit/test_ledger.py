@@ -15,10 +15,11 @@ import pytest
 from steadfast.plan import End
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import Checkpoint, Rollback, RunStarted, ShortStep
-from steadfast.run.ledger import History, PastLosses, Totals, last_end, past_losses
+from steadfast.run.ledger import PastLosses, Totals, last_end, past_losses
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import last_lines, open_stream
 from steadfast.telemetry.goodput import goodput, read_totals
+from tests.support.history import History
 
 
 def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from steadfast.config import Config, parse_config
 from steadfast.errors import StorageError, UsageError
-from steadfast.launch.ray import _scaled
+from steadfast.launch.ray import _narrowed
 from steadfast.launch.resume import start_or_resume
 from steadfast.loop import microbatch_size as subject
 from steadfast.loop.microbatch_size import Room
@@ -148,6 +148,6 @@ def test_a_run_that_had_a_number_keeps_it_when_it_is_given_auto(
 
 def test_workers_that_the_chosen_grid_has_no_work_for_are_refused() -> None:
     config = parse_config(AUTO)
-    assert _scaled(config, (2, 9), 3).scaling.num_workers == (2, 3)
+    assert _narrowed((2, 9), config.world_sizes((2, 9), 3), 3) == (2, 3)
     with pytest.raises(UsageError, match=r"at least 4 workers have only 3 microbatches .* because .*auto was resolved"):
-        _scaled(config, (4, 9), 3)
+        _narrowed((4, 9), config.world_sizes((4, 9), 3), 3)

@@ -31,10 +31,11 @@ def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Record
     monkeypatch.setattr(recorder, "Profiler", Mock())
     worker = Mock(precision=Mock(device=torch.device("cpu")), units_per_sample=1)
     config, world = Mock(spec=Config), Mock(leader=False, attempt=1)
+    worker.config = config
     config.weights_digest_every = config.profile = None
     config.precision = Mock(tf32=False)
     config.logging = Mock(every_steps=50, gradient_norms_every=None)
-    follower = recorder.Recorder(config, RunDirectory(LocalStore(tmp_path)), Mock(), world, worker)
+    follower = recorder.Recorder(RunDirectory(LocalStore(tmp_path)), Mock(), world, worker)
     follower.begin(Plan.even(4, 2, 2), Mock(), Mock(), Mock())
     return follower
 

@@ -36,7 +36,7 @@ def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_
     config = parse_config("cluster: {env: {TOKEN: hidden}}")
     for first_step, past in ((1, Past()), (8, Past(1, 1, 2, ("failure: its node is gone",)))):
         trackers = build_trackers(config, LocalStore(tmp_path), first_step)
-        trackers.begin(config, first_step - 1, past)
+        trackers.begin(first_step - 1, past)
         trackers.close()
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()

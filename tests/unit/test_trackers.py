@@ -10,50 +10,31 @@ from typing import ClassVar
 import pytest
 
 from steadfast.config import parse_config
-from steadfast.run.events import (
-    Log,
-    Validation,
-)
+from steadfast.run.events import Validation
 from steadfast.storage import LocalStore
 from steadfast.telemetry.trackers import MemoryTracker, Trackers, build_trackers
-from tests.support.events import changed
-
-LOG = Log(
-    time_s=1.0,
-    step=1200,
-    total_steps=9000,
-    loss=2.4131,
-    lr=3e-4,
-    grad_norm=0.8,
-    step_ms=4.08,
-    data_wait=0.031,
-    units_per_s=39_812.0,
-    samples_per_s=311.0,
-    memory_bytes=int(31.2 * 2**30),
-    world_size=1,
-    eta_s=3200.0,
-    unit="samples",
-)
+from tests.support.events import LOG
 
 
 def test_trackers_sort_figures() -> None:
     twin = MemoryTracker()
     trackers = Trackers([twin])
-    trackers.record(changed(LOG, metrics={"accuracy": 0.9}))
-    trackers.record(Validation(time_s=1.0, step=1200, metrics={"loss": 2.5}))
+    trackers.record(LOG)
+    trackers.record(Validation(step=10, metrics={"loss": 2.5}))
     trackers.close()
     assert twin.values == {
-        "train/loss": {1200: 2.4131},
-        "train/lr": {1200: 3e-4},
-        "train/grad_norm": {1200: 0.8},
-        "train/accuracy": {1200: 0.9},
-        "speed/step_ms": {1200: 4.08},
-        "speed/data_wait": {1200: 0.031},
-        "speed/units_per_s": {1200: 39_812.0},
-        "speed/samples_per_s": {1200: 311.0},
-        "speed/memory_bytes": {1200: LOG.memory_bytes},
-        "speed/world_size": {1200: 1},
-        "validation/loss": {1200: 2.5},
+        "train/loss": {10: 2.5},
+        "train/lr": {10: 1e-3},
+        "train/grad_norm": {10: 0.5},
+        "train/accuracy": {10: 0.75},
+        "speed/step_ms": {10: 12.5},
+        "speed/data_wait": {10: 0.0},
+        "speed/units_per_s": {10: 100.0},
+        "speed/samples_per_s": {10: 10.0},
+        "speed/mfu": {10: 0.4},
+        "speed/memory_bytes": {10: 1024},
+        "speed/world_size": {10: 2},
+        "validation/loss": {10: 2.5},
     }
     assert twin.closed
 

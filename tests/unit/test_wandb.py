@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from steadfast.config import WandbConfig, parse_config
+from steadfast.config import WandbConfig
 from steadfast.storage import LocalStore
 from steadfast.telemetry.trackers import Trackers
 from steadfast.telemetry.wandb import WandbTracker
@@ -53,7 +53,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def tracker(folder: Path) -> WandbTracker:
-    return WandbTracker(WandbConfig(), parse_config(""), LocalStore(folder))
+    return WandbTracker(WandbConfig(), "run", {}, LocalStore(folder))
 
 
 def test_a_failed_attempt_leaves_its_run_and_the_next_one_opens_it_when_it_is_closed(

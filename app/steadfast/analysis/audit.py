@@ -10,17 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from steadfast.config import Config, Target
+from steadfast.config import Config, DataConfig, RunConfig, Target
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, build_order, sample_keys
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.plan import Plan, step_of
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptStarted, Rollback
+from steadfast.run.ledger import Holders
 from steadfast.storage.jsonl import Line, decode, read_blocks
 
-_CHUNK = 2**20  # number of steps whose attempts are stored in one array
 # Number of samples that are ordered at once. Otherwise memory would grow with the global batch.
 _PIECE = 2**18
 _LARGEST = 2**32  # larger than any step or attempt of a run
@@ -83,7 +82,7 @@ def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
         UsageError: the run has no steps yet.
         ConfigError: `data.order` names code that cannot be loaded on this machine.
     """
-    auditor = _Auditor(directory, config, num_samples)
+    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, num_samples)
     for block in read_blocks(directory.store, STEPS):
         for piece in _pieces(decode(block), max(1, _PIECE // config.batch.global_size)):
             auditor.add(piece)
@@ -97,9 +96,8 @@ def _pieces(lines: list[Line], num_lines: int) -> Iterator[list[Line]]:
         # A truncated or foreign line counts as missing. The check for missing steps reports its step.
         if not (_is_count(line.get("step")) and _is_count(line.get("attempt"))):
             continue
-        # A piece lies within one chunk of steps, so that `_hold` can use a slice of one array.
         follows = piece and line["attempt"] == piece[-1]["attempt"] and line["step"] == piece[-1]["step"] + 1
-        if piece and (not follows or len(piece) == num_lines or line["step"] % _CHUNK == 0):
+        if piece and (not follows or len(piece) == num_lines):
             yield piece
             piece = []
         piece.append(line)
@@ -114,27 +112,27 @@ def _is_count(value: Any) -> bool:
 class _Auditor:
     """Compares ledger lines with the plan, in the order of the file."""
 
-    def __init__(self, directory: RunDirectory, config: Config, num_samples: int) -> None:
+    def __init__(
+        self, directory: RunDirectory, run: RunConfig, data: DataConfig, global_size: int, num_samples: int
+    ) -> None:
         self._directory = directory
-        self._seed = config.run.seed
-        self._order = build_order(config.data, num_samples, config.run.seed)
-        global_size = config.batch.global_size
-        end = config.run.num_samples(self._order.num_train)
+        self._seed = run.seed
+        self._order = build_order(data, num_samples, run.seed)
+        end = run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
         # Ranks and microbatches do not matter, because the audit only asks for the samples of whole steps.
         self._plan = Plan(global_size, global_size, (1,), num_samples=end, ends=ends)
         _check_ends(self._plan, self._order.num_train)
         self._num_steps = _LARGEST
         if end:
-            self._num_steps = config.run.num_steps(self._order.num_train, global_size, ends)
+            self._num_steps = run.num_steps(self._order.num_train, global_size, ends)
         # An order function of the user may read one sample several times in an epoch and skip another sample.
-        once = not isinstance(config.data.order, Target)
+        once = not isinstance(data.order, Target)
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
         self._last: dict[int, int] = {}  # newest step by attempt
-        # By chunk: for each step the attempt of its valid line, 0 for a step without a line.
-        self._attempts: dict[int, NDArray[np.uint32]] = {}
+        self._holders = Holders()
         self._num_lines = 0
         self._num_reported = 0
         self._unconfirmed: dict[int, int] = {}  # attempt by step
@@ -163,7 +161,7 @@ class _Auditor:
         self._last[attempt] = last
         self._num_lines += len(lines)
         # A step that a later attempt did again has counted in its epoch already.
-        new = np.repeat(self._hold(first, len(lines), attempt), counts)
+        new = np.repeat(self._holders.add(first, len(lines), attempt) == 0, counts)
         self._epochs.add(ids[new], positions[new])
 
     def _check_follows(self, step: int, attempt: int) -> None:
@@ -207,16 +205,6 @@ class _Auditor:
         expected = f"a skipped step since the rollback in attempt {left_out_since}"
         return CounterExample(step, expected, f"used in attempt {attempt}", "a step with bad numbers was used again")
 
-    def _hold(self, first: int, num_lines: int, attempt: int) -> NDArray[np.bool_]:
-        """Record the attempt of each step's valid line. Return which steps are new."""
-        number, offset = divmod(first, _CHUNK)
-        chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))[offset : offset + num_lines]
-        new: NDArray[np.bool_] = chunk == 0
-        # The highest attempt is valid, not the last line: a disconnected leader may write its last lines after the
-        # first lines of its successor.
-        np.maximum(chunk, attempt, out=chunk)
-        return new
-
     def proof(self, ended_at: int) -> Proof:
         """Return the numbers of the proof after a check for missing steps.
 
@@ -247,18 +235,18 @@ class _Auditor:
         )
 
     def _check_none_missing(self, last: int) -> None:
-        for number in range(last // _CHUNK + 1):
-            chunk = self._attempts.get(number, np.zeros(_CHUNK, np.uint32))
-            start = number * _CHUNK
-            missing = np.flatnonzero(chunk[: last + 1 - start] == 0) + start
-            missing = missing[missing > 0]  # steps count from 1
-            if len(missing):
-                meaning = f"no attempt recorded the step, and the run has reached step {last}"
-                raise CounterExample(int(missing[0]), "a line", "none", meaning)
+        expected = 1
+        for step in self._holders.steps():
+            if step != expected:
+                break
+            expected += 1
+        if expected <= last:
+            meaning = f"no attempt recorded the step, and the run has reached step {last}"
+            raise CounterExample(expected, "a line", "none", meaning)
 
     def _holding(self, marked: Mapping[int, int]) -> list[int]:
         """Return the marked steps whose marked attempt wrote the valid line."""
-        return [step for step, attempt in marked.items() if self._attempts[step // _CHUNK][step % _CHUNK] == attempt]
+        return [step for step, attempt in marked.items() if self._holders.holds(step, attempt)]
 
 
 _OTHER_NUMBER = "the number of samples of this step is not that of its global batch"

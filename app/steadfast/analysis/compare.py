@@ -16,14 +16,13 @@ from steadfast.config import Change, Config, diff
 from steadfast.errors import UsageError
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptStarted
-from steadfast.run.ledger import numbers
+from steadfast.run.ledger import Holders, numbers, runs_of
 from steadfast.storage import Store
 from steadfast.storage.jsonl import Line, decode, is_number, read_blocks
 
 # Largest relative difference of two losses that counts as rounding, if workers summed in another order. Rounding is
 # reported, but is not a difference.
 ROUNDING = 1e-9
-_CHUNK = 2**20  # number of steps whose attempts are stored in one array
 _LARGEST = 2**32  # larger than any step or attempt of a run
 
 Both = tuple[Any, Any]  # values of the two runs, in the order of the arguments
@@ -189,7 +188,7 @@ class HeldLines:
     # The ledger is read twice, because a line does not show whether a later attempt did its step again.
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._attempts: dict[int, NDArray[np.uint32]] = {}  # by chunk: the highest attempt of each step, 0 for none
+        self._holders = Holders()
         self.last = 0
         for block in read_blocks(store, STEPS):
             self._learn(numbers(block, ("step", "attempt"), ()))
@@ -197,19 +196,15 @@ class HeldLines:
     def _learn(self, lines: NDArray[np.float64]) -> None:
         # Lines with other numbers were not written by this program.
         lines = lines[((lines >= 1) & (lines < _LARGEST) & (lines % 1 == 0)).all(axis=1)]
-        steps, attempts = lines[:, 0].astype(np.int64), lines[:, 1].astype(np.uint32)
-        for number in np.unique(steps // _CHUNK).tolist():
-            here = steps // _CHUNK == number
-            chunk = self._attempts.setdefault(number, np.zeros(_CHUNK, np.uint32))
-            # A block may have several lines of a step, and a plain indexed assignment would keep the last one only.
-            np.maximum.at(chunk, steps[here] % _CHUNK, attempts[here])
+        steps, attempts = lines.astype(np.int64).T
+        for run in runs_of(steps, attempts):
+            self._holders.add(int(steps[run.start]), run.stop - run.start, int(attempts[run.start]))
         self.last = max(self.last, int(steps.max(initial=0)))
 
     def __iter__(self) -> Iterator[Line]:
-        # A disconnected leader may write its last lines after the first lines of its successor. The later steps wait
-        # here for the earlier ones.
+        # Later steps wait here for earlier ones, which a disconnected leader may write last.
         waiting: dict[int, Line] = {}
-        steps = self._steps()
+        steps = self._holders.steps()
         expected = next(steps, _LARGEST)
         for block in read_blocks(self._store, STEPS):
             for line in decode(block):
@@ -219,17 +214,10 @@ class HeldLines:
                     yield waiting.pop(expected)
                     expected = next(steps, _LARGEST)
 
-    def _steps(self) -> Iterator[int]:
-        for number, chunk in sorted(self._attempts.items()):
-            yield from (np.flatnonzero(chunk) + number * _CHUNK).tolist()
-
     def _holds(self, line: Line) -> bool:
         step, attempt = line.get("step"), line.get("attempt")
         # `isinstance` would accept true and false, which JSON may contain.
-        if type(step) is not int or type(attempt) is not int:
-            return False
-        chunk = self._attempts.get(step // _CHUNK)
-        return chunk is not None and attempt > 0 and int(chunk[step % _CHUNK]) == attempt
+        return type(step) is int and type(attempt) is int and self._holders.holds(step, attempt)
 
 
 def relative_difference(one: float, other: float) -> float:
@@ -335,4 +323,4 @@ def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:
 def _config(directory: RunDirectory) -> Config | None:
     """Return the configuration of a run, with its measured microbatch size."""
     config = directory.stored_config()
-    return config and config.model_copy(update={"batch": directory.batch(config.batch)})
+    return config and config.replace("batch", directory.batch(config.batch))

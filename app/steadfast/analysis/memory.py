@@ -58,17 +58,6 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def memory_of_whole(config: Config, example: Batch) -> Memory:
-    """Estimate the memory of a worker that holds the whole model.
-
-    Args:
-        config: the configuration of the run.
-        example: a microbatch of the usual size.
-    """
-    # The gradients live as long as the model, so further microbatches add no memory.
-    return _simulate(config, DdpConfig(), example, 1, accumulates=False)
-
-
 class Needed(NamedTuple):
     """Bytes of one worker on its device and on its host."""
 
@@ -81,33 +70,134 @@ class Needed(NamedTuple):
         return cls(memory.total - memory.on_host, memory.on_host)
 
 
-def bytes_of_worlds(config: Config, example: Batch, whole: Memory, max_shares: Mapping[int, int]) -> dict[int, Needed]:
-    """Estimate the bytes of a worker for each world size.
+class Estimate:
+    """Estimate of the memory of a run's workers.
 
     Args:
         config: the configuration of the run.
         example: a microbatch of the usual size.
-        whole: the estimate for a worker that holds the whole model.
-        max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
+
+    Attributes:
+        whole: the memory of a worker that holds the whole model.
     """
-    if config.parallel.survivors_hold_all:
-        return dict.fromkeys(max_shares, Needed.of(whole))
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for size, max_share in sorted(max_shares.items()):
-        # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds unsharded
-        # gradients until the last one; with a single microbatch it does not. A world of one worker gathers nothing.
-        kinds.setdefault((size > 1, max_share > 1), []).append(size)
-    found: dict[int, Needed] = {}
-    for (_, accumulates), sizes in kinds.items():
-        ends: dict[int, Needed] = {}
-        # Two simulations are enough, because the worlds between them are interpolated.
-        for size in (sizes[0], sizes[-1]):
-            ranks = config.parallel.replica_size(size)
-            if ranks not in ends:
-                ends[ranks] = Needed.of(_simulate(config, config.parallel, example, ranks, accumulates))
-        for size in sizes:
-            found[size] = _between(ends, config.parallel.replica_size(size))
-    return found
+
+    def __init__(self, config: Config, example: Batch) -> None:
+        self._config = config
+        self._example = example
+        # The gradients live as long as the model, so further microbatches add no memory.
+        self.whole = self._simulate(DdpConfig(), 1, accumulates=False)
+
+    def of_worlds(self, max_shares: Mapping[int, int]) -> dict[int, Needed]:
+        """Estimate the bytes of a worker for each world size.
+
+        Args:
+            max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
+        """
+        parallel = self._config.parallel
+        if parallel.survivors_hold_all:
+            return dict.fromkeys(max_shares, Needed.of(self.whole))
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for size, max_share in sorted(max_shares.items()):
+            # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds
+            # unsharded gradients until the last one; with a single microbatch it does not. A world of one worker
+            # gathers nothing.
+            kinds.setdefault((size > 1, max_share > 1), []).append(size)
+        found: dict[int, Needed] = {}
+        for (_, accumulates), sizes in kinds.items():
+            ends: dict[int, Needed] = {}
+            # Two simulations are enough, because the worlds between them are interpolated.
+            for size in (sizes[0], sizes[-1]):
+                ranks = parallel.replica_size(size)
+                if ranks not in ends:
+                    ends[ranks] = Needed.of(self._simulate(parallel, ranks, accumulates))
+            for size in sizes:
+                found[size] = _between(ends, parallel.replica_size(size))
+        return found
+
+    def _simulate(self, strategy: ParallelConfig, world_size: int, accumulates: bool) -> Memory:
+        """Return the peak memory of a worker by simulating its second step.
+
+        The simulation ends after the backward of that step. By then the optimizer has created its state.
+
+        Args:
+            strategy: the parallel strategy to simulate.
+            world_size: the number of ranks to simulate. Only rank 0 runs.
+            accumulates: whether the worker has more than one microbatch in a step. Two are simulated, since a third one
+                changes nothing.
+        """
+        precision = build_precision(self._config.precision, _CPU)
+        task = build_task(self._config.task)
+        # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
+        fake = FakeTensorMode()
+        with _fake_world(world_size, strategy) as world:
+            parallel = build_parallel(strategy, world, precision)
+            model = self._build_without_data(fake)
+            batch = map_tensors(fake.from_tensor, self._example)
+            allocations = Allocations()
+            allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
+            with allocations:
+                # `fake` is off here, because device meshes and optimizers read values of tensors. The model's own
+                # tensors still have no data.
+                model = parallel.wrap(model)
+                optimizer = build_optimizer(self._config.optimizer, model)
+                trained = [param for param in model.parameters() if param.requires_grad]
+                _create_state(optimizer, trained)
+                parallel.clear_gradients(optimizer)
+                microbatches = (False, True) if accumulates else (True,)
+                for last in microbatches:
+                    with fake, parallel.synchronize(model, last):
+                        with precision.autocast():
+                            loss_sum = task.loss(model, batch).loss_sum
+                        precision.backward(loss_sum)
+                        del loss_sum
+            state: list[Tensor] = []
+            for values in optimizer.state.values():
+                # An optimizer may also keep plain numbers, such as a count of steps.
+                state += [value for value in values.values() if isinstance(value, Tensor)]
+            parameters = _num_bytes([*model.parameters(), *model.buffers()])
+            gradients = _num_bytes(trained)
+            held = _num_bytes(state)
+            on_host = 0
+            if parallel.offloads:
+                on_host = gradients + held + _num_bytes(model.parameters())
+        rest = allocations.peak_bytes - parameters - gradients - held
+        if self._config.run.exact:
+            # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they
+            # are added here.
+            gradients += 8 * sum(param.numel() for param in trained)
+        return Memory(parameters, gradients, held, rest, on_host)
+
+    def _build_without_data(self, fake: FakeTensorMode) -> nn.Module:
+        # Some models cannot be built this way: `Module.to` raises, and a deep copy belongs to another mode. peft does
+        # both.
+        with suppress(Exception), fake:
+            model = self._build()
+            tensors = [*model.parameters(), *model.buffers()]
+            if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
+                return model
+        try:
+            model = self._build()
+        except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when the CPU runs out of memory
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError([Problem("", "model", f"cannot be built on this machine: {first_line}")]) from error
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, fake.from_tensor(param))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, fake.from_tensor(buffer))
+        return model
+
+    def _build(self) -> nn.Module:
+        """Build the model with its parameters in the configured format."""
+        # `Precision.convert` also moves a model to a device, which fails for tensors without data.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(build_precision(self._config.precision, _CPU).param_dtype)
+        try:
+            model = build_model(self._config.model).train()
+        finally:
+            torch.set_default_dtype(before)
+        checkpoint_activations(model, self._config.memory.activation_checkpointing)
+        return model
 
 
 def _between(ends: Mapping[int, Needed], size: int) -> Needed:
@@ -127,101 +217,12 @@ def _between(ends: Mapping[int, Needed], size: int) -> Needed:
     return Needed(*on_line)
 
 
-def _simulate(config: Config, strategy: ParallelConfig, example: Batch, world_size: int, accumulates: bool) -> Memory:
-    """Return the peak memory of a worker by simulating its second step.
-
-    The simulation ends after the backward of that step. By then the optimizer has created its state.
-
-    Args:
-        config: the configuration of the run.
-        strategy: the parallel strategy to simulate.
-        example: a microbatch of the usual size.
-        world_size: the number of ranks to simulate. Only rank 0 runs.
-        accumulates: whether the worker has more than one microbatch in a step. Two are simulated, since a third one
-            changes nothing.
-    """
-    precision = build_precision(config.precision, _CPU)
-    task = build_task(config.task)
-    # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
-    fake = FakeTensorMode()
-    with _fake_world(world_size, strategy) as world:
-        parallel = build_parallel(strategy, world, precision)
-        model = _build_without_data(config, fake)
-        batch = map_tensors(fake.from_tensor, example)
-        allocations = Allocations()
-        allocations.add([*model.parameters(), *model.buffers(), *tensors_of(batch)])
-        with allocations:
-            # `fake` is off here, because device meshes and optimizers read values of tensors. The model's own tensors
-            # still have no data.
-            model = parallel.wrap(model)
-            optimizer = build_optimizer(config.optimizer, model)
-            trained = [param for param in model.parameters() if param.requires_grad]
-            _create_state(optimizer, trained)
-            parallel.clear_gradients(optimizer)
-            microbatches = (False, True) if accumulates else (True,)
-            for last in microbatches:
-                with fake, parallel.synchronize(model, last):
-                    with precision.autocast():
-                        loss_sum = task.loss(model, batch).loss_sum
-                    precision.backward(loss_sum)
-                    del loss_sum
-        state: list[Tensor] = []
-        for values in optimizer.state.values():
-            # An optimizer may also keep plain numbers, such as a count of steps.
-            state += [value for value in values.values() if isinstance(value, Tensor)]
-        parameters = _num_bytes([*model.parameters(), *model.buffers()])
-        gradients = _num_bytes(trained)
-        held = _num_bytes(state)
-        on_host = 0
-        if parallel.offloads:
-            on_host = gradients + held + _num_bytes(model.parameters())
-    rest = allocations.peak_bytes - parameters - gradients - held
-    if config.run.exact:
-        # An exact run adds up gradients in integers of 8 bytes. The simulation has no values to convert, so they are
-        # added here.
-        gradients += 8 * sum(param.numel() for param in trained)
-    return Memory(parameters, gradients, held, rest, on_host)
-
-
 def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
     """Make the optimizer create its state by an update with zero gradients."""
     for param in trained:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
     optimizer.step()
-
-
-def _build_without_data(config: Config, fake: FakeTensorMode) -> nn.Module:
-    # Some models cannot be built this way: `Module.to` raises, and a deep copy belongs to another mode. peft does both.
-    with suppress(Exception), fake:
-        model = _build(config)
-        tensors = [*model.parameters(), *model.buffers()]
-        if all(getattr(tensor, "fake_mode", None) is fake for tensor in tensors):
-            return model
-    try:
-        model = _build(config)
-    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when the CPU runs out of memory
-        first_line = str(error).partition("\n")[0]
-        raise ConfigError([Problem("", "model", f"cannot be built on this machine: {first_line}")]) from error
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            setattr(module, name, fake.from_tensor(param))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, fake.from_tensor(buffer))
-    return model
-
-
-def _build(config: Config) -> nn.Module:
-    """Build the model with its parameters in the configured format."""
-    # `Precision.convert` also moves a model to a device, which fails for tensors without data.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(build_precision(config.precision, _CPU).param_dtype)
-    try:
-        model = build_model(config.model).train()
-    finally:
-        torch.set_default_dtype(before)
-    checkpoint_activations(model, config.memory.activation_checkpointing)
-    return model
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from steadfast.backoff import delays
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import Layout, Shard, StagingBuffer
 from steadfast.run.events import CheckpointFailed, Event
@@ -169,7 +170,7 @@ class Writer:
             self._write_until_done(pending)
 
     def _write_until_done(self, pending: PendingWrite) -> None:
-        delay_s = _FIRST_DELAY_S
+        pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S)
         while True:
             try:
                 self._write(pending)
@@ -191,9 +192,8 @@ class Writer:
             with self._changed:
                 # A newer state or a drop ends the retries. Without this check, a dropped write that storage refuses
                 # before reading a chunk would be retried without a pause.
-                if self._changed.wait_for(lambda: self._waiting is not None or pending.dropped, delay_s):
+                if self._changed.wait_for(lambda: self._waiting is not None or pending.dropped, next(pauses)):
                     return
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
     def _write(self, pending: PendingWrite) -> None:
         # If only the commit was refused, the file of the last try is still valid.

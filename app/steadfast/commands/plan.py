@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
-from steadfast.config import BatchConfig, CheckpointConfig, Config, ParallelConfig
+from steadfast.config import BatchConfig, CheckpointConfig, Config, ParallelConfig, ScalingConfig
 from steadfast.errors import UsageError
 from steadfast.plan import even_shares, largest_microbatch
 from steadfast.units import compact, duration, number, plural, size
@@ -53,7 +53,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     """
     import torch
 
-    from steadfast.analysis.memory import bytes_of_worlds, memory_of_whole
+    from steadfast.analysis.memory import Estimate
     from steadfast.data import Loader, build_dataset, build_order
 
     dataset = build_dataset(config.data)
@@ -61,10 +61,10 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     loader = Loader(dataset, order, config.data, torch.device("cpu"))
     measured = config.batch.microbatch_size == "auto"
     if measured:
-        config = _with_largest_microbatch(config)
+        config = config.replace("batch", _with_largest_microbatch(config.batch, config.scaling))
     # One real microbatch gives the shapes of the inputs, on which the memory for activations depends.
     example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
-    whole = memory_of_whole(config, example)
+    estimate = Estimate(config, example)
     worlds = []
     max_shares = {}
     for world_size in config.world_sizes(config.scaling.num_workers):
@@ -72,7 +72,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         worlds.append(world)
         max_shares[world_size] = max(world["shares"])
     # All worlds are estimated together, because most of them are interpolated between two simulated ones.
-    totals = bytes_of_worlds(config, example, whole, max_shares)
+    totals = estimate.of_worlds(max_shares)
     for world in worlds:
         world["memory_bytes"] = totals[world["workers"]].device
         world["host_memory_bytes"] = totals[world["workers"]].host
@@ -84,20 +84,18 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "epochs": num_steps * config.batch.global_size / order.num_train,
         "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
         "worlds": worlds,
-        "worker_bytes": asdict(whole),
-        **_copies(config.checkpoint, config.parallel, whole),
+        "worker_bytes": asdict(estimate.whole),
+        **_copies(config.checkpoint, config.parallel, estimate.whole),
         "microbatch_size": config.batch.microbatch_size,
         "microbatch_is_measured": measured,
         "warnings": list(warnings(config, order.num_train, mtbf_s)),
     }
 
 
-def _with_largest_microbatch(config: Config) -> Config:
-    """Return the configuration with the largest size that `auto` may choose."""
-    batch = config.batch
-    num_workers = min(config.scaling.num_workers[1], batch.global_size)
-    largest = largest_microbatch(batch.global_size, num_workers, batch.global_size)
-    return config.model_copy(update={"batch": batch.with_microbatches_of(largest)})
+def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> BatchConfig:
+    """Return the section `batch` with the largest size that `auto` may choose."""
+    num_workers = min(scaling.num_workers[1], batch.global_size)
+    return batch.with_microbatches_of(largest_microbatch(batch.global_size, num_workers, batch.global_size))
 
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:

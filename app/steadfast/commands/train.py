@@ -10,6 +10,7 @@ from steadfast.config import Config
 from steadfast.config.target import load_target
 from steadfast.config.variables import given_variables, taken_variables
 from steadfast.launch.detect import given_s, under_torchrun
+from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
 
 
@@ -31,7 +32,7 @@ def run(options: Namespace) -> int:
     if options.job:
         from steadfast.launch.job import run_as_job
 
-        return run_as_job(config, without_option(options.arguments, "--job"))
+        return run_as_job(RunDirectory.of(config), variables, without_option(options.arguments, "--job"))
     return train(config, options.started_s, options.verbose)
 
 

@@ -42,6 +42,15 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",
     )
 
+    def replace(self, key: str, value: Any) -> Self:
+        """Return a copy with another value of a key such as "scaling.num_workers".
+
+        The value is not checked. Raises AttributeError for an unknown key.
+        """
+        name, _, rest = key.partition(".")
+        former = getattr(self, name)
+        return self.model_copy(update={name: former.replace(rest, value) if rest else value})
+
     @model_validator(mode="before")
     @classmethod
     def true_is_no_number(cls, values: Any) -> Any:

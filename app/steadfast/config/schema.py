@@ -180,7 +180,7 @@ class BatchConfig(Section):
 
     def with_microbatches_of(self, size: int) -> Self:
         """Return this section with a number as `microbatch_size`."""
-        return self.model_copy(update={"microbatch_size": size})
+        return self.replace("microbatch_size", size)
 
     @field_validator("microbatch_size")
     @classmethod

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steadfast.config import Config, RunConfig
+from steadfast.config import RecomputeConfig, RunConfig
 from steadfast.data import Fetched
 from steadfast.errors import TrainingError
 from steadfast.guards.corruption import Check, Choice, Corrupted, choose, differ, odd_one_out
@@ -153,7 +153,9 @@ def adds_parts_by_themselves(run: RunConfig, world: World) -> bool:
     return run.exact and world.amendments.forward_size is not None
 
 
-def build_choice(config: Config, world: World, plan: Plan, kinds: Sequence[str]) -> Choice | None:
+def build_choice(
+    recompute: RecomputeConfig, run: RunConfig, world: World, plan: Plan, kinds: Sequence[str]
+) -> Choice | None:
     """Return the choice of checks that the configuration asks for.
 
     The result is None if nothing is computed twice.
@@ -161,10 +163,10 @@ def build_choice(config: Config, world: World, plan: Plan, kinds: Sequence[str])
     Args:
         kinds: kind of hardware of each rank; ranks of one kind compute equal bits.
     """
-    every = config.recompute.every
-    if every is None or adds_parts_by_themselves(config.run, world):
+    every = recompute.every
+    if every is None or adds_parts_by_themselves(run, world):
         return None
-    return partial(choose, plan, int(every.count), config.run.seed, kinds)
+    return partial(choose, plan, int(every.count), run.seed, kinds)
 
 
 def build_recompute(

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from steadfast.config import Config
-from steadfast.config.variables import taken_variables
 from steadfast.errors import TrainingError, UsageError
 from steadfast.launch.handover import source_and_delete, write_variables
 from steadfast.run.directory import RunDirectory
@@ -25,10 +23,15 @@ _RUN = "run"
 _POLL_S = 0.2
 
 
-def run_as_job(config: Config, arguments: list[str]) -> int:
+def run_as_job(directory: RunDirectory, variables: dict[str, str], arguments: list[str]) -> int:
     """Run a command as a job, show its output, and return its exit code.
 
     If a job of the same run is active, the output of that job is shown instead.
+
+    Args:
+        directory: the run that the command trains.
+        variables: environment variables to set for the command.
+        arguments: the arguments of the command.
 
     Raises:
         UsageError: this machine has no Ray cluster with a dashboard.
@@ -47,11 +50,9 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
             "'.[cluster]'"
         ) from error
 
-    run = RunDirectory.of(config).uri
-    variables = taken_variables(config.cluster, os.environ)
-    job = _find_job(client, run)
+    job = _find_job(client, directory.uri)
     if job is None:
-        job = _submit(client, config.run.name, run, arguments, variables)
+        job = _submit(client, directory, arguments, variables)
     print(f"job {job} on {os.uname().nodename}; ray job stop {job} stops it there", flush=True)
     try:
         return asyncio.run(_follow(client, job))
@@ -62,7 +63,9 @@ def run_as_job(config: Config, arguments: list[str]) -> int:
         ) from error
 
 
-def _submit(client: JobSubmissionClient, name: str, run: str, arguments: list[str], variables: dict[str, str]) -> str:
+def _submit(
+    client: JobSubmissionClient, directory: RunDirectory, arguments: list[str], variables: dict[str, str]
+) -> str:
     file = write_variables(variables)
     command = shlex.join([sys.executable, *_program(), *arguments])
     try:
@@ -70,8 +73,8 @@ def _submit(client: JobSubmissionClient, name: str, run: str, arguments: list[st
             # The job runs in this directory, because relative paths would mean other files in Ray's copy of it.
             entrypoint=f"cd {shlex.quote(os.getcwd())} && {source_and_delete(str(file))}exec {command}",
             # Ray refuses an id that it knows, even that of a job that has ended.
-            submission_id=f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
-            metadata={_RUN: run},
+            submission_id=f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+            metadata={_RUN: directory.uri},
         )
         return job
     except BaseException:

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -40,52 +41,53 @@ def launch(config: Config, started_s: float, console: Console) -> int:
         if not start_or_resume(config, directory, begun, console.line):
             return 0
         bounds = before.num_workers or config.scaling.num_workers
-        config = _scaled(config, bounds, directory.batch(config.batch).num_microbatches)
+        num_microbatches = directory.batch(config.batch).num_microbatches
+        sizes = config.world_sizes(bounds, num_microbatches)
+        config = config.replace("scaling.num_workers", _narrowed(bounds, sizes, num_microbatches))
         stopping = "stopping; Ctrl-C again to stop at once"
         with reported(config.run, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
-            return _Launch(directory, ownership, console, interrupts, before).run(config, started_s)
+            return _Launch(config, directory, ownership, console, interrupts, before).run(started_s)
     finally:
         release_run(directory, ownership, new)
 
 
-def _scaled(config: Config, bounds: tuple[int, int], num_microbatches: int) -> Config:
-    """Return the configuration with `bounds`, narrowed to possible numbers of workers.
+def _narrowed(bounds: tuple[int, int], sizes: Sequence[int], num_microbatches: int) -> tuple[int, int]:
+    """Return the bounds narrowed to the possible numbers of workers.
 
     Raises UsageError if no number of workers is possible. With `batch.microbatch_size=auto` the run may have chosen too
     few microbatches.
     """
-    sizes = config.world_sizes(bounds, num_microbatches)
     if not sizes:
         raise UsageError(
             f"scaling.num_workers: at least {bounds[0]} workers have only {num_microbatches} microbatches in a "
             "global batch, because batch.microbatch_size=auto was resolved when the run began. Ask for fewer workers, "
             "or give batch.microbatch_size as a number"
         )
-    bounds = sizes[0], sizes[-1]
-    return config.model_copy(update={"scaling": config.scaling.model_copy(update={"num_workers": bounds})})
+    return sizes[0], sizes[-1]
 
 
 @dataclass(frozen=True)
 class _Launch:
     """Training of one command on Ray, after the command has claimed the run."""
 
+    config: Config
     directory: RunDirectory
     ownership: Ownership
     console: Console
     interrupts: Interrupts
     before: Comebacks
 
-    def run(self, config: Config, started_s: float) -> int:
+    def run(self, started_s: float) -> int:
         """Connect to a cluster, train there, and return the exit code."""
         import ray
 
-        address = self._connect(config, started_s)
+        address = self._connect(started_s)
         self.interrupts.on_abort = ray.shutdown
         from steadfast.orchestration.internals import end_embedded
         from steadfast.orchestration.trainer import RayDied
 
         try:
-            return self._train(config, address)
+            return self._train(address)
         except RayDied as died:
             follows = "the command starts again from the newest state"
             if self.interrupts.stopping:
@@ -104,7 +106,7 @@ class _Launch:
         finally:
             ray.shutdown()
 
-    def _connect(self, config: Config, started_s: float) -> str:
+    def _connect(self, started_s: float) -> str:
         """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
         from steadfast.orchestration.cluster import RayNotStarted, connect
 
@@ -115,7 +117,7 @@ class _Launch:
                 # Threads and processes that start here inherit the blocked signals.
                 self.console.stage("starting Ray", started_s)
                 importing.start()
-                address = connect(config.cluster, config.scaling, self.console.verbose)
+                address = connect(self.config.cluster, self.config.scaling, self.console.verbose)
         except Exception as error:
             if self.before.cluster:
                 raise self.before.cluster_gone(error) from error
@@ -126,7 +128,7 @@ class _Launch:
         importing.join()
         return address
 
-    def _train(self, config: Config, address: str) -> int:
+    def _train(self, address: str) -> int:
         """Wait for room on the cluster, and train until the run ends."""
         import ray
 
@@ -134,11 +136,14 @@ class _Launch:
         from steadfast.orchestration.membership import Membership
         from steadfast.orchestration.trainer import Fit, build_trainer, head_host, recovery_mode, start_coordinator
 
+        config = self.config
         self.console.line(describe_cluster(address))
         head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED
-        if embedded:
-            config = _without_packages(config, self.console)
+        if embedded and config.cluster.pip:
+            # All workers of an embedded Ray run on the Python of this command.
+            self.console.line(f"cluster.pip: nothing is installed here, because all workers run on {sys.executable}")
+            config = config.replace("cluster.pip", ())
         self.console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
         gpus = gpus_per_worker(config.scaling, embedded)
         expected = await_room(config.scaling, gpus, self.ownership, self.interrupts, embedded)
@@ -172,14 +177,3 @@ class _Launch:
             if fit.over and self.ownership.holds():
                 with contextlib.suppress(OSError):
                     end_copies(self.directory)
-
-
-def _without_packages(config: Config, console: Console) -> Config:
-    """Return the configuration without `cluster.pip`, for an embedded Ray.
-
-    All workers of an embedded Ray run on the Python of this command.
-    """
-    if not config.cluster.pip:
-        return config
-    console.line(f"cluster.pip: nothing is installed here, because all workers run on {sys.executable}")
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"pip": ()})})

@@ -52,6 +52,7 @@ def _start_or_resume(
     config: Config, directory: RunDirectory, begun: RunStarted, say: Callable[[str], object], return_finished: bool
 ) -> bool:
     stored = directory.stored_config()
+    former = stored.run if stored else None
     resumable = has_checkpoint(directory)
     _check_resume_mode(config.run, directory, resumable)
 
@@ -72,8 +73,8 @@ def _start_or_resume(
         end_copies(directory)  # a killed command may have left copies in memory
 
     summary = directory.summary()
-    if summary and summary["status"] == "finished" and not _extends(config, stored, summary):
-        others = _training_otherwise(changes, stored, directory)
+    if summary and summary["status"] == "finished" and not _extends(config.run, former, summary):
+        others = _training_otherwise(changes, directory)
         if others and not return_finished:
             raise RunConflict(finished_otherwise(config.run, directory.uri, summary, _listed(others)))
         if stored is None:
@@ -84,13 +85,13 @@ def _start_or_resume(
         say(already_finished(config.run, directory.uri, summary))
         return False
 
-    if stored is None or _length(stored.run) != _length(config.run):
-        _note_short_step(stored, config, directory, say)
+    if former is None or _length(former) != _length(config.run):
+        _note_short_step(former, config.batch.global_size, directory, say)
     directory.delete_summary()
     # An old request of `steadfast scale` was meant for the former command.
     directory.pop_scale_request()
     # Without a checkpoint, the memory of a node may still hold the run's finished steps.
-    if stored is not None and (resumable or directory.last_step_line()):
+    if stored is not None and (resumable or directory.last_step()):
         _keep_microbatch_size(stored.batch, config.batch, directory)
     directory.write_config(config)
     for change in changes:
@@ -103,14 +104,15 @@ def _start_or_resume(
     return True
 
 
-def _training_otherwise(changes: list[Change], stored: Config | None, directory: RunDirectory) -> list[Change]:
+def _training_otherwise(changes: list[Change], directory: RunDirectory) -> list[Change]:
     """Return the changes with which the finished run would have trained another model."""
     found: list[Change] = []
     for change in changes:
         changes_model = change.numeric
-        if change.key == "batch.microbatch_size" and stored is not None:
+        if change.key == "batch.microbatch_size":
             # With auto a run keeps the number that it has chosen, so the same number and auto train the same model.
-            changes_model = change.new not in ("auto", directory.batch(stored.batch).microbatch_size)
+            chosen = directory.microbatch_size() if change.old == "auto" else change.old
+            changes_model = change.new not in ("auto", chosen)
         if changes_model:
             found.append(change)
     return found
@@ -136,17 +138,17 @@ def _check_resume_mode(run: RunConfig, directory: RunDirectory, resumable: bool)
         )
 
 
-def _extends(config: Config, stored: Config | None, summary: dict[str, Any]) -> bool:
-    """Return whether `config` makes the finished run longer."""
-    if summary.get("ended_early") and stored is not None:
+def _extends(run: RunConfig, former: RunConfig | None, summary: dict[str, Any]) -> bool:
+    """Return whether `run` makes the finished run longer."""
+    if summary.get("ended_early") and former is not None:
         # A run that ended early counts as finished for its own length. Only another length extends it.
-        return _length(config.run) != _length(stored.run)
-    if config.run.steps is not None:
-        return config.run.steps > int(summary["step"])
-    if stored is None or stored.run.epochs is None:
+        return _length(run) != _length(former)
+    if run.steps is not None:
+        return run.steps > int(summary["step"])
+    if former is None or former.epochs is None:
         # The number of epochs in the finished steps is not known here. If no epoch is left, the run ends at once.
         return True
-    return (config.run.epochs or 0) > stored.run.epochs
+    return (run.epochs or 0) > former.epochs
 
 
 def _length(run: RunConfig) -> tuple[int | None, int | None]:
@@ -154,22 +156,26 @@ def _length(run: RunConfig) -> tuple[int | None, int | None]:
 
 
 def _note_short_step(
-    stored: Config | None, config: Config, directory: RunDirectory, say: Callable[[str], object]
+    former: RunConfig | None, size: int, directory: RunDirectory, say: Callable[[str], object]
 ) -> None:
     """Record the end of the run if its last step was short.
 
     The next step of the longer run begins at that position in the data.
 
+    Args:
+        former: the length of the run so far, if known.
+        size: number of samples in a global batch.
+
     Raises:
         RunConflict: the position at which the run ended is not known.
         StorageError: storage refuses the event.
     """
-    size, ends = config.batch.global_size, directory.amendments().ends
+    ends = directory.amendments().ends
     end = last_end(directory.store, size, ends)
     newest = Catalog(directory.store).newest() or 0
-    if stored and stored.run.epochs and newest > end.step:
+    if former and former.epochs and newest > end.step:
         # The leader wrote the checkpoint and died before the ledger was on storage. The missing step may be short.
-        length = f"run.epochs={stored.run.epochs}"
+        length = f"run.epochs={former.epochs}"
         raise RunConflict(
             f"{directory.uri} has a checkpoint of step {newest}, and its ledger ends with step {end.step}: it is not "
             f"known where a run of another length would go on. Give {length} once more, which completes the ledger"
@@ -220,7 +226,7 @@ def release_run(directory: RunDirectory, ownership: Ownership, new: bool) -> Non
 def _worth_reading(directory: RunDirectory) -> bool:
     """Return whether the run has a step, a failure, stacks or a profile."""
     # A message may have referred the user to these files.
-    if has_checkpoint(directory) or directory.last_step_line() or directory.holds_traces():
+    if has_checkpoint(directory) or directory.last_step() or directory.holds_traces():
         return True
     # A failure of kind "ours" is explained by its message alone, so its event is not worth reading.
     return any(failure.kind != "ours" for failure in directory.events(Failure))

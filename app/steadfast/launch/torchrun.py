@@ -66,12 +66,14 @@ class Command:
     """Command, or call of `fit`, that trains in this process.
 
     Attributes:
+        config: the configuration of the run.
         started_s: Unix time at which this process began.
         given_s: Unix time at which the command was given; torchrun may have restarted this process since then.
         owns_process: as `of_process` in `Interrupts`.
         return_finished: as in `start_or_resume`.
     """
 
+    config: Config
     started_s: float
     given_s: float
     owns_process: bool = True
@@ -181,20 +183,21 @@ def run_under_torchrun(config: Config, started_s: float, console: Console) -> in
     """
     place = Place.of_torchrun(config.scaling.gpus_per_worker)
     try:
-        command = Command(started_s, given_s(started_s))
-        return train_here(config, RunDirectory.of(config), place, command, console).exit_code
+        command = Command(config, started_s, given_s(started_s))
+        return train_here(command, RunDirectory.of(config), place, console).exit_code
     except Exception as error:
         if not is_peer_loss(error):
             raise
         raise TrainingError(f"another rank is gone, or cannot be reached: {error}") from error
 
 
-def train_here(config: Config, directory: RunDirectory, place: Place, command: Command, console: Console) -> Ending:
+def train_here(command: Command, directory: RunDirectory, place: Place, console: Console) -> Ending:
     """Train in this process. A collective of all processes.
 
     Raises:
         TrainingError: a step is bad, or a rank computes wrongly, and torchrun must restart the processes.
     """
+    config = command.config
     ownership = None
     # torchrun keeps the store when it restarts the processes. The key contains the number of restarts, so that no rank
     # reads the answer of an earlier start.
@@ -206,7 +209,7 @@ def train_here(config: Config, directory: RunDirectory, place: Place, command: C
                 ownership = _claim(directory, console)
                 if unused := unused_keys(config, place.world_size):
                     console.line(f"not used without Ray: {', '.join(unused)}")
-                answer = _begin(config, directory, ownership, console, command)
+                answer = _begin(command, directory, ownership, console)
             except SteadfastError as error:
                 # The other ranks wait for an answer. Without one they would wait for the time limit of the store, and
                 # then report an error of their own.
@@ -224,7 +227,7 @@ def train_here(config: Config, directory: RunDirectory, place: Place, command: C
             if place.rank == 0:
                 stack.enter_context(reported(config.run, directory, console.line))
             runtime = TorchrunRuntime(place, Timeouts(config.recovery.silence_s), directory, console, beginning)
-            ending = _train(config, directory, runtime, command)
+            ending = _train(command, directory, runtime)
             if place.rank == 0 and (summary := directory.summary()):
                 console.finish({**summary, "tensorboard": directory.curves()})
             return ending
@@ -239,12 +242,12 @@ def train_here(config: Config, directory: RunDirectory, place: Place, command: C
             ownership.release()
 
 
-def _train(config: Config, directory: RunDirectory, runtime: TorchrunRuntime, command: Command) -> Ending:
+def _train(command: Command, directory: RunDirectory, runtime: TorchrunRuntime) -> Ending:
     outcome = None
     with closing(runtime), Interrupts(runtime.request_stop, of_process=command.owns_process):
-        worker = start_worker(config, runtime)
+        worker = start_worker(command.config, runtime)
         if worker is not None:
-            outcome = train_in_worlds(config, runtime, worker, directory)
+            outcome = train_in_worlds(runtime, worker, directory)
     if outcome is not None and outcome.kind == "finished":
         return Ending(0, worker=worker)
     return Ending(EXIT_STOPPED, worker=worker)
@@ -294,12 +297,10 @@ def _begun(directory: RunDirectory, started_s: float, command_s: float) -> RunSt
     return RunStarted(time_s=command_s, launcher="torchrun")
 
 
-def _begin(
-    config: Config, directory: RunDirectory, ownership: Ownership, console: Console, command: Command
-) -> dict[str, Any]:
+def _begin(command: Command, directory: RunDirectory, ownership: Ownership, console: Console) -> dict[str, Any]:
     """Return rank 0's answer: an attempt or an exit code."""
     begun = _begun(directory, command.started_s, command.given_s)
-    if not start_or_resume(config, directory, begun, console.line, command.return_finished):
+    if not start_or_resume(command.config, directory, begun, console.line, command.return_finished):
         return {"code": 0, "refusal": ""}
     ownership.renew_in_background()
     attempt = ownership.next_attempt()

@@ -227,7 +227,7 @@ class Fit:
         budgets = Budgets({"controller": self.max_failures})
         self._fit()
         while self._error is not None and self._is_of_controller(self._error):
-            if exceeded := budgets.spend("controller", self._last_step()):
+            if exceeded := budgets.spend("controller", self.directory.last_step()):
                 raise TrainingError(f"Ray's controller keeps dying: {exceeded}. {_REMEDY}")
             follows = "another one starts, and workers with it"
             self.coordinator.publish.remote(ProcessRestarted(process="Ray's controller", follows=follows))
@@ -307,17 +307,14 @@ class Fit:
     def _raise_ray_died(self, what: str) -> None:
         if self._stopping and self._summary is not None:
             return  # the run has stopped, as the user asked
-        raise RayDied(what, self._last_step(), self._num_workers, self.cluster)
-
-    def _last_step(self) -> int:
-        return int(self.directory.last_step_line().get("step", 0))
+        raise RayDied(what, self.directory.last_step(), self._num_workers, self.cluster)
 
     def _explained(self, failure: Failure) -> SteadfastError:
         if failure.kind != FailureKind.OURS:
             # The failure has no traceback if a budget was exceeded or the workers could not communicate.
             return TrainingError(failure.traceback or failure.error)
         # Before the first step such an error means bad input, which is a usage error. Later the training has failed.
-        if self.directory.last_step_line():
+        if self.directory.last_step():
             return TrainingError(failure.error)
         return UsageError(failure.error)
 

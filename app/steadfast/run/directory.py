@@ -176,6 +176,10 @@ class RunDirectory:
                 return line
         return {}
 
+    def last_step(self) -> int:
+        """Return the step of the ledger's last line, 0 without lines."""
+        return int(self.last_step_line().get("step", 0))
+
     def amendments(self) -> Amendments:
         """Return the changes to the plan that follow from the events."""
         skipped: set[int] = set()

@@ -6,7 +6,8 @@
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -125,29 +126,6 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class History:
-    """Lines of a run's ledger."""
-
-    lines: list[dict[str, Any]]  # in the order of the file
-
-    @property
-    def committed(self) -> dict[int, dict[str, Any]]:
-        """Return the valid line of each step."""
-        # Lines are sorted by attempt, because a disconnected leader may write its last lines after the first lines of
-        # its successor.
-        return {line["step"]: line for line in sorted(self.lines, key=lambda line: line["attempt"])}
-
-    @property
-    def num_lost(self) -> int:
-        """Return the number of lost steps."""
-        return len(self.lines) - len(self.committed)
-
-    @property
-    def last_step(self) -> int:
-        return max((line["step"] for line in self.lines), default=0)
-
-
-@dataclass(frozen=True)
 class PastLosses:
     """Losses of a run, oldest first, for the detection of spikes.
 
@@ -198,24 +176,63 @@ def last_end(store: Store, global_size: int, ends: Sequence[End]) -> End:
     return End(step, begin_of(step, global_size, ends) + num_samples)
 
 
-def read_ledger(store: Store) -> History:
-    """Return all lines of the ledger.
-
-    The lines of a long run do not fit into memory; `Totals` reads a ledger of any length.
-    """
-    return History(list(read_lines(store, STEPS)))
-
-
 _COLUMNS = ("step", "attempt", "num_samples", "step_s", "time_s")
 # Optional columns: a line without the column counts as 0.
 _OPTIONAL = ("world_size", "data_s", *(f"{act}_s" for act in ACTS))
 _CHUNK = 2**20  # steps in an array
 # A step may be repeated, so these values of the valid line are kept for each step; 0 if the step has no line. A run may
-# have millions of steps, so the values take only 16 bytes.
-_STEP = np.dtype([("attempt", np.uint32), ("samples", np.uint32), ("step_s", np.float32), ("data_s", np.float32)])
+# have millions of steps, so the values take only 12 bytes.
+_STEP = np.dtype([("samples", np.uint32), ("step_s", np.float32), ("data_s", np.float32)])
 # A smaller block is parsed by Python, because importing pyarrow takes longer than parsing the block.
 _WORTH_AN_IMPORT_BYTES = 2**20
 _SHORTEST_S = 1e-4  # shortest wait that is written
+
+
+class Holders:
+    """Attempt that wrote the valid line of each step, for a ledger of any length.
+
+    Several attempts may write a line of the same step. The line of the highest attempt is valid, not the last line:
+    a disconnected leader may write its last lines after the first lines of its successor.
+    """
+
+    def __init__(self) -> None:
+        # 0 for a step without a line
+        self._chunks: defaultdict[int, NDArray[np.uint32]] = defaultdict(lambda: np.zeros(_CHUNK, np.uint32))
+
+    def add(self, first_step: int, num_lines: int, attempt: int) -> NDArray[np.uint32]:
+        """Record an attempt's lines of consecutive steps.
+
+        Return the former holders of the steps, 0 for a new step.
+        """
+        former: list[NDArray[np.uint32]] = []
+        step, end = first_step, first_step + num_lines
+        while step < end:
+            number, offset = divmod(step, _CHUNK)
+            holders = self._chunks[number][offset : offset + end - step]
+            former.append(holders.copy())
+            np.maximum(holders, attempt, out=holders)
+            step += len(holders)
+        return np.concatenate(former)
+
+    def holds(self, step: int, attempt: int) -> bool:
+        """Return whether the line of this attempt is the valid line of the step."""
+        chunk = self._chunks.get(step // _CHUNK)
+        return chunk is not None and attempt > 0 and int(chunk[step % _CHUNK]) == attempt
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that have a line, in ascending order."""
+        for number, chunk in sorted(self._chunks.items()):
+            yield from (np.flatnonzero(chunk) + number * _CHUNK).tolist()
+
+
+def runs_of(steps: NDArray[np.int64], attempts: NDArray[Any]) -> Iterator[slice]:
+    """Yield the slices with consecutive steps of one attempt within one chunk."""
+    if not len(steps):
+        return
+    breaks = (np.diff(steps) != 1) | (np.diff(attempts) != 0) | (steps[1:] % _CHUNK == 0)
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(steps)]
+    for start, stop in pairwise(bounds):
+        yield slice(start, stop)
 
 
 @dataclass
@@ -252,6 +269,7 @@ class Totals:
         self.ends_s = [-math.inf] * len(starts_s)
         self.spans: dict[int, Span] = {}
         self.starts_s = list(starts_s)
+        self._holders = Holders()
         self._chunks: dict[int, NDArray[np.void]] = {}
 
     @property
@@ -273,14 +291,9 @@ class Totals:
         # Lines with values outside of these ranges were not written by this program.
         lines = lines[((lines[:, :3] >= (1, 1, 0)) & (lines[:, :3] < 2**32)).all(axis=1)]
         lines = lines[(np.abs(lines) < 2**53).all(axis=1)]
-        if not len(lines):
-            return
         steps = lines[:, 0].astype(np.int64)
-        # Consecutive steps of one attempt are added at once, but steps of two chunks are not.
-        breaks = (np.diff(steps) != 1) | (np.diff(lines[:, 1]) != 0) | (steps[1:] % _CHUNK == 0)
-        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(lines)]
-        for start, stop in pairwise(bounds):
-            self._add_run(int(steps[start]), lines[start:stop])
+        for run in runs_of(steps, lines[:, 1]):
+            self._add_run(int(steps[run.start]), lines[run])
 
     def _add_run(self, first_step: int, lines: NDArray[np.float64]) -> None:
         number, offset = divmod(first_step, _CHUNK)
@@ -290,24 +303,22 @@ class Totals:
         known = self._chunks[number][offset : offset + len(lines)]
         attempt = int(lines[0, 1])
         span = self.spans.setdefault(attempt, Span())
-        self.num_lost += int((known["attempt"] > 0).sum())
-        # The highest attempt counts, because a disconnected leader may write its last lines after the first lines of
-        # its successor.
-        holds = known["attempt"] <= attempt
-        self._take_back(known[holds])
+        former = self._holders.add(first_step, len(lines), attempt)
+        self.num_lost += int((former > 0).sum())
+        holds = former <= attempt
+        self._take_back(known[holds], former[holds])
         self.samples += int(lines[holds, 2].sum()) - int(known["samples"][holds].sum())
         span.productive_s += float(lines[holds, 3].sum())
         span.data_s += float(lines[holds, 6].sum())
         span.redone_s += float(lines[~holds, 3].sum())
         for name, column in (("samples", 2), ("step_s", 3), ("data_s", 6)):
             known[name][holds] = lines[holds, column]
-        known["attempt"][holds] = attempt
         self._add_times(span, lines)
 
-    def _take_back(self, steps: NDArray[np.void]) -> None:
-        """Move the seconds of these steps from productive to repeated."""
-        for attempt in np.unique(steps["attempt"][steps["attempt"] > 0]).tolist():
-            redone = steps[steps["attempt"] == attempt]
+    def _take_back(self, steps: NDArray[np.void], attempts: NDArray[np.uint32]) -> None:
+        """Move the seconds of steps that these attempts did from productive to repeated."""
+        for attempt in np.unique(attempts[attempts > 0]).tolist():
+            redone = steps[attempts == attempt]
             # A chunk has a million steps, whose sum would be inexact in the single precision of each step.
             seconds = float(redone["step_s"].sum(dtype=np.float64))
             span = self.spans[attempt]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import secrets
 import socket
 import threading
@@ -22,6 +21,7 @@ from typing import Any, Self
 
 import psutil
 
+from steadfast.backoff import delays
 from steadfast.errors import RunConflict, StorageError
 from steadfast.storage import Store
 from steadfast.storage.documents import read_document, write_json
@@ -260,7 +260,8 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> tuple[Ow
     Raises the same errors as `claim`.
     """
     watch = _Watch()
-    longest_s = _FIRST_DELAY_S
+    # All rivals withdraw after a failed try. Random delays prevent them from announcing themselves together again.
+    pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S, jitter=1.0)
     _wait_for_owner(store, token, watch, say)
     # A rival that was killed while it claimed holds up this command for the length of a lease.
     deadline = time.monotonic() + 2 * _STALE_S
@@ -283,9 +284,7 @@ def _claimed(store: Store, token: str, say: Callable[[str], object]) -> tuple[Ow
 
         if not is_free:
             _wait_for_owner(store, token, watch, say)
-        # All rivals have withdrawn. Random delays prevent the rivals from announcing themselves together again.
-        time.sleep(random.uniform(0, longest_s))
-        longest_s = min(2 * longest_s, _LONGEST_DELAY_S)
+        time.sleep(next(pauses))
     raise RunConflict(f"{store.uri} is being claimed by another command. Wait for it, or choose another run.name")
 
 

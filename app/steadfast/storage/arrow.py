@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import random
 import re
 import socket
 import time
@@ -24,6 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow
 from pyarrow import fs
 
+from steadfast.backoff import delays
 from steadfast.storage.local import span
 
 Result = TypeVar("Result")
@@ -138,17 +138,16 @@ class ArrowStore:
     def _retry(self, name: str, verb: Callable[[fs.FileSystem, str], Result]) -> Result:
         """Repeat a verb until it succeeds, fails for good, or runs out of time."""
         deadline = time.monotonic() + _RETRY_BUDGET_S
-        longest_s = _FIRST_DELAY_S
+        # All ranks meet the same error at the same time, hence the jitter.
+        pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S, jitter=0.5)
         while True:
             try:
                 return verb(*self._connect(name, num_attempts=1))
             except (OSError, pyarrow.ArrowException) as error:
-                # The delay is random, because all ranks meet the same error at the same time.
-                delay_s = random.uniform(longest_s / 2, longest_s)
+                delay_s = next(pauses)
                 if _is_final(error) or time.monotonic() + delay_s > deadline:
                     raise self._error(error, name) from None
             time.sleep(delay_s)
-            longest_s = min(2 * longest_s, _LONGEST_DELAY_S)
 
     def _connect(self, name: str, num_attempts: int) -> tuple[fs.FileSystem, str]:
         files, root = connect(self.uri, num_attempts)

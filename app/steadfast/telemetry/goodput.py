@@ -125,11 +125,6 @@ class TimeLedger:
             own = [(attempt, span) for attempt, span in spans if start_s < span.first_s <= end_s]
             self._add_command(start_s, end_s, own)
 
-    @classmethod
-    def read(cls, directory: RunDirectory) -> "TimeLedger":
-        """Build the time ledger of a run from its directory."""
-        return cls(read_totals(directory), directory.all_events())
-
     def _learn(self, event: Event) -> None:
         match event:
             case AttemptStarted(attempt=int(attempt)):

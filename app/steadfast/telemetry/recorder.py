@@ -15,7 +15,6 @@ from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
-from steadfast.config import Config
 from steadfast.guards.recompute import adds_parts_by_themselves
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.schedule import warmup_in_force
@@ -52,9 +51,8 @@ class Recorder:
     """
 
     # Every rank has a recorder, so that `train` needs no condition. Only the leader's recorder writes results.
-    def __init__(
-        self, config: Config, directory: RunDirectory, runtime: Runtime, world: World, worker: WorkerState
-    ) -> None:
+    def __init__(self, directory: RunDirectory, runtime: Runtime, world: World, worker: WorkerState) -> None:
+        config = worker.config
         self._config = config
         self._directory = directory
         self._runtime = runtime
@@ -108,7 +106,7 @@ class Recorder:
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         # The lambda looks up the trackers only when it is called, because `end` removes them from the recorder.
         self._worker.close_later(lambda: self._trackers.leave())
-        self._trackers.begin(self._config, restored.step, self._past)
+        self._trackers.begin(restored.step, self._past)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         for step, why in snapshots.damaged.items():
@@ -117,7 +115,7 @@ class Recorder:
             self._tell_of_shortened_warmup()
             self._tell_of_the_model()
             return
-        written = int(self._directory.last_step_line().get("step", 0))
+        written = self._directory.last_step()
         lost_steps = max(0, written - restored.step)
         self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
         # The state of survivors, or an emergency checkpoint, may be ahead of the ledger, because the former leader

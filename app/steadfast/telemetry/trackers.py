@@ -109,10 +109,11 @@ class MemoryTracker:
 
 
 class Trackers:
-    """All trackers of an attempt, possibly none."""
+    """All trackers of an attempt, possibly none, which also store the text of the configuration."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker], configuration: str = "") -> None:
         self._trackers = list(trackers)
+        self._configuration = configuration
 
     def record(self, event: Log | Validation) -> None:
         """Store an event's figures as `train/…`, `speed/…` and `validation/…`."""
@@ -130,11 +131,9 @@ class Trackers:
         for tracker in self._trackers:
             tracker.text(step, tag, text)
 
-    def begin(self, config: Config, step: int, past: Past) -> None:
+    def begin(self, step: int, past: Past) -> None:
         """Store configuration and interruptions of the run, before an attempt's first step."""
-        # `cluster.env` may hold secrets.
-        public = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {}})})
-        self.text(step, "configuration", dump_config(public))
+        self.text(step, "configuration", self._configuration)
         counts: dict[str, float] = {
             "events/failures": past.num_failures,
             "events/resizes": past.num_resizes,
@@ -169,13 +168,14 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
     Raises:
         ConfigError: a tracker of the user cannot be loaded, or does not take its arguments.
     """
+    public = run.replace("cluster.env", {})  # the variables may hold secrets
     trackers: list[Tracker] = []
     for config in run.trackers:
         try:
             if isinstance(config, TensorBoardConfig):
                 trackers.append(TensorBoardTracker(store, first_step))
             elif isinstance(config, WandbConfig):
-                trackers.append(WandbTracker(config, run, store))
+                trackers.append(WandbTracker(config, run.run.name, public.model_dump(mode="json"), store))
             else:
                 build = bind_target(config, "trackers", location=store.uri, first_step=first_step)
                 trackers.append(OwnTracker(config.target, build))
@@ -186,4 +186,4 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
         except Exception as error:
             name = getattr(config, "target", config.kind)
             _log.warning("%s is off until the next attempt, training goes on: %s", name, error)
-    return Trackers(trackers)
+    return Trackers(trackers, dump_config(public))

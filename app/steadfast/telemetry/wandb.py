@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from steadfast.config import Config, WandbConfig
+from steadfast.config import WandbConfig
 from steadfast.data.extras import require_extra
 from steadfast.storage import Store
 from steadfast.storage.documents import read_json, write_json
@@ -30,16 +30,17 @@ class WandbTracker:
     Resized and resumed runs continue the same W&B run. All calls to W&B are made on a background thread.
     """
 
-    def __init__(self, config: WandbConfig, run: Config, store: Store) -> None:
+    def __init__(self, config: WandbConfig, name: str, document: dict[str, Any], store: Store) -> None:
+        """Open the W&B run `name`, with `document` as its configuration."""
         require_extra("wandb", "wandb", "trackers")
         self._spool = Spool(store, _FOLDER)
         self._run: Any = None
         self._holds = False
         self._background = Background("Weights & Biases")
         # Opening the run takes a second or more. On the background thread it does not delay the first step.
-        self._background.submit(lambda: self._open(config, run, store))
+        self._background.submit(lambda: self._open(config, name, document, store))
 
-    def _open(self, config: WandbConfig, run: Config, store: Store) -> None:
+    def _open(self, config: WandbConfig, name: str, document: dict[str, Any], store: Store) -> None:
         self._wandb = importlib.import_module("wandb")
         self._holds = _open_here.acquire()
         self._spool.path.mkdir(parents=True, exist_ok=True)
@@ -53,8 +54,8 @@ class WandbTracker:
             project=config.project,
             entity=config.entity,
             tags=config.tags,
-            name=run.run.name,
-            config=run.model_dump(mode="json", exclude={"cluster": {"env"}}),  # `cluster.env` may hold secrets
+            name=name,
+            config=document,
             mode=self._mode(config),
             dir=str(self._spool.path),
             settings=settings,

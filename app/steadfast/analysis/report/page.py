@@ -50,7 +50,7 @@ def page_of(course: Course) -> str:
     # A template with `$name` fits, because the braces of CSS and JavaScript would need escapes in a format string.
     template = Template(files("steadfast.analysis.report").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
-        title=escape(_name(course)),
+        title=escape(course.directory.name),
         bokeh=bokeh,
         body="\n".join(_sections(course, plots)),
         # A text of the run could contain "</script>" and close the element.
@@ -77,10 +77,6 @@ def _sections(course: Course, plots: Mapping[str, str]) -> Iterable[str]:
     yield _section("Environment", "", _text(json.dumps(environment, indent=2)))
 
 
-def _name(course: Course) -> str:
-    return course.directory.uri.rstrip("/").rpartition("/")[2]
-
-
 def _header(course: Course) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(course.ledger.accounts[0].began_s))
     worth = goodput(course.totals)
@@ -105,7 +101,8 @@ def _header(course: Course) -> str:
         if value:
             shown += f"<div><b>{escape(value)}</b><span>{name}</span></div>"
     told = f"{summary.get('status', 'not finished')} · began {began} · {course.directory.uri}"
-    return f'<header><h1>{escape(_name(course))}</h1><p>{escape(told)}</p><div class="tiles">{shown}</div></header>'
+    name = escape(course.directory.name)
+    return f'<header><h1>{name}</h1><p>{escape(told)}</p><div class="tiles">{shown}</div></header>'
 
 
 def _section(title: str, explained: str, content: str, kind: str = "") -> str:

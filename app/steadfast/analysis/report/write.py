@@ -47,7 +47,7 @@ def reported(config: RunConfig, directory: RunDirectory, say: Callable[[str], ob
 
 def _report(directory: RunDirectory, say: Callable[[str], object]) -> None:
     # The last line shows the length of the ledger without reading all of it.
-    num_steps = int(directory.last_step_line().get("step", 0))
+    num_steps = directory.last_step()
     if num_steps > _MOST_STEPS:
         say(f"no {REPORT} is written automatically for {num_steps} steps; main.py report {directory.uri} writes it")
     elif num_steps:

@@ -32,6 +32,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args, invoke_context_managers, time_monotonic
 from ray.train.v2.api import data_parallel_trainer
 
+from steadfast.backoff import delays
 from steadfast.orchestration.messages import Leave
 from steadfast.orchestration.policies import Quarantine
 from steadfast.run.events import NodeQuarantined
@@ -172,7 +173,7 @@ class SlotWorkerGroup(WorkerGroup):
                 surplus -= 1
 
     def _keep(self, slot: _Slot) -> None:
-        delay_s = 0.0
+        pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S)
         while not slot.closed.is_set():
             began_s = time.monotonic()
             node = None
@@ -194,11 +195,10 @@ class SlotWorkerGroup(WorkerGroup):
                 self._record_death(node, lived_s)
             # A worker that dies early is likely to die again, so its replacement is delayed.
             if slot.released or lived_s > _STEADY_S:
-                delay_s = 0.0
+                slot.released = False
+                pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S)
             else:
-                delay_s = min(_LONGEST_DELAY_S, 2 * delay_s + _FIRST_DELAY_S)
-            slot.released = False
-            slot.closed.wait(delay_s)
+                slot.closed.wait(next(pauses))
 
     def _record_death(self, node: str, lived_s: float) -> None:
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
