@@ -39,9 +39,9 @@ class Microbatch(NamedTuple):
 
 
 class End(NamedTuple):
-    """Earlier end of the run, with a step of fewer samples.
+    """Short step with which the run once ended, before the run was extended.
 
-    `position` is the position after the last sample of `step`.
+    A short step has fewer samples than the global batch. `position` is the position after the last sample of `step`.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Amendments:
     """
 
     skip: frozenset[int] = frozenset()  # steps that are skipped, because their numbers were bad
-    ends: tuple[End, ...] = ()  # earlier ends of the run, oldest first
+    ends: tuple[End, ...] = ()  # short steps with which the run once ended, oldest first
     forward_size: int | None = None  # most samples of a forward, None for a whole microbatch
 
     @classmethod
@@ -76,7 +76,7 @@ class Amendments:
 def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:
     """Return the first position of a step.
 
-    `ends` are the earlier ends of the run, oldest first.
+    `ends` are the short steps with which the run once ended, oldest first.
     """
     last = End(0, 0)  # last end before the step
     for end in ends:
@@ -88,7 +88,7 @@ def begin_of(step: int, global_size: int, ends: Sequence[End] = ()) -> int:
 def step_of(position: int, global_size: int, ends: Sequence[End] = ()) -> int:
     """Return the step of a position in the stream.
 
-    `ends` are the earlier ends of the run, oldest first.
+    `ends` are the short steps with which the run once ended, oldest first.
     """
     last = End(0, 0)  # last end up to the position
     for end in ends:
@@ -168,7 +168,7 @@ class Plan:
     replica_size: int = 1
     num_samples: int | None = None  # length of the stream, None for an endless stream; the last step may then be short
     skip: frozenset[int] = frozenset()  # skipped steps, whose positions no rank runs
-    ends: tuple[End, ...] = ()  # earlier ends of the run, oldest first; the steps of these ends stay short
+    ends: tuple[End, ...] = ()  # short steps with which the run once ended, oldest first; these steps stay short
     _changes: list[tuple[int, Shares]] = field(default_factory=list, init=False)  # (first step, shares), oldest first
     _last_read: int = field(default=0, init=False)  # last step that a stream has yielded
 
@@ -189,7 +189,7 @@ class Plan:
         return cls(global_size, microbatch_size, shares, replica_size, num_samples)
 
     def amended(self, amendments: Amendments) -> Self:
-        """Return this plan with the run's skipped steps and earlier ends."""
+        """Return this plan with the skipped and short steps of the amendments."""
         return replace(self, skip=amendments.skip, ends=amendments.ends)
 
     def change(self, first_step: int, shares: Shares) -> None:

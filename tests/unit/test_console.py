@@ -60,7 +60,7 @@ LOG = Log(
     unit="tok",
 )
 LINE = (
-    "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | data wait 3% | 39.8k tok/s | mfu 41.2% | 31.2 GiB | "
+    "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 412 ms | data wait 3% | 39.8k tok/s | mfu 41.2% | memory 31.2 GiB | "
     "4 workers | eta 53m"
 )
 STARTED = AttemptStarted(
@@ -95,8 +95,8 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             ON_CPU,
-            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | data wait 3% | 311 samples/s | 31.2 GiB | 1 worker | "
-            "eta 53m",
+            "step 1200/9000 13% | loss 2.413 | lr 3.0e-4 | 4 ms | data wait 3% | 311 samples/s | memory 31.2 GiB | "
+            "1 worker | eta 53m",
         ),
         (
             Validation(time_s=1.0, step=200, metrics={"loss": 2.0, "accuracy": 0.912}),
@@ -116,7 +116,8 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             CheckpointFailed(step=40, error="No space left on device", needed_bytes=12_900_000),
-            "no checkpoint at step 40 yet, training continues: No space left on device (12.3 MiB are needed)",
+            "checkpoint at step 40 is not written; training continues, and a retry or the next checkpoint follows: "
+            "No space left on device (12.3 MiB are needed)",
         ),
         (
             CheckpointQuarantined(step=40, error="step-00000040/a is missing"),
@@ -193,7 +194,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             "rank 2 is slow in loader: the other ranks wait 31% of every step",
         ),
         (Scale(before=(1, 2), after=(2, 4)), "scaling.num_workers [1, 2] -> [2, 4]"),
-        (Waiting(workers=1, needed=2), "waiting for workers: 1 of at least 2 have started"),
+        (Waiting(workers=1, needed=2), "training waits for workers: 1 of at least 2 have started"),
         (
             NodeQuarantined(time_s=1.0, node="10.0.0.7", attempt=None),
             "node 10.0.0.7 gets no new workers for a while: its workers died early or computed wrongly",

@@ -42,7 +42,9 @@ TABLE: list[Event] = [
     events.GraphBreak(place="/home/me/model.py:12", reason="Call to `torch._dynamo.graph_break()`"),
     events.Recompiled(function="forward", seconds=2.5, reason="size mismatch at index 0. expected 4, actual 1"),
     events.MemoryHistory(rank=1, path="runs/ddp/profile/memory-attempt-1-rank-1.pickle"),
-    events.Profile(rank=0, step=14, path="runs/ddp/profile/rank-0.pt.trace.json", table="aten::mm  81 %"),
+    events.Profile(
+        rank=0, step=14, path="runs/ddp/profile/rank-0.pt.trace.json", table="Name Self CPU %\naten::mm 81 %"
+    ),
     events.AttemptEnded(cause="worker lost", step=43),
     events.AttemptEnded(cause="worker lost"),
     LOG,
@@ -57,7 +59,7 @@ TABLE: list[Event] = [
     events.Snapshot(step=40, stall_s=0.01, bytes=100),
     events.AtRisk(step=40, worker=0, workers_of_node=3, workers=3, node=40, everything=40),
     events.NoSnapshots(error="one node"),
-    events.Failure(error="waited 60 s", kind="ours", fatal=True),
+    events.Failure(error="waited 60 s for workers: 1 of at least 2 have joined", kind="ours", fatal=True),
     events.Failure(error="bug", kind="exception", member="a", node="b", step=3, budget="3 of 3", traceback="at x"),
     events.Preemption(node="0a1b2c3d", deadline_s=35.0, members=("a", "b")),
     events.ProcessRestarted(process="the coordinator", follows="another one has taken its place"),

@@ -90,7 +90,10 @@ def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
 
 
 def _pieces(lines: list[Line], num_lines: int) -> Iterator[list[Line]]:
-    """Yield up to `num_lines` lines of consecutive steps of one attempt."""
+    """Yield lists of ledger lines: consecutive steps of one attempt.
+
+    A list has at most `num_lines` lines. Lines without a step or an attempt are left out.
+    """
     piece: list[Line] = []
     for line in lines:
         # A truncated or foreign line counts as missing. The check for missing steps reports its step.

@@ -188,7 +188,7 @@ class Estimate:
         return model
 
     def _build(self) -> nn.Module:
-        """Build the model with its parameters in the configured format."""
+        """Build the model with its parameters in the configured dtype."""
         # `Precision.convert` also moves a model to a device, which fails for tensors without data.
         before = torch.get_default_dtype()
         torch.set_default_dtype(build_precision(self._config.precision, _CPU).param_dtype)

@@ -129,10 +129,10 @@ class StagingBuffer:
 
 @dataclass(frozen=True)
 class Layout:
-    """Order of shards in their file."""
+    """Layout of the file with one rank's shards."""
 
-    shards: list[Shard]
-    header: bytes
+    shards: list[Shard]  # in the order of the file
+    header: bytes  # beginning of the file, with the name, dtype and position of each shard
     num_bytes: int  # of the whole file
 
     @classmethod

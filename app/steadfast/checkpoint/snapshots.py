@@ -87,7 +87,13 @@ class AtRisk(NamedTuple):
 
 
 def _leaves_all_parts(lost: Sequence[int], num_ranks: int, replica_size: int) -> bool:
-    """Return whether the ranks outside of `lost` hold every part of the state."""
+    """Return whether the surviving ranks' shards still make up the whole state.
+
+    The shards are those of the model and optimizer in use. Copies in node memory do not count.
+
+    Args:
+        lost: ranks that do not survive.
+    """
     left = set(range(num_ranks)).difference(lost)
     return len({rank % replica_size for rank in left}) == replica_size
 

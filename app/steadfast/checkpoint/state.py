@@ -121,9 +121,9 @@ def copy_state(source: State, target: State) -> None:
 
 
 class HeldState:
-    """Step whose state this process's model and optimizer hold.
+    """Record of the step to which this process's model and optimizer belong.
 
-    Only the methods change the step.
+    Only the methods change the record.
     """
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ class RunConfig(Section):
 
         Args:
             num_train: number of training samples.
-            ends: ends of the run before it was extended, oldest first.
+            ends: short steps with which the run once ended, oldest first.
         """
         # Positions count from 0, so the last position of the run is one less than the number of its samples.
         return self.steps or step_of((self.epochs or 0) * num_train - 1, global_size, ends)
@@ -354,8 +354,9 @@ class DataConfig(LoaderConfig):
     """share of the samples held out of training for validation, 0 to 1; if the order is shuffled, run.seed selects the
     samples"""
     validation: AnyValidation | None = None
-    """data for validation, instead of the held-out share of the training data; data of the same kind keeps the size of
-    its samples. data.collate applies to training only; {collate: ...} without a kind applies to the held-out share"""
+    """data for validation, instead of the held-out share of the training data. If data.validation and data have
+    the same kind, context_length and image_size default to those of data. data.collate applies to training only;
+    {collate: ...} without a kind sets the collate function of the held-out share"""
 
     @property
     def held_out_fraction(self) -> float:
@@ -588,9 +589,10 @@ class FsdpConfig(ParallelSection):
     """sum gradients over workers after each microbatch, which saves memory, instead of once per step, which is
     faster"""
     param_dtype: ParamFormat = "auto"
-    """format of gathered parameters and of the computation; auto is the format of precision.kind"""
+    """dtype of gathered parameters and of the computation; auto is the dtype of precision.kind"""
     reduce_dtype: ParamFormat = "auto"
-    """format in which gradients are summed; auto is fp32 if precision.kind computes in 16 bits"""
+    """dtype in which gradients are summed over workers; auto is fp32 if precision.kind computes in 16 bits, else the
+    dtype of the gathered parameters"""
     prefetch: NonNegativeInt = 0
     """number of modules that are gathered ahead of time; 0 leaves the choice to torch, which gathers one ahead. Raise
     it if the GPU waits for gathers and memory allows"""
@@ -629,7 +631,7 @@ class LossScaleConfig(Section):
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """number format of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16
+    """dtype of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16
     is for GPUs without bf16"""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """loss scale of fp16: a step with overflowing gradients changes no weights on any rank, and lowers the scale"""

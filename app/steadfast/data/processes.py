@@ -40,9 +40,10 @@ def _start_server() -> None:
 
 
 def _end_by(worker_pid: int, _: int) -> None:
-    """End this process only after a SIGTERM of the worker.
+    """Let only the worker end this loader process by SIGTERM.
 
-    A DataLoader sends SIGTERM to a process that does not answer.
+    The worker's DataLoader sends SIGTERM to a loader process that does not answer. SIGTERM from any other process is
+    ignored.
     """
     # a server that user code has started does not block the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

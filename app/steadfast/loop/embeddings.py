@@ -79,7 +79,7 @@ class Embeddings:
 
 
 def _sent(tensor: Tensor) -> torch.dtype:
-    """Return the format in which rows are gathered."""
+    """Return the dtype in which rows are gathered."""
     # 16 bits would round the gradient of the loss.
     if tensor.dtype == torch.bool:
         return torch.uint8

@@ -11,7 +11,7 @@ from steadfast.world.sums import OrderFree, Plain, Summation
 
 
 class Totals:
-    """Sums of loss, count and metrics of one rank's microbatches."""
+    """Sums of the losses, loss counts and metrics of one rank's microbatches."""
 
     summation: ClassVar[type[Summation]] = Plain
 

@@ -66,7 +66,10 @@ class Validator:
         return self._metrics
 
     def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
-        """Return the same if the run is over, else {}. A collective."""
+        """Validate if the run has finished, and return the results. A collective.
+
+        Returns {} if the run has not finished, or if `run` has nothing to measure.
+        """
         if outcome.kind != "finished":
             return {}
         return self.run(outcome.step, model)

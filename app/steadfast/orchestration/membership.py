@@ -16,33 +16,36 @@ _GATHER_S = 0.3  # time that a new worker waits, so that several new workers cau
 
 @dataclass(frozen=True)
 class Form:
-    """Form a world of these members, in the order of their ranks."""
+    """Decision to form a world of these members, in the order of their ranks."""
 
     members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Ask the current world to end at an agreed step."""
+    """Decision to end the current world at a step that its ranks agree on."""
 
     none_stays: bool = False  # if no member stays, the members must write their state to storage first
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decide again after `seconds`, or earlier after a change."""
+    """Decision to wait for `seconds`, or until a change."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Do nothing until a member joins or is lost."""
+    """Decision to do nothing until a member joins or is lost."""
 
 
 @dataclass(frozen=True)
 class Short:
-    """Wait for `missing` more members, because a world needs more than there are."""
+    """Decision to wait for `missing` more members.
+
+    A world needs more members than there are.
+    """
 
     missing: int
 

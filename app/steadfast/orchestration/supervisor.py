@@ -25,26 +25,29 @@ _STACKS_S = 0.5  # time for the stacks of a hung world to arrive
 
 @dataclass(frozen=True)
 class Record:
-    """Record an event."""
+    """Decision to record an event."""
 
     event: Event
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Request stacks from the workers of an attempt; 0 withdraws the request."""
+    """Decision to request stacks from the workers of an attempt.
+
+    The attempt 0 withdraws the request.
+    """
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End the current attempt at once."""
+    """Decision to end the current attempt at once, in the middle of a step."""
 
 
 @dataclass(frozen=True)
 class Lose:
-    """Declare a member dead."""
+    """Decision to declare a worker dead."""
 
     member: str
     cause: str
@@ -53,7 +56,10 @@ class Lose:
 
 @dataclass(frozen=True)
 class Release:
-    """Let members leave the run, those of the world at an agreed step."""
+    """Decision to let workers leave the run.
+
+    Workers of the current world leave at a step that all ranks agree on.
+    """
 
     members: tuple[str, ...]
 

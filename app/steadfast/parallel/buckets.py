@@ -35,7 +35,7 @@ class Bucket:
     def of(cls, params: list[nn.Parameter]) -> Self:
         """Return a bucket whose parameters' gradients are views of it.
 
-        The parameters share one format and device.
+        The parameters share one dtype and device.
         """
         num_elements = sum(map(Tensor.numel, params))
         bucket = cls(params, params[0].new_zeros(num_elements + len(params)))
@@ -60,7 +60,10 @@ class Bucket:
                 self.params[place].grad = views[place].view_as(self.params[place])
 
     def detach_unused(self) -> None:
-        """Remove the gradients of parameters without any summed flag."""
+        """Set `grad` to None for parameters that no rank has used.
+
+        The flags must have been summed over ranks.
+        """
         # Flags of parameters that this rank has used need not be read.
         if self.unused:
             used = self.used.tolist()
@@ -92,7 +95,7 @@ class Reduction(Protocol):
 
 
 class PlainSum:
-    """Sums gradients in place, in their own format."""
+    """Sums gradients in place, in their own dtype."""
 
     takes_each = False
 
@@ -301,7 +304,7 @@ _of_model: weakref.WeakKeyDictionary[nn.Module, GradientBuckets] = weakref.WeakK
 
 
 def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Return parameters, last to first, in buckets of one format and device."""
+    """Return parameters, last to first, in buckets of one dtype and device."""
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     limit = min(_FIRST_BYTES, cap_bytes)

@@ -50,7 +50,7 @@ _OVERWRITE = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Position of a tensor without values in a storage."""
+    """Position of a tensor in a recorded storage, which may have no values yet."""
 
     storage: int
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class _Tape:
         self._represented: dict[bytes, _Operation] = {}  # by the state that represents the state after the operation
 
     def place(self, tensor: Tensor) -> _Place:
-        """Return the place of a tensor, with or without values."""
+        """Return the place of a tensor, fake or real."""
         if tensor.is_conj() or tensor.is_neg() or tensor.layout != torch.strided:
             raise NotDeferrable(f"a tensor of layout {tensor.layout} or with a lazy conjugation")
         storage = tensor.untyped_storage()
@@ -164,7 +164,7 @@ class _Tape:
             self._represented[torch.get_rng_state().numpy().tobytes()] = operation
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without values as a tensor with values."""
+        """Compute the values of a fake tensor."""
         place = self.place(tensor)
         found: list[Tensor] = []
         self.compute({place.storage}, lambda _, storage: found.append(place.of(storage)))
@@ -253,7 +253,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: _Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self._made: list[weakref.ref[Tensor]] = []  # all tensors without values
+        self._made: list[weakref.ref[Tensor]] = []  # all fake tensors
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,7 +273,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def has_living_tensors(self) -> bool:
-        """Return whether something still refers to a tensor without values."""
+        """Return whether something still refers to a fake tensor."""
         return any(made() is not None for made in self._made)
 
 
@@ -372,7 +372,10 @@ def _held_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tenso
 
 
 def _move_to_meta(model: nn.Module, tape: _Tape) -> dict[str, _Place]:
-    """Replace tensors without values by meta tensors; return their places."""
+    """Replace the fake tensors of a model by meta tensors.
+
+    Returns the place of each parameter and buffer by name. From its place the tape computes a tensor's initial values.
+    """
     places: dict[str, _Place] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         places[name] = tape.place(tensor)

@@ -46,7 +46,10 @@ def norms_of_parts(norms: Tensor, like: Tensor) -> Tensor:
 
 
 def within_reach(tensor: Tensor) -> Tensor:
-    """Return a DTensor on its mesh's device, copied if necessary."""
+    """Return a DTensor whose local part is on the mesh's device.
+
+    A part in host memory, where collectives of the mesh do not reach it, is copied.
+    """
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)

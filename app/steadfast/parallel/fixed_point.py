@@ -25,7 +25,7 @@ class FixedPoint:
     maximum over ranks.
 
     Error. With n terms, and |x| < 2^m for each element x of earlier gradients, u = m + 16 + ceil(log2 n) - 62. Before
-    it is rounded to the gradients' format, a sum is off by at most n / 2 units, so by less than
+    it is rounded to the gradients' dtype, a sum is off by at most n / 2 units, so by less than
 
         n * 2^(m + 16 + ceil(log2 n) - 63),      2^(m - 37) for n = 32.
 

@@ -47,7 +47,7 @@ class FullyShardedDataParallelism:
         self._precision = precision
         self.offloads = config.cpu_offload
         self._usage: _Usage
-        self._accumulates_apart: bool  # gradients of several backwards have another format than those of one
+        self._accumulates_apart: bool  # gradients of several backwards have another dtype than those of one
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
@@ -212,10 +212,11 @@ class _Usage:
         self._order = 0
 
     def fill(self) -> None:
-        """Add gradients of zeros where only some parameters have accumulated gradients.
+        """Accumulate zero gradients for parameters that earlier backwards did not reach.
 
-        Earlier backwards have left those in the reduction's format, and the last backward's have the parameters'
-        format. A unit reduces gradients of one format only.
+        Earlier backwards of a step accumulate gradients in the dtype of the reduction. A parameter that only the last
+        backward reaches would have a gradient in its own dtype, but the reduction of a unit needs one dtype. Units
+        without accumulated gradients stay as they are.
         """
         if not self._used or len(self._used) == len(self._places):
             return

@@ -1,4 +1,4 @@
-"""Number formats, and their effect on backward and update.
+"""Dtypes of the computation, and their effect on backward and update.
 
 In full precision a `Precision` changes nothing.
 """
@@ -92,7 +92,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """Device and number formats of a model; runs backward, unscaling and update."""
+    """Device and dtypes of a model; runs backward, unscaling and update."""
 
     device: torch.device  # of the computation, and of parameters unless they are offloaded
     param_dtype: torch.dtype = torch.float32  # of parameters, gradients and optimizer state
@@ -197,7 +197,7 @@ def build_precision(
 ) -> Precision:
     """Return the configured precision.
 
-    "auto" is bf16 if all `gpus` of the world support it, else fp32. The format of parameters is the same in any world.
+    "auto" is bf16 if all `gpus` of the world support it, else fp32. The dtype of parameters is the same in any world.
 
     Args:
         fixed_point: sums gradients in an exact run.

@@ -264,7 +264,7 @@ class Log(Event):
     units_per_s: float  # tokens or samples per second, as `unit` says
     samples_per_s: float  # samples per second
     eta_s: float  # seconds until the end of the run
-    # model FLOPs utilisation, 0 to 1: share of the peak of all GPUs in the format in use; absent if the peak is unknown
+    # model FLOPs utilisation, 0 to 1: share of the peak of all GPUs in the dtype in use; absent if the peak is unknown
     mfu: float | None = None
     metrics: Mapping[str, float] = {}  # metrics of the task, mean over the global batch
     at_risk: Mapping[str, int] = {}  # steps that a loss would cost now, with the fields of the event `at_risk`
@@ -290,7 +290,7 @@ class Log(Event):
         ]
         if self.mfu:
             parts.append(f"mfu {self.mfu:.1%}")
-        parts += [size(self.memory_bytes), plural(self.world_size, "worker"), f"eta {duration(self.eta_s)}"]
+        parts += [f"memory {size(self.memory_bytes)}", plural(self.world_size, "worker"), f"eta {duration(self.eta_s)}"]
         return joined(parts)
 
 
@@ -304,7 +304,7 @@ class Profile(Event):
 
     def line(self) -> str:
         line = f"profile of rank {self.rank} up to step {self.step} is in {self.path}"
-        return f"{line}: open it in Perfetto or TensorBoard\n{self.table}"
+        return f"{line}: open it in Perfetto or TensorBoard; operators by the time that each itself took:\n{self.table}"
 
 
 class MemoryHistory(Event):
@@ -376,7 +376,8 @@ class CheckpointFailed(Event):
     needed_bytes: int  # bytes that the checkpoint needs, 0 if unknown
 
     def line(self) -> str:
-        line = f"no checkpoint at step {self.step} yet, training continues: {self.error}"
+        line = f"checkpoint at step {self.step} is not written; training continues, and a retry or the next checkpoint"
+        line += f" follows: {self.error}"
         if self.needed_bytes:
             line += f" ({size(self.needed_bytes)} are needed)"
         return line
@@ -622,7 +623,7 @@ class Waiting(Event):
     seconds: float | None = None  # seconds for which workers have been missing
 
     def line(self) -> str:
-        return f"waiting for workers: {self.workers} of at least {self.needed} have started"
+        return f"training waits for workers: {self.workers} of at least {self.needed} have started"
 
 
 class LeftOver(Event):

@@ -316,7 +316,12 @@ class Totals:
         self._add_times(span, lines)
 
     def _take_back(self, steps: NDArray[np.void], attempts: NDArray[np.uint32]) -> None:
-        """Move the seconds of steps that these attempts did from productive to repeated."""
+        """Move the seconds of steps that a later attempt repeated from productive to redone.
+
+        Args:
+            steps: former numbers of the repeated steps.
+            attempts: attempt that ran each of these steps before, 0 for a step that none ran.
+        """
         for attempt in np.unique(attempts[attempts > 0]).tolist():
             redone = steps[attempts == attempt]
             # A chunk has a million steps, whose sum would be inexact in the single precision of each step.

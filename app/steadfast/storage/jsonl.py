@@ -143,14 +143,14 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value can be a number of steps or bytes."""
+    """Return whether a value is plausible as a number of steps or bytes."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def is_moment(value: Any) -> bool:
-    """Return whether a value can be a Unix time or a duration.
+    """Return whether a value is plausible as a Unix time or a duration.
 
-    The unit may be seconds or milliseconds.
+    Any finite number up to the year 9891 is plausible, in seconds. A duration may also be in milliseconds.
     """
     return is_number(value) and abs(value) < _LARGEST_S  # the comparison excludes NaN
 

@@ -42,7 +42,7 @@ class Sums:
     """
 
     loss_sum: Tensor
-    count: Tensor | int
+    count: Tensor | int  # number of terms in loss_sum, such as tokens or samples; the mean loss divides by it
     # Metrics are sums that are divided by the count of the microbatches with the metric, or means with a count of their
     # own.
     metrics: Mapping[str, Tensor | float | Mean] = field(default_factory=dict)

@@ -23,7 +23,10 @@ class Past:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
-        """Read the events so far, before the attempt's first step."""
+        """Summarize the run's events up to now.
+
+        Call it before the attempt's first step, so that the events are those of earlier attempts.
+        """
         # One pass over the events answers all questions, because the first step waits for this reading.
         committed, num_nodes = 0, 1
 

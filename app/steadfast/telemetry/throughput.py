@@ -59,7 +59,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
 
     Args:
         device_name: the name that `torch.cuda` reports.
-        dtype: the format of the factors of matrix products. For bf16 on a GPU without bf16 the peak of fp16 counts.
+        dtype: the dtype of the factors of matrix products. For bf16 on a GPU without bf16 the peak of fp16 counts.
         tf32: whether products in fp32 are rounded to TF32. On a GPU with TF32 their peak is half of that of bf16.
     """
     if _LESSER.search(device_name):

@@ -46,7 +46,7 @@ class Communicator(Protocol):
     def abort(self) -> None:
         """End all collectives and refuse more; callable from any thread.
 
-        `Groups.aborted` is set before.
+        `Groups.abort` sets `Groups.aborted` first, and then calls this method.
         """
         ...
 

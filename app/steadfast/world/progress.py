@@ -81,7 +81,7 @@ class _Mark(NamedTuple):
 
 
 class Progress:
-    """Progress of one process.
+    """Progress of one process through the phases of an attempt, such as "forward".
 
     The training thread marks its phases, and one other thread reads `report()`.
 
@@ -188,7 +188,11 @@ class Progress:
         return self._spent[phase]
 
     def leave(self) -> None:
-        """Leave the attempt; the interrupted phase does not count."""
+        """Leave the attempt, and enter the phase "idle".
+
+        The interrupted phase is incomplete, so its seconds are neither in `spent_s` nor in the durations from which the
+        limits of phases follow.
+        """
         self._mark = _Mark("idle", self._clock(), self._mark.turn + 1, _ALL_LEFT, 0)
 
     def report(self) -> ProgressReport:
