@@ -72,8 +72,8 @@ def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None
         finished = run.run(f"run.epochs={epochs}", "run.report=false", small=False)
         assert finished.code == 0, finished.output
     assert (
-        "step 23 stays short, because the run once ended with it; the next step begins at position 1438"
-        in finished.output
+        "step 23 keeps fewer samples than batch.global_size, because the run had ended with this step; "
+        "the next step begins at position 1438 of the training samples" in finished.output
     )
     committed = check_ledger(run.directory, 46).committed
     assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]

@@ -126,7 +126,7 @@ def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp
     config = small(tmp_path, "precision.kind=fp32", "run.exact=true", 'recompute.every="1 step"', oom)
     run = drill(config, worlds=[3, 3])
     (notice,) = run.told("notice", "text")
-    assert notice.startswith("recompute.every compares nothing: memory has run out")
+    assert notice.startswith("recompute.every compares no gradients of two workers: memory has run out")
 
 
 def test_the_first_rank_is_replaced_like_any_other_though_it_leads(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -178,7 +178,9 @@ def test_results_that_differ_on_all_three_are_no_ranks_fault(tmp_path: Path) -> 
 def test_one_rank_has_nobody_to_compare_with_which_is_told_once_in_a_run(tmp_path: Path) -> None:
     config = small(tmp_path, *EVERY_STEP)
     run = drill(config, worlds=[1, 2, 1], leave_after=[4, 4])
-    assert run.told("notice", "text") == ["recompute.every compares nothing: the run has one worker"]
+    assert run.told("notice", "text") == [
+        "recompute.every compares no gradients of two workers: the run has one worker"
+    ]
     check_weights(run, reference(config))
 
 

@@ -88,10 +88,13 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             changed(LOG, metrics={"accuracy": 0.912, "length": 12.5}),
             LINE.replace("loss 2.413 |", "loss 2.413 | accuracy 0.9120 | length 12.50 |"),
         ),
-        (ModelSharded(attempt=1, num_units=5, layers={"Block": 4}), "fsdp: 5 units: 4 x Block, the rest"),
+        (
+            ModelSharded(attempt=1, num_units=5, layers={"Block": 4}),
+            "fsdp gathers the model in 5 units: 4 x Block, the rest of the model",
+        ),
         (
             ModelSharded(attempt=1, num_units=1, layers={}),
-            "fsdp: 1 unit: the whole model; a method blocks() makes each layer a unit of its own",
+            "fsdp gathers the model in 1 unit: the whole model; a method blocks() makes each layer a unit of its own",
         ),
         (
             ON_CPU,
@@ -125,7 +128,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         ),
         (
             NotSaved(step=40, error="some of the weights are not finite"),
-            "step 40 was not saved: some of the weights are not finite",
+            "the run ends without a checkpoint of step 40: some of the weights are not finite",
         ),
         (STARTED, "attempt 2: 2 workers, step 40 restored from checkpoint | ready in 3.1 s"),
         (
@@ -139,16 +142,19 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
         (AttemptEnded(attempt=1, cause="all workers lost"), "attempt 1 ended: all workers lost"),
         (
             changed(SHARES, microbatch_ms=(10.0, 30.1)),
-            "shares (8, 8) -> (12, 4) from step 60: rank 1 is 3.0x slower",
+            "shares (8, 8) -> (12, 4) microbatches from step 60: rank 1 is 3.0x slower",
         ),
         (
             changed(SHARES, before=(12, 4), after=(8, 8), microbatch_ms=(10.0, 10.1)),
-            "shares (12, 4) -> (8, 8) from step 60: all ranks are equally fast",
+            "shares (12, 4) -> (8, 8) microbatches from step 60: all ranks are equally fast",
         ),
-        (changed(SHARES, weights=(3.0, 1.0)), "shares (8, 8) -> (12, 4) from step 60: weights 3, 1"),
+        (
+            changed(SHARES, weights=(3.0, 1.0)),
+            "shares (8, 8) -> (12, 4) microbatches from step 60: batch.balance gives weights 3, 1",
+        ),
         (
             changed(SHARES, after=(8, 8), parallel="fsdp"),
-            "shares stay even (8, 8): under fsdp every worker runs the same number",
+            "shares stay even (8, 8): under fsdp every worker runs the same number of microbatches",
         ),
         (
             Rollback(attempt=1, steps=(40, 42), cause="loss nan, gradient norm nan at step 42"),

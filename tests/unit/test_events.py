@@ -16,7 +16,7 @@ from tests.support.events import LOG, changed, event_lines
 
 SHARES = events.Shares(step=60, before=(8, 8), after=(12, 4))
 TABLE: list[Event] = [
-    events.Notice(text="recompute.every compares nothing: the run has one worker"),
+    events.Notice(text="recompute.every compares no gradients of two workers: the run has one worker"),
     events.RunStarted(launcher="ray"),
     events.ShortStep(step=13, position=165),
     events.ForwardsShrunk(step=7, forward_size=4, error="CUDA out of memory."),

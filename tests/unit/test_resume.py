@@ -106,7 +106,10 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
     extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
     assert start_or_resume(extended, directory, BEGUN, said.append)
     assert directory.amendments().ends == (End(13, 165),)
-    assert said == ["step 13 stays short, because the run once ended with it; the next step begins at position 165"]
+    assert said == [
+        "step 13 keeps fewer samples than batch.global_size, because the run had ended with this step; "
+        "the next step begins at position 165 of the training samples"
+    ]
     # It was broken off before its first step, and is given another length, or the same one, or its first one again.
     for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")

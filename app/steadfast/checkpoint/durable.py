@@ -186,9 +186,9 @@ class Checkpoints:
         self._writer.put(step, shards, metrics, self)
 
     def reserve(self, state: State) -> None:
-        """Allocate the buffer of the first copy while training continues.
+        """Allocate the host memory of checkpoints, on another thread.
 
-        Touching new memory takes longer than filling it.
+        A checkpoint first copies the state into this memory. Allocating the memory takes longer than the copy.
         """
         if self._writes:
             self._writer.reserve(shards_to_write(state, replicas=self.replicated or self.world.leader))

@@ -69,18 +69,18 @@ class Parts(Checkpoints):
         return self._commit_whole(snapshot, attempt)
 
     def save_copies(self, memory: NodeMemory, state: State) -> Event | None:
-        """Commit the newest complete snapshot in the nodes' memories.
+        """Write the newest complete snapshot in node memory as a checkpoint.
 
-        A newer checkpoint makes the commit unnecessary.
+        Nothing is written if a checkpoint of the same or a later step exists.
 
         Args:
-            state: a state with the structure of the copies; its values do not matter.
+            state: a state with the same tensors as the snapshot; the values of the tensors do not matter.
 
         Returns:
-            The event that reports the commit; None if this rank has committed nothing.
+            The event that reports the checkpoint; None if this rank has not committed the checkpoint.
 
         Raises:
-            OSError: storage refuses, or a copy is damaged.
+            OSError: storage refuses, or the snapshot is damaged.
         """
         origin = origin_of("".join(self._fingerprints), state)
         copies: dict[SnapshotId, list[tuple[int, int, int, int]]] = {}  # rank, buffer, first byte, length

@@ -63,7 +63,7 @@ def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
     """Return the shards for this rank's file.
 
     Args:
-        replicas: whether to include tensors that all ranks hold, which one rank writes.
+        replicas: whether to include tensors that every rank holds whole; True for the one rank that writes them.
     """
     shards = []
     for shard in shards_of(state):

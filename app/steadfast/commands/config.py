@@ -14,7 +14,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the sections."""
+    """Print the keys of the given sections, by default of all sections."""
     for section in options.sections:
         if section not in SECTIONS:
             raise UsageError(f"there is no section {section}; there are: {', '.join(SECTIONS)}")

@@ -97,7 +97,7 @@ class Target(Section):
     target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
     """what to call, as "package.module:callable"; the working directory is on the import path"""
     args: dict[str, Any] = Field(default_factory=dict)
-    """keyword arguments of the call"""
+    """keyword arguments with which the target is called"""
     # A private attribute is no key: it is neither written to config.yaml nor compared with the run's configuration.
     _given: Callable[..., Any] | None = PrivateAttr(None)
 

@@ -239,7 +239,10 @@ def _refuse(what: str, place: Any) -> NoReturn:
 
 
 def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
-    """Remove keys that setting `path` to `value` invalidates."""
+    """Remove keys of a section that contradict `path` = `value`.
+
+    A new kind or target removes all keys of the former kind. A length of the run removes the former length.
+    """
     name = path[-1]
     if name in ("kind", "target"):
         # The new kind would not know the keys of the former kind. A section with a target may omit its kind.

@@ -153,7 +153,11 @@ def _unmet(alternatives: list[ErrorDetails]) -> str:
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Keys, type[Section]]:
-    """Return an error's keys and the section of the last key."""
+    """Return the keys of a wrong value, and the section with the last key.
+
+    Args:
+        loc: pydantic's location of the error.
+    """
     keys: list[str] = []
     section: type[Section] = Config
     members: list[type[Section]] = [Config]  # the sections that the next key may lie in; several for a union

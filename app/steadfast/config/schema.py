@@ -204,7 +204,7 @@ class GptConfig(Section):
     vocab_size: PositiveInt = 256
     """number of different tokens; 256 for bytes"""
     dropout: Fraction = 0.0
-    """share of activations that dropout sets to zero in training, 0 to 1"""
+    """share of activations that dropout sets to zero in training, from 0 to below 1"""
     bias: bool = True
     """use biases in linear layers and norms"""
 
@@ -227,11 +227,11 @@ class MlpConfig(Section):
     out_features: PositiveInt
     """number of values in one output: classes, or regression targets"""
     dropout: Fraction = 0.0
-    """share of activations that dropout sets to zero in training, 0 to 1"""
+    """share of activations that dropout sets to zero in training, from 0 to below 1"""
 
 
 class CoupledConfig(Section):
-    """Key of every task."""
+    """Base class of the sections of all tasks."""
 
     coupled: bool = False
     """set true if the loss of a microbatch is not the sum of its samples' losses, as with in-batch negatives or mixup:
@@ -305,7 +305,7 @@ class HuggingFaceSource(Section):
     path: Text
     """a folder written by a dataset's save_to_disk, or a folder or name for datasets.load_dataset"""
     name: Text | None = None
-    """configuration of a dataset that has several"""
+    """configuration (subset) of the dataset, as for datasets.load_dataset; null if the dataset has only one"""
     split: Text | None = None
     """split of the dataset, such as train, validation or train[:80%]; null is train if the dataset has splits"""
     columns: tuple[Text, ...] = ()
@@ -351,8 +351,8 @@ class DataConfig(LoaderConfig):
     function of the user's own, `steadfast.data.order.Order` (a class, or a function with args, is called first and
     returns that function). Unless shuffled, the last samples of the dataset are held out"""
     validation_fraction: Fraction = 0.1
-    """share of the samples held out of training for validation, 0 to 1; if the order is shuffled, run.seed selects the
-    samples"""
+    """share of the samples held out of training for validation, from 0 to below 1; if the order is shuffled, run.seed
+    selects the samples"""
     validation: AnyValidation | None = None
     """data for validation, instead of the held-out share of the training data. If data.validation and data have
     the same kind, context_length and image_size default to those of data. data.collate applies to training only;
@@ -454,7 +454,7 @@ class AdamConfig(GroupedConfig):
 class SgdConfig(GroupedConfig):
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
-    """share of the last update that is kept in the next update, 0 to 1"""
+    """share of the last update that is kept in the next update, from 0 to below 1"""
     nesterov: bool = False
     """use Nesterov's momentum; needs optimizer.momentum above 0"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -474,7 +474,7 @@ class MuonConfig(OptimizerConfig):
 
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
-    """share of the last update that is kept in the next update, 0 to 1"""
+    """share of the last update that is kept in the next update, from 0 to below 1"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """decoupled weight decay, applied to matrices only"""
     adamw: Pattern = "head"
@@ -726,7 +726,7 @@ class ProfileConfig(Section):
     wait: NonNegativeInt = 10
     """steps before each recording, from the first step of an attempt on"""
     warmup: NonNegativeInt = 1
-    """steps that are recorded and discarded after these, because the profiler is slow in its first steps"""
+    """steps after profile.wait whose records are discarded, because the profiler is slow in its first steps"""
     active: NonNegativeInt = 0
     """steps of a recording; 0 for no profile"""
     repeat: PositiveInt = 1
@@ -754,8 +754,9 @@ class ProfileConfig(Section):
 
 class RecoveryConfig(Section):
     mode: Literal["auto", "slots", "restart"] = "auto"
-    """slots keeps surviving workers running after a failure; restart starts all workers anew; auto is slots if Ray's
-    version supports it"""
+    """how a run recovers after a failure: slots keeps surviving workers running, and starts a new worker in the slot
+    (the reserved place) of each lost worker; restart ends all workers and starts new ones; auto is slots if Ray's
+    version supports slots"""
     max_failures: NonNegativeInt = 10
     """number of failures of one kind in a row, without a new step between them, that the run survives; all workers lost
     in one attempt count as one failure. Raise it for unreliable nodes"""
@@ -808,7 +809,7 @@ class EmaConfig(Section):
 
     kind: Literal["ema"] = "ema"
     decay: Fraction = 0.999
-    """share of the average that is kept in each step, 0 to 1. A larger share averages over more steps"""
+    """share of the average that is kept in each step, from 0 to below 1. A larger share averages over more steps"""
 
 
 class EarlyStoppingConfig(Section):

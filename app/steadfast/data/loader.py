@@ -156,7 +156,10 @@ class Loader:
         return fetched
 
     def digest(self, start: int, stop: int) -> int:
-        """Return the samples digest of training positions [start, stop)."""
+        """Return a digest of the samples at training positions [start, stop).
+
+        The digest covers the ids and positions of the samples, not their contents.
+        """
         # The digest follows from the order alone, so nothing is fetched.
         return self._train.digest(start, stop)
 

@@ -31,11 +31,11 @@ Repeating = Callable[[Microbatch], AbstractContextManager[Fetched]]
 
 _REMEDY = (
     "Test memory and processors of both machines, or give the same command again with three workers "
-    "(scaling.num_workers): of three it can be told which one is wrong. recompute.every=null compares nothing"
+    "(scaling.num_workers): of three it can be told which one is wrong. recompute.every=null ends this check"
 )
 _NOT_DETERMINISTIC = (
     "So what is computed follows from more than the samples, step and seed: an operation that is not deterministic, "
-    "randomness of the model's own, or machines that differ in libraries. recompute.every=null compares nothing"
+    "randomness of the model's own, or machines that differ in libraries. recompute.every=null ends this check"
 )
 
 

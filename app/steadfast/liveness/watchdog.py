@@ -34,11 +34,11 @@ class Hang:
 
 
 class Watchdog:
-    """Detector of hangs in the heartbeats of a world.
+    """Detector of hangs, from the progress that heartbeats report.
 
     Args:
-        settled_s: seconds for which the same members must be last before the members count as hung; longer than two
-            heartbeats.
+        settled_s: seconds for which the same members must have the least progress before the members count as hung;
+            longer than the time between two heartbeats.
     """
 
     def __init__(self, settled_s: float = 2.0) -> None:

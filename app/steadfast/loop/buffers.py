@@ -140,7 +140,11 @@ class RunningStatistics:
         self._flat: Tensor
 
     def begin(self, num_microbatches: int) -> None:
-        """Begin a step of `num_microbatches` on all ranks together."""
+        """Begin a step.
+
+        Args:
+            num_microbatches: number of microbatches that all ranks together compute in the step.
+        """
         self._layers = [layer for layer in self._all if layer.training]
         self._num_microbatches = num_microbatches
         for each in (self._running, self._moved, self._tracked, self._shares, self._kept_by_one, self._kept_by_all):
@@ -181,13 +185,13 @@ class RunningStatistics:
             torch._foreach_copy_(self._tracked, self._tracked_before)
 
     def send(self, communicator: Communicator) -> None:
-        """Start the sum over all ranks."""
+        """Start to sum this step's statistics over all ranks."""
         if self._layers:
             self._flat = torch.cat(self._moved)
             communicator.sum(self._flat)
 
     def finish(self) -> None:
-        """Make the sum the statistics of this step, after the gate."""
+        """Set the running statistics to those after this step, after the gate."""
         if not self._layers:
             return
         torch._foreach_mul_(self._running, self._kept_by_all)
@@ -213,9 +217,12 @@ class StepBuffers:
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:
-        """Begin a step of `num_microbatches` on all ranks, and undo a failed one.
+        """Begin a step, and restore the buffers if the step fails.
 
-        A survivor runs a failed step again, and its forwards must count once.
+        A survivor runs a failed step again, and the step's forwards must count once.
+
+        Args:
+            num_microbatches: number of microbatches that all ranks together compute in the step.
         """
         with self._buffers.undone_on_failure():
             self._buffers.begin()
@@ -233,7 +240,10 @@ class StepBuffers:
         self._statistics.put_back()
 
     def forwarded(self, part: Part) -> None:
-        """Record the statistics of a forward, before its backward."""
+        """Add the running statistics of a forward to those of the step.
+
+        Call this method before the forward's backward, which may run the forward again.
+        """
         self._statistics.forwarded(part.microbatch, part.share)
 
     def undone(self) -> AbstractContextManager[None]:
@@ -255,7 +265,7 @@ class StepBuffers:
         self._statistics.send(groups.communicator)
 
     def finish(self) -> None:
-        """Complete the statistics, after the gate."""
+        """Set the running statistics to those after the step, after the gate."""
         self._statistics.finish()
 
 

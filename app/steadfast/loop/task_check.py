@@ -116,9 +116,10 @@ class _Trial:
             self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
 
     def _exchange_halves(self) -> None:
-        """Compare losses of batches whose second halves are exchanged.
+        """Check that a half of a batch does not change the other's loss.
 
-        Equal seeds and shapes give equal random draws.
+        With half batches A, B, C and D, the batches AB and CD must have the same summed loss as the batches AD and CB.
+        Equal seeds and shapes give equal random draws, so a random loss is comparable too.
         """
         half = self._num_rows // 2
         size = 4 * half

@@ -151,7 +151,10 @@ class WorkerState:
         self._compile_ahead()
 
     def _compile_ahead(self) -> None:
-        """Compile the layers, or only test the compiler if shapes are unknown."""
+        """Compile the layers before this worker joins a world.
+
+        While the shapes of parameters or inputs are unknown, this method only tests that the compiler works.
+        """
         if not self.compiled.wanted:
             return
         if self.config.parallel.survivors_hold_all and self.batch.microbatch_size != "auto":

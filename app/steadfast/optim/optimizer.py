@@ -137,7 +137,10 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
 
 
 def _number_of_group(config: GroupedConfig, name: str) -> int:
-    """Return the number of the first group that matches a name, 0 if none."""
+    """Return the group of a parameter, counted from 1; 0 for none.
+
+    This is the first group whose regular expression is found in the parameter's name.
+    """
     for number, group in enumerate(config.groups, 1):
         if re.search(group.match, name):
             return number

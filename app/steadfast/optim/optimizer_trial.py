@@ -213,7 +213,14 @@ class _Trial:
         return values.to(self._device, self._dtype)
 
     def same_rows(self, whole: _Ran, part: _Ran) -> bool:
-        """Return whether partial rows end as in a run with all rows."""
+        """Return whether rows are updated in the same way without other rows.
+
+        Under FSDP a worker updates only its own rows of each parameter.
+
+        Args:
+            whole: a run with all rows of each parameter.
+            part: a run with the first rows of each parameter.
+        """
         for index, (one, other) in enumerate(zip(whole.params, part.params, strict=True)):
             expected = _rows_like(one, other)
             moved = (expected - _rows_like(self._numbers(index, 0), other)).abs().max()

@@ -11,7 +11,10 @@ class SlotBackend(Backend):
 
 
 class RuntimeConfig(BackendConfig):
-    """Replacement of `TorchConfig`, whose backend would form process groups."""
+    """Configuration with which `TorchTrainer` forms no process groups.
+
+    Ray's `TorchConfig` would form process groups, but the workers form their own for each world.
+    """
 
     backend = "none"  # TorchTrainer reads this attribute
 

@@ -86,7 +86,7 @@ class Reduction(Protocol):
         ...
 
     def launch(self, bucket: Bucket, communicator: Communicator) -> None:
-        """Start the sum over ranks, flags included."""
+        """Start to sum gradients and flags over all ranks."""
         ...
 
     def store(self, buckets: list[Bucket]) -> None:

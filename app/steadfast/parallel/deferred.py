@@ -68,7 +68,10 @@ class _Place:
 
 @dataclass
 class _Operation:
-    """A recorded call that writes to storages, with places for tensors."""
+    """Recorded torch operation that writes to storages, for execution later.
+
+    A `_Place` stands for each tensor among the arguments and results.
+    """
 
     function: Any
     args: tuple[Any, ...]

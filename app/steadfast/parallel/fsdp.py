@@ -229,7 +229,10 @@ class _Usage:
                             each.unsharded_accumulated_grad = zeros
 
     def send(self) -> None:
-        """Start the sum over ranks, after the last backward of a step."""
+        """Start to sum usage flags and orders of units over all ranks.
+
+        Call this method after the last backward of a step.
+        """
         numbers = [0] * (len(list(self._model.parameters())) + 2 * self._world.replicate)
         for place in self._used:
             numbers[place] = 1

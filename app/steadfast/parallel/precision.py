@@ -160,10 +160,13 @@ class Precision:
             torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
-        """Step the optimizer, or return True if gradients have overflowed.
+        """Step the optimizer unless gradients have overflowed.
 
         Args:
             grad_norm: () norm of the whole gradient, the same on all ranks.
+
+        Returns:
+            Whether gradients have overflowed, so that no parameter was updated.
         """
         if self.scaling is None:
             optimizer.step()

@@ -90,7 +90,11 @@ class RunStarted(Event):
     again: bool | None = None
 
     def line(self) -> str:
-        started = "the command continues the run after a restart" if self.again else "run started"
+        started = "command started"
+        if self.again and self.launcher == "torchrun":
+            started = "command continues after torchrun restarted its ranks"
+        elif self.again:
+            started = "command restarted, because Ray had died"
         return f"{started} | launcher {self.launcher}"
 
 
@@ -104,8 +108,8 @@ class ShortStep(Event):
     position: int  # position in the stream of training samples at which the next step begins
 
     def line(self) -> str:
-        line = f"step {self.step} stays short, because the run once ended with it"
-        return f"{line}; the next step begins at position {self.position}"
+        line = f"step {self.step} keeps fewer samples than batch.global_size, because the run had ended with this step"
+        return f"{line}; the next step begins at position {self.position} of the training samples"
 
 
 class ForwardsShrunk(Event):
@@ -187,10 +191,10 @@ class ModelSharded(Event):
     def line(self) -> str:
         units = [f"{count} x {kind}" for kind, count in self.layers.items()]
         if units:
-            units.append("the rest")
+            units.append("the rest of the model")
         else:
             units.append("the whole model; a method blocks() makes each layer a unit of its own")
-        return f"fsdp: {plural(self.num_units, 'unit')}: {', '.join(units)}"
+        return f"fsdp gathers the model in {plural(self.num_units, 'unit')}: {', '.join(units)}"
 
 
 class NotCompiled(Event):
@@ -384,13 +388,13 @@ class CheckpointFailed(Event):
 
 
 class NotSaved(Event):
-    """The state at an exception in the user's code was not saved."""
+    """The run ends after a failure without a checkpoint of its last step."""
 
     step: int  # step of the state
     error: str  # reason why the state could not be used or written
 
     def line(self) -> str:
-        return f"step {self.step} was not saved: {self.error}"
+        return f"the run ends without a checkpoint of step {self.step}: {self.error}"
 
 
 class CheckpointQuarantined(Event):
@@ -446,7 +450,7 @@ class NoSnapshots(Event):
 
     def line(self) -> str:
         cost = "the death of all workers costs the steps since the last checkpoint"
-        return f"no snapshots in node memory: {cost}: {self.error}"
+        return f"no snapshots in node memory: {self.error}; {cost}"
 
 
 class Failure(Event):
@@ -652,11 +656,12 @@ class Shares(Event):
 
     def line(self) -> str:
         if self.parallel is not None:
-            return f"shares stay even {self.after}: under {self.parallel} every worker runs the same number"
-        change = f"shares {self.before} -> {self.after} from step {self.step}"
+            reason = f"under {self.parallel} every worker runs the same number of microbatches"
+            return f"shares stay even {self.after}: {reason}"
+        change = f"shares {self.before} -> {self.after} microbatches from step {self.step}"
         if self.weights is not None:
             weights = ", ".join(f"{weight:g}" for weight in self.weights)
-            return f"{change}: weights {weights}"
+            return f"{change}: batch.balance gives weights {weights}"
         times_ms = self.microbatch_ms or (1.0,)
         slower = max(times_ms) / min(times_ms)
         if slower < 1.05:

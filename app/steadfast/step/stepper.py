@@ -149,7 +149,10 @@ class Stepper:
         return loss_sum, count
 
     def _parts_of(self, fetched: Fetched) -> list[Part]:
-        """Return the parts of a microbatch that run in one forward each."""
+        """Split a microbatch into parts, each for one forward.
+
+        The only part is the whole microbatch until memory has run out.
+        """
         microbatch = fetched.microbatch
         num_samples = microbatch.stop - microbatch.start
         size = self._world.amendments.forward_size

@@ -149,7 +149,7 @@ class Recorder:
             reason = f"no two workers are alike: {'; '.join(kinds)}"
         else:
             return
-        text = f"recompute.every compares nothing: {reason}"
+        text = f"recompute.every compares no gradients of two workers: {reason}"
         # The notice is published once in a run for each reason, not in every attempt.
         if all(notice.text != text for notice in self._directory.events(events.Notice)):
             self._notify(text)
@@ -351,7 +351,7 @@ class Recorder:
 
         Args:
             outcome: how the attempt ended.
-            whole: the whole model on a rank that has it, for the sample of the task.
+            whole: the whole model, from which the task may draw a sample such as a text; None if the state is sharded.
             state: this rank's tensors of the state, whose digests enter the summary.
         """
         self._world.progress.enter("end")

@@ -13,8 +13,8 @@ _UPLOAD_EVERY_S = 20.0
 class Spool:
     """Local folder whose files are kept in the run directory.
 
-    If the run directory is on a disk, it is the folder itself. If the run directory is in a bucket, it is a temporary
-    folder, whose files are copied to the bucket.
+    If the run directory is on a disk, the folder lies in the run directory. If the run directory is in a bucket, the
+    folder is temporary, and its files are copied to the bucket.
     """
 
     def __init__(self, store: Store, folder: str) -> None:

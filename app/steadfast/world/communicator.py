@@ -52,7 +52,10 @@ class Communicator(Protocol):
 
 
 class GlooCommunicator:
-    """Collectives by gloo, whose threads on the host raise errors."""
+    """Collectives by gloo.
+
+    A collective that fails raises an error in `wait`.
+    """
 
     abort_leaves_garbage: ClassVar[bool] = False
 

@@ -31,9 +31,9 @@ _IN_COLLECTIVES = (os.path.dirname(torch.__file__) + os.sep, groups.__file__, co
 
 @dataclass(frozen=True)
 class Limits:
-    """Least time limits of phases.
+    """Lower bounds of the time limits of phases.
 
-    A phase may take five times the 99th percentile of its former durations, and at least these limits.
+    The limit of a phase is five times the 99th percentile of its former durations, and at least its lower bound.
     """
 
     step_s: float = 3.0  # for phases of a step
