@@ -291,7 +291,7 @@ def _ran(line: Line | None) -> Ran | None:
 
 
 def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:
-    """Return `ran` with the nodes of its attempt, if known."""
+    """Return `ran` with its attempt's ranks by node, if known."""
     if ran is None:
         return None
     for event in directory.events(AttemptStarted):

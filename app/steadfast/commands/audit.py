@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the numbers of the proof, or the first counter-example.
+    """Print the proof that a run used its planned samples, or a counter-example.
 
     Return the exit code: 0 if the proof holds, else 1.
     """

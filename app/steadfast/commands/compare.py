@@ -62,7 +62,7 @@ def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
 
 
 def _changed(found: "Comparison", identity: bool) -> list[str]:
-    """Return a line for each differing key that a resume must refuse, or need not."""
+    """Return lines of the differing keys that a resume must refuse; without `identity`, of the others."""
     lines = []
     for change in found.changes:
         if change.identity == identity:

@@ -119,7 +119,7 @@ def _print(page: object) -> None:
 def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "RenderableType":
     """Return a table with a line for each run.
 
-    The run with the newest step comes first.
+    The run that finished a step last comes first.
 
     Args:
         statuses: the status of each readable run.

@@ -51,7 +51,7 @@ class SpikeAt(Fault):
 
     kind: Literal["spike_at"] = "spike_at"
     factor: float = 1000.0
-    """the multiplier"""
+    """the factor by which loss and gradient are multiplied"""
 
 
 class KillAt(Fault):

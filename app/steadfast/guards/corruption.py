@@ -25,7 +25,7 @@ class Check(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that may have to compute the microbatch."""
+        """Return all ranks of the check: owner, second and third, if any."""
         if self.third is None:
             return self.owner, self.second
         return self.owner, self.second, self.third

@@ -191,7 +191,7 @@ class RunningStatistics:
             communicator.sum(self._flat)
 
     def finish(self) -> None:
-        """Set the running statistics to those after this step, after the gate."""
+        """Set the running statistics to those after a step that has passed the gate."""
         if not self._layers:
             return
         torch._foreach_mul_(self._running, self._kept_by_all)
@@ -265,7 +265,7 @@ class StepBuffers:
         self._statistics.send(groups.communicator)
 
     def finish(self) -> None:
-        """Set the running statistics to those after the step, after the gate."""
+        """Set the running statistics to those after a step that has passed the gate."""
         self._statistics.finish()
 
 

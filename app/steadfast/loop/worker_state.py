@@ -328,7 +328,7 @@ class WorkerState:
         return model, state
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:
-        """Return the memory for snapshots of the run, None if not wanted."""
+        """Return the node memory for snapshots, None if `checkpoint.node_memory` is off."""
         if not self.config.checkpoint.node_memory:
             return None
         if self._memory is None:

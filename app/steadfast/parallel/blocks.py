@@ -50,8 +50,10 @@ def modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module
 
 
 def modules_of_size(model: nn.Module, num_parameters: int) -> list[nn.Module]:
-    """Return separate modules with at least `num_parameters`, inner ones first."""
-    # Parameters of a returned module do not count for the modules around it.
+    """Return modules with at least `num_parameters` of their own, inner ones first.
+
+    Parameters of a returned module do not count for the modules around it.
+    """
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in _unshared(model, _inner_first(model)):

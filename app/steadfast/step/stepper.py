@@ -229,9 +229,9 @@ class Stepper:
         self._world.groups.communicator.wait()
 
     def _global_count(self, step: int, count: Tensor) -> int | Tensor:
-        """Return the count of the whole step.
+        """Return the number of losses in the step, over all ranks.
 
-        A collective if samples are masked; the count is then complete after a wait.
+        A collective if samples are masked; the number is then complete after a wait.
         """
         if not self._counts_vary:
             return self._plan.num_samples_in(step) * self._units_per_sample

@@ -137,7 +137,7 @@ class TimeLedger:
                 self._again_s.append(time_s)
 
     def rank_s(self) -> dict[str, float]:
-        """Return the seconds of all ranks in the order of `CATEGORIES`."""
+        """Return seconds summed over ranks, in the order of `CATEGORIES`."""
         totals = dict.fromkeys(CATEGORIES, 0.0)
         for account in self.accounts:
             for category, seconds in account.rank_s.items():
