@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,8 +37,9 @@ from steadfast.run.events import (
     ShortStep,
     Silent,
 )
-from steadfast.run.owner import Ownership
+from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
+from steadfast.storage.documents import write_json
 from tests.support.events import event_lines
 
 
@@ -650,6 +651,20 @@ def test_a_run_that_another_command_has_taken_over_is_given_up(tmp_path: Path) -
 
     (failure,) = play(tmp_path, story).directory.events(Failure)
     assert (failure.kind, failure.fatal, failure.error) == ("ours", True, why)
+
+
+def test_the_coordinator_of_a_killed_command_writes_no_failure_into_the_next_commands_run(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        store = worlds.directory.store
+        owner = read_owner(store)
+        assert owner is not None
+        write_json(store, "owner.json", asdict(replace(owner, token="of the next command")))
+        assert await worlds.subject._next_attempt() is None
+        (shown,) = [event for event in await worlds.subject.events(0, stop=False) if isinstance(event, Failure)]
+        assert "another command has taken over" in shown.error
+
+    assert play(tmp_path, story).directory.events(Failure) == []
 
 
 @pytest.mark.usefixtures("watched")

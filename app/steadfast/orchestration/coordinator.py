@@ -560,6 +560,10 @@ class Coordinator:
         """
         self.over = True
         self.abort()
+        # The coordinator of a killed command may live on for a moment. The next command would take this failure for one
+        # of its own.
+        if self._ownership.is_taken_over():
+            self._journal.stop_writing()
         self.record(events.Failure(kind=kind, fatal=True, error=why, traceback="", budget=budget))
         self.dismiss(list(self._waiting), Leave.RUN_ENDED)
 

@@ -28,6 +28,7 @@ class Journal:
         self._news = deque(self.former)  # events that the driver has not confirmed
         self._num_confirmed = 0
         self._asked = False
+        self._writes = True
 
     def has(self, event: Event) -> bool:
         """Return whether a former coordinator has written this event.
@@ -43,7 +44,15 @@ class Journal:
         """
         event = event.stamped()
         self._news.append(event)
-        return asyncio.wrap_future(self._thread.submit(self._file.write, event))
+        if self._writes:
+            return asyncio.wrap_future(self._thread.submit(self._file.write, event))
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        written.set_result(None)
+        return written
+
+    def stop_writing(self) -> None:
+        """Keep further events for the driver only, because the run belongs to another command."""
+        self._writes = False
 
     def since(self, first: int) -> list[Event]:
         """Return the kept events from number `first` on, and forget earlier events."""

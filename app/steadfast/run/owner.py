@@ -112,9 +112,7 @@ class Ownership:
     def __init__(self, store: Store, owner: Owner, killed: str = "") -> None:
         self._store = store
         self._owner = owner
-        # Token of the killed command from which this command took over. Processes of the killed command may outlive it
-        # for a moment, and one of them may write the lease that it read before this command's claim.
-        self._killed = killed
+        self._killed = killed  # token of the killed command from which this command took over, whose processes may live
         self.lost = ""
 
     @classmethod
@@ -167,7 +165,17 @@ class Ownership:
         """
         with contextlib.suppress(OSError):
             owner = read_owner(self._store)
-            return owner is not None and owner.token == self._owner.token
+            return owner is not None and self._names_this_command(owner)
+        return False
+
+    def is_taken_over(self) -> bool:
+        """Return whether storage names another command as the owner.
+
+        If storage cannot be read, the answer is False.
+        """
+        with contextlib.suppress(OSError):
+            owner = read_owner(self._store)
+            return owner is not None and not self._names_this_command(owner)
         return False
 
     def renew_in_background(self) -> None:
@@ -189,19 +197,21 @@ class Ownership:
 
         threading.Thread(target=renew_for_ever, daemon=True, name="owner").start()
 
+    def _names_this_command(self, owner: Owner) -> bool:
+        # A process of the killed command may write the lease that it read before this command's claim.
+        return owner.token in (self._owner.token, self._killed)
+
     def _write(self, num_begun: int = 0, held: bool = True) -> None:
         with _write_lock:
             # The owner is read from storage, because another process of this command may have begun attempts meanwhile.
             found = read_owner(self._store) or self._owner
-            if self._killed and found.token == self._killed:
-                found = replace(self._owner, attempt=max(found.attempt, self._owner.attempt))
-            if found.token != self._owner.token:
+            if not self._names_this_command(found):
                 raise RunConflict(
                     f"another command has taken over {self._store.uri}: on {found.host}, pid {found.pid}. It goes on "
                     "from the newest checkpoint; for a run beside it choose another run.name"
                 )
-            renewed = time.time() if held else 0.0
-            self._owner = replace(found, attempt=found.attempt + num_begun, renewed=renewed)
+            attempt = max(found.attempt, self._owner.attempt) + num_begun
+            self._owner = replace(self._owner, attempt=attempt, renewed=time.time() if held else 0.0)
             write_json(self._store, _OWNER, self._owner.to_line())
 
 
