@@ -62,7 +62,11 @@ def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
 
 
 def _changed(found: "Comparison", identity: bool) -> list[str]:
-    """Return lines of the differing keys that a resume must refuse; without `identity`, of the others."""
+    """Return a line for each differing key.
+
+    Args:
+        identity: whether to list the keys that a resume refuses to change, or the keys that it accepts.
+    """
     lines = []
     for change in found.changes:
         if change.identity == identity:

@@ -191,7 +191,7 @@ class RunningStatistics:
             communicator.sum(self._flat)
 
     def finish(self) -> None:
-        """Set the running statistics to those after a step that has passed the gate."""
+        """Apply a step's update to the running statistics, once the step has passed the gate."""
         if not self._layers:
             return
         torch._foreach_mul_(self._running, self._kept_by_all)
@@ -203,7 +203,7 @@ class RunningStatistics:
 
 
 class StepBuffers:
-    """Buffers of a model whose forwards are those of a training step."""
+    """Buffers of a model during the forwards of a training step."""
 
     def __init__(self, model: nn.Module, exact: bool) -> None:
         self._buffers = Buffers(model)
@@ -240,7 +240,7 @@ class StepBuffers:
         self._statistics.put_back()
 
     def forwarded(self, part: Part) -> None:
-        """Add the running statistics of a forward to those of the step.
+        """Add the running statistics of a forward to the step's statistics.
 
         Call this method before the forward's backward, which may run the forward again.
         """
@@ -251,7 +251,7 @@ class StepBuffers:
         return self._buffers.undone()
 
     def send(self, groups: Groups) -> None:
-        """Start to make the buffers those of the whole step. A collective.
+        """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
             TrainingError: the run is exact, and a buffer would depend on the number of workers.
@@ -265,7 +265,7 @@ class StepBuffers:
         self._statistics.send(groups.communicator)
 
     def finish(self) -> None:
-        """Set the running statistics to those after a step that has passed the gate."""
+        """Apply a step's update to the running statistics, once the step has passed the gate."""
         self._statistics.finish()
 
 

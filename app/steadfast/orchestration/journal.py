@@ -28,7 +28,7 @@ class Journal:
         self._news = deque(self.former)  # events that the driver has not confirmed
         self._num_confirmed = 0
         self._asked = False
-        self._writes = True
+        self._writes = True  # False once the run belongs to another command
 
     def has(self, event: Event) -> bool:
         """Return whether a former coordinator has written this event.
@@ -51,7 +51,10 @@ class Journal:
         return written
 
     def stop_writing(self) -> None:
-        """Keep further events for the driver only, because the run belongs to another command."""
+        """Keep further events for the driver only.
+
+        Called once another command owns the run, because only the owner may write the run's events.
+        """
         self._writes = False
 
     def since(self, first: int) -> list[Event]:
